@@ -1,0 +1,1 @@
+"""Train the model inside an agent."""

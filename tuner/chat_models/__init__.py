@@ -1,0 +1,1 @@
+"""Chat models for agent frameworks whose client is the gateway's."""

@@ -1,0 +1,1 @@
+"""The run configuration: Trinity-RFT's YAML keys, overrides and checks."""

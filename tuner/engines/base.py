@@ -1,0 +1,94 @@
+"""What an engine is: completion ids from prompt ids, with some version of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one completion is sampled. Travels with the call, so that training can recompute it.
+
+    Attributes:
+        temperature: 0 is greedy: the most probable token, whose log-prob is then 0.
+        top_p: Nucleus mass in (0, 1]; 1 keeps every token. Applied after temperature and top_k.
+        top_k: Keep the k most probable tokens; -1 keeps every token.
+        max_tokens: Upper limit of sampled tokens, at least 1.
+        stop: Strings that end the completion; the tokens that spell them stay in the ids.
+        seed: Seed of this completion's own random stream; equal seeds and equal
+            distributions give equal tokens, whoever else is in the batch.
+        top_logprobs: How many alternatives to report for each position (0 to 20).
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+    top_logprobs: int = 0
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One completion, exactly as sampled.
+
+    Attributes:
+        completion_ids: Sampled token ids, the end-of-sequence token included, shape [T].
+        logprobs: Natural log-probs of the sampled ids under the distribution that was sampled
+            from (after temperature, top_k and top_p), shape [T].
+        versions: Version of the weights that sampled each token, shape [T].
+        finish_reason: "stop" at an end-of-sequence token or stop string, "length" otherwise.
+        top_logprobs: For each position the (id, log-prob) pairs of the most probable tokens,
+            empty unless asked for.
+        cached_tokens: Prompt tokens whose keys and values were reused, not computed.
+    """
+
+    completion_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: FinishReason
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class EngineCapabilities:
+    """What an engine can do; the gateway refuses what it cannot with a 400 that names it."""
+
+    max_model_len: int
+    max_top_logprobs: int = 20
+
+
+class Engine(Protocol):
+    """The seam between the gateway and whatever generates."""
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that the next token is sampled with; starts at 0."""
+
+    @property
+    def capabilities(self) -> EngineCapabilities: ...
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, session: str
+    ) -> Generation:
+        """Sample one completion. Cancelling the awaiting task frees the request's slot.
+
+        Raises:
+            ContextLengthError: The prompt leaves no room for a single token.
+        """
+
+    def pause(self) -> AbstractAsyncContextManager[None]:
+        """Hold generation between two tokens while the block runs (weights may change)."""
+
+    async def update_weights(self, version: int) -> None:
+        """Serve the weights as they are now under `version`; forget every cached prefix."""
+
+    async def close(self) -> None:
+        """Stop; requests in flight fail."""

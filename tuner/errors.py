@@ -1,0 +1,33 @@
+"""The errors of `tuner`. Each says what was found, where, and what to do about it."""
+
+
+class TunerError(Exception):
+    """Base of every error that `tuner` raises on purpose."""
+
+
+class ConfigError(TunerError, ValueError):
+    """A setting is unknown, unsupported, of the wrong type or in conflict with another."""
+
+
+class DatasetError(TunerError, ValueError):
+    """A dataset, split or field is missing, empty or too small for one step."""
+
+
+class FunctionError(TunerError, TypeError):
+    """The workflow or judge cannot be called, or returned something of the wrong type."""
+
+
+class ModelLoadError(TunerError):
+    """A model path does not exist or holds something that cannot be loaded."""
+
+
+class MissingDependencyError(TunerError, ImportError):
+    """A library is not installed, or in a version that does not work; names the extra."""
+
+
+class ContextLengthError(TunerError, ValueError):
+    """A prompt leaves no room for an answer within `model.max_model_len`."""
+
+
+class TrainingError(TunerError, RuntimeError):
+    """Training cannot go on; the message is the diagnosis."""

@@ -1,0 +1,1 @@
+"""Where metrics go: console, JSONL, TensorBoard and trackers."""

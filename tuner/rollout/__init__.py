@@ -1,0 +1,1 @@
+"""Running workflows and judges: groups, limits, retries, outcomes."""

@@ -1,0 +1,6 @@
+"""Traces: what a rollout leaves behind, exactly."""
+
+from tuner.traces.call import Call
+from tuner.traces.trace import Outcome, RolloutId, Trace
+
+__all__ = ["Call", "Outcome", "RolloutId", "Trace"]

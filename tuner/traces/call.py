@@ -1,0 +1,68 @@
+"""One model invocation as frozen data: exact ids, log-probs, versions and what people read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from tuner.engines.base import SamplingParams
+
+
+@dataclass(frozen=True)
+class Call:
+    """One completion that an agent received, exactly as sampled.
+
+    `n=3` in one request makes three calls with the same prompt. A call whose data do not agree
+    is kept for viewing with `invalid` set, and is never trained.
+
+    Attributes:
+        id: Unique within its session; the response id that the agent saw, plus the choice.
+        prompt_ids: Token ids the engine was given, shape [P].
+        completion_ids: Token ids the engine sampled, shape [T].
+        logprobs: Log-probs of `completion_ids` under the sampled distribution, shape [T].
+        versions: Version of the weights for each sampled token, shape [T].
+        sampling: The settings in force, after defaults and caps.
+        finish_reason: "stop", "length" or "tool_calls", as the agent saw it.
+        messages: The request's messages, as the agent sent them.
+        tools: The request's tools, as the agent sent them.
+        response: The assistant message that the agent received.
+        started: Unix time of the request, seconds.
+        seconds: Time until the completion was ready.
+        cached_tokens: Prompt tokens the engine did not have to compute.
+        invalid: Why the call can never be trained, or None.
+    """
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    sampling: SamplingParams
+    finish_reason: str
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    response: dict[str, Any]
+    started: float
+    seconds: float
+    cached_tokens: int = 0
+    invalid: str | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        if self.invalid is None:
+            object.__setattr__(self, "invalid", self._inconsistency())
+
+    def _inconsistency(self) -> str | None:
+        lengths = {len(self.completion_ids), len(self.logprobs), len(self.versions)}
+        if len(lengths) != 1:
+            return (
+                f"{len(self.completion_ids)} completion ids, {len(self.logprobs)} logprobs and "
+                f"{len(self.versions)} versions do not match"
+            )
+        if not self.completion_ids:
+            return "no sampled tokens"
+        if not self.prompt_ids:
+            return "no prompt tokens"
+        if not all(math.isfinite(logprob) for logprob in self.logprobs):
+            return "a log-prob is not finite"
+        return None

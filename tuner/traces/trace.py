@@ -1,0 +1,75 @@
+"""A rollout's calls, reward, metrics and outcome."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from tuner.traces.call import Call
+
+
+class Outcome(StrEnum):
+    """How a rollout ended. None of these means reward 0."""
+
+    COMPLETED = "completed"
+    WORKFLOW_ERROR = "workflow_error"
+    JUDGE_ERROR = "judge_error"
+    TIMEOUT = "timeout"
+    NO_CALLS = "no_calls"
+    INVALID_REWARD = "invalid_reward"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, order=True)
+class RolloutId:
+    """Which run of which task this is; the order of a batch, whatever the order of arrival.
+
+    Attributes:
+        step: Training step, counted from 1; for an evaluation the step it belongs to.
+        task: Index of the task within the step's batch.
+        rollout: Index within the group.
+        split: "train" or the name of an evaluation set.
+    """
+
+    step: int
+    task: int
+    rollout: int
+    split: str = "train"
+
+    def __str__(self) -> str:
+        return f"{self.split}-{self.step}-{self.task}-{self.rollout}"
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Everything that one rollout left behind.
+
+    Attributes:
+        id: Which rollout this is.
+        task: The dataset row.
+        calls: Committed calls of the attempt that counts, in order of commitment.
+        outcome: How the rollout ended.
+        reward: The score, or None when the outcome gives none.
+        metrics: The user's numbers from the workflow and the judge.
+        response: The workflow's response as text, for people.
+        error: One line on what went wrong, or None.
+        attempts: How often the workflow was started (retries after errors and timeouts).
+        seconds: Time by part: "workflow", "judge", "generation" (time spent inside calls).
+    """
+
+    id: RolloutId
+    task: dict[str, Any]
+    calls: tuple[Call, ...]
+    outcome: Outcome
+    reward: float | None
+    metrics: dict[str, float] = field(default_factory=dict)
+    response: str = ""
+    error: str | None = None
+    attempts: int = 1
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens that the engine sampled for this rollout."""
+        return sum(len(call.completion_ids) for call in self.calls)

@@ -1,0 +1,1 @@
+"""The trainer: batches, log-probs, optimizer, checkpoints."""
