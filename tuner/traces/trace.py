@@ -43,18 +43,19 @@ class RolloutId:
 
 @dataclass(frozen=True)
 class Trace:
-    """Everything that one rollout left behind.
+    """Everything that one attempt at a rollout left behind.
 
     Attributes:
         id: Which rollout this is.
         task: The dataset row.
-        calls: Committed calls of the attempt that counts, in order of commitment.
+        calls: Committed calls of this attempt, in order of commitment.
         outcome: How the rollout ended.
         reward: The score, or None when the outcome gives none.
         metrics: The user's numbers from the workflow and the judge.
         response: The workflow's response as text, for people.
         error: One line on what went wrong, or None.
-        attempts: How often the workflow was started (retries after errors and timeouts).
+        attempt: Which start of the workflow this was, from 1; one attempt, one session.
+        final: False for an attempt that a retry replaced; its calls are kept, never trained.
         seconds: Time by part: "workflow", "judge", "generation" (time spent inside calls).
     """
 
@@ -66,10 +67,11 @@ class Trace:
     metrics: dict[str, float] = field(default_factory=dict)
     response: str = ""
     error: str | None = None
-    attempts: int = 1
+    attempt: int = 1
+    final: bool = True
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens that the engine sampled for this rollout."""
+        """Tokens that the engine sampled for this attempt."""
         return sum(len(call.completion_ids) for call in self.calls)

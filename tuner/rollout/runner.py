@@ -1,0 +1,230 @@
+"""One rollout: the workflow and the judge on one task, in a session of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tuner.errors import FunctionError
+from tuner.gateway import Gateway, SamplingDefaults, Session
+from tuner.judge import call_judge
+from tuner.rollout.seeds import derive_seed
+from tuner.traces import Outcome, RolloutId, Trace
+from tuner.workflow import call_workflow
+
+logger = logging.getLogger("tuner.rollout")
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """Limits of one rollout.
+
+    Attributes:
+        timeout: Seconds that one attempt (workflow and judge together) may take.
+        max_retries: Further attempts after a workflow error or a timeout; a judge that fails is
+            asked again as often, with the same response.
+        seed: Seed of the run; each rollout derives its own from it.
+    """
+
+    timeout: float
+    max_retries: int
+    seed: int
+
+
+@dataclass
+class _Attempt:
+    """What is known of an attempt so far."""
+
+    outcome: Outcome = Outcome.COMPLETED
+    reward: float | None = None
+    error: str | None = None
+    response: Any = None
+    workflow_seconds: float = 0.0
+    judge_seconds: float = 0.0
+
+
+class RolloutRunner:
+    """Runs the user's functions and turns what happens into traces.
+
+    Args:
+        gateway: Where sessions are opened.
+        workflow, judge: The user's functions; without a judge the workflow gives the reward.
+        make_model: The chat model that a session's agent gets.
+        auxiliary_models: Frozen models by the user's names, given to both functions.
+        settings: Limits.
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        workflow: Callable[..., Any],
+        judge: Callable[..., Any] | None,
+        *,
+        make_model: Callable[[Session], Any],
+        auxiliary_models: Mapping[str, Any],
+        settings: RolloutSettings,
+    ) -> None:
+        self._gateway = gateway
+        self._workflow = workflow
+        self._judge = judge
+        self._make_model = make_model
+        self._auxiliary_models = dict(auxiliary_models)
+        self._settings = settings
+
+    async def run(
+        self, task: dict[str, Any], id: RolloutId, defaults: SamplingDefaults
+    ) -> list[Trace]:
+        """All attempts at one rollout; the last is final and is the one that counts.
+
+        Raises:
+            FunctionError: A function returned something of the wrong type: a mistake in the
+                program, which no retry and no training would mend.
+        """
+        traces: list[Trace] = []
+        while True:
+            number = len(traces) + 1
+            trace = await self._attempt(task, id, number, defaults)
+            retry = trace.outcome in (Outcome.WORKFLOW_ERROR, Outcome.TIMEOUT)
+            if not retry or number > self._settings.max_retries:
+                return [*traces, trace]
+            logger.info("%s, attempt %d: %s; trying again", id, number, trace.error)
+            traces.append(_superseded(trace))
+
+    async def _attempt(
+        self, task: dict[str, Any], id: RolloutId, number: int, defaults: SamplingDefaults
+    ) -> Trace:
+        seed = derive_seed(self._settings.seed, id, number)
+        session = self._gateway.open_session(f"{id}-{number}", seed=seed, defaults=defaults)
+        state, metrics = _Attempt(), dict[str, float]()
+        try:
+            async with asyncio.timeout(self._settings.timeout):
+                await self._run_functions(task, session, state, metrics)
+        except TimeoutError:
+            state.outcome = Outcome.TIMEOUT
+            state.error = f"no result within {self._settings.timeout:g} s (explorer.max_timeout)"
+        finally:
+            calls = session.seal()
+        if state.outcome is Outcome.COMPLETED and not calls:
+            state.outcome = Outcome.NO_CALLS
+            state.error = "the workflow never called `model`: there is nothing to train"
+        if state.outcome is not Outcome.COMPLETED:
+            state.reward = None
+        return Trace(
+            id=id,
+            task=task,
+            calls=calls,
+            outcome=state.outcome,
+            reward=state.reward,
+            metrics=metrics,
+            response=_as_text(state.response),
+            error=state.error,
+            attempt=number,
+            seconds={
+                "workflow": state.workflow_seconds,
+                "judge": state.judge_seconds,
+                "generation": session.generation_seconds,
+            },
+        )
+
+    async def _run_functions(
+        self, task: dict[str, Any], session: Session, state: _Attempt, metrics: dict[str, float]
+    ) -> None:
+        started = time.perf_counter()
+        try:
+            output = await call_workflow(
+                self._workflow,
+                task=dict(task),
+                model=self._make_model(session),
+                auxiliary_models=self._auxiliary_models,
+                logger=logger,
+            )
+        except asyncio.CancelledError:
+            if _being_cancelled():
+                raise
+            state.outcome, state.error = Outcome.CANCELLED, "the workflow cancelled itself"
+            return
+        except (FunctionError, TimeoutError):
+            raise
+        except Exception as error:
+            state.outcome, state.error = Outcome.WORKFLOW_ERROR, _describe(error, session)
+            logger.debug("%s failed", session.id, exc_info=True)
+            return
+        finally:
+            state.workflow_seconds = time.perf_counter() - started
+        state.response, state.reward = output.response, output.reward
+        metrics.update(output.metrics or {})
+        if self._judge is not None:
+            started = time.perf_counter()
+            try:
+                await self._run_judge(task, state, metrics)
+            finally:
+                state.judge_seconds = time.perf_counter() - started
+        if state.outcome is Outcome.COMPLETED:
+            _check_reward(state, judged=self._judge is not None)
+
+    async def _run_judge(
+        self, task: dict[str, Any], state: _Attempt, metrics: dict[str, float]
+    ) -> None:
+        assert self._judge is not None
+        for tries_left in range(self._settings.max_retries, -1, -1):
+            try:
+                verdict = await call_judge(
+                    self._judge,
+                    task=dict(task),
+                    response=state.response,
+                    auxiliary_models=self._auxiliary_models,
+                    logger=logger,
+                )
+            except (FunctionError, TimeoutError):
+                raise
+            except Exception as error:
+                if tries_left:
+                    continue
+                state.outcome, state.error = Outcome.JUDGE_ERROR, _describe(error, None)
+            else:
+                state.reward = verdict.reward
+                metrics.update(verdict.metrics or {})
+            return
+
+
+def _check_reward(state: _Attempt, *, judged: bool) -> None:
+    if state.reward is None:
+        # `as_judge_output` refuses a judge without a reward, so only the workflow can get here.
+        raise FunctionError(
+            "there is no reward: no judge was given and the workflow returned WorkflowOutput("
+            "reward=None); set `reward` in the workflow or pass judge_func"
+        )
+    if not math.isfinite(state.reward):
+        who = "judge" if judged else "workflow"
+        state.outcome = Outcome.INVALID_REWARD
+        state.error = f"the {who} gave reward {state.reward}; a reward must be a finite number"
+
+
+def _superseded(trace: Trace) -> Trace:
+    return Trace(**{**vars(trace), "final": False})
+
+
+def _being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _describe(error: BaseException, session: Session | None) -> str:
+    """One line for people. An error of the engine says more than what the client made of it."""
+    cause = session.errors[-1] if session is not None and session.errors else error
+    text = " ".join(str(cause).split())
+    return f"{type(cause).__name__}: {text}" if text else type(cause).__name__
+
+
+def _as_text(response: Any) -> str:
+    if response is None:
+        return ""
+    get_text = getattr(response, "get_text_content", None)
+    if callable(get_text):
+        return get_text() or ""
+    return response if isinstance(response, str) else repr(response)

@@ -1,0 +1,160 @@
+"""From traces to what the trainer sees: one row per call, and where every token went."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tuner.engines.base import SamplingParams
+from tuner.traces import Outcome, RolloutId, Trace
+
+# An outcome that leaves calls behind and may be given a penalty instead of being dropped.
+PENALIZABLE = frozenset(
+    {Outcome.WORKFLOW_ERROR, Outcome.JUDGE_ERROR, Outcome.TIMEOUT, Outcome.INVALID_REWARD}
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One call as training data: `prompt_ids + completion_ids`, trained on the completion."""
+
+    call_id: str
+    rollout: int
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    sampling: SamplingParams
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.completion_ids)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows of one step with the rewards of their rollouts.
+
+    Attributes:
+        rows: In order of rollout and call, whatever the order of arrival.
+        rewards_R: Reward of each of the R rollouts used.
+        group_R: Index of each rollout's group, 0 .. G-1.
+        ids: Which rollouts these are, R of them.
+        sampled_tokens: Tokens sampled in all attempts of the step.
+        dropped_tokens: Sampled tokens that are not trained, by reason.
+        dropped_rollouts: Rollouts that are not trained, by reason.
+    """
+
+    rows: tuple[Row, ...]
+    rewards_R: Tensor
+    group_R: Tensor
+    ids: tuple[RolloutId, ...]
+    sampled_tokens: int
+    dropped_tokens: dict[str, int]
+    dropped_rollouts: dict[str, int]
+
+    @property
+    def trained_tokens(self) -> int:
+        return sum(len(row.completion_ids) for row in self.rows)
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens the forward pass has to process, prompts included."""
+        return sum(len(row) for row in self.rows)
+
+
+def build_batch(traces: Iterable[Trace], *, penalty: float | None = None) -> Batch:
+    """Choose what is trained; count, by reason, what is not.
+
+    A group is used while at least two of its rollouts are. A rollout is used when it completed
+    with a reward, or failed after at least one call and `penalty` is given.
+
+    Args:
+        traces: Every attempt of one step, in any order.
+        penalty: Reward of a failed rollout (`tuner.on_failure: {penalize: value}`); None drops it.
+
+    Returns:
+        The batch. `sampled_tokens == trained_tokens + sum(dropped_tokens.values())` holds.
+    """
+    attempts = sorted(traces, key=lambda trace: (trace.id, trace.attempt))
+    tokens: Counter[str] = Counter()
+    rollouts: Counter[str] = Counter()
+    groups: dict[tuple[int, int], list[tuple[Trace, float]]] = defaultdict(list)
+    for trace in attempts:
+        reward = _reward(trace, penalty)
+        if not trace.final:
+            tokens["retried_attempt"] += trace.sampled_tokens
+        elif reward is None:
+            tokens[trace.outcome.value] += trace.sampled_tokens
+            rollouts[trace.outcome.value] += 1
+        else:
+            groups[trace.id.step, trace.id.task].append((trace, reward))
+
+    used: list[tuple[Trace, float, int]] = []
+    kept_groups = 0
+    for members in groups.values():
+        if len(members) < 2:
+            tokens["group_of_one"] += sum(trace.sampled_tokens for trace, _ in members)
+            rollouts["group_of_one"] += len(members)
+            continue
+        used.extend((trace, reward, kept_groups) for trace, reward in members)
+        kept_groups += 1
+
+    rows: list[Row] = []
+    for index, (trace, _, _) in enumerate(used):
+        for call in trace.calls:
+            if call.invalid is not None:
+                tokens["invalid_call"] += len(call.completion_ids)
+            elif call.sampling.temperature == 0:
+                tokens["greedy_call"] += len(call.completion_ids)
+            else:
+                rows.append(
+                    Row(
+                        call_id=call.id,
+                        rollout=index,
+                        prompt_ids=call.prompt_ids,
+                        completion_ids=call.completion_ids,
+                        logprobs=call.logprobs,
+                        sampling=call.sampling,
+                    )
+                )
+    batch = Batch(
+        rows=tuple(rows),
+        rewards_R=torch.tensor([reward for _, reward, _ in used], dtype=torch.float64),
+        group_R=torch.tensor([group for _, _, group in used], dtype=torch.long),
+        ids=tuple(trace.id for trace, _, _ in used),
+        sampled_tokens=sum(trace.sampled_tokens for trace in attempts),
+        dropped_tokens={reason: count for reason, count in sorted(tokens.items()) if count},
+        dropped_rollouts=dict(sorted(rollouts.items())),
+    )
+    if batch.sampled_tokens != batch.trained_tokens + sum(batch.dropped_tokens.values()):
+        raise AssertionError(
+            f"{batch.sampled_tokens} tokens sampled, {batch.trained_tokens} trained and "
+            f"{batch.dropped_tokens} dropped do not add up; this is a bug in tuner"
+        )
+    return batch
+
+
+def _reward(trace: Trace, penalty: float | None) -> float | None:
+    if trace.outcome is Outcome.COMPLETED:
+        return trace.reward
+    return penalty if trace.outcome in PENALIZABLE and trace.calls else None
+
+
+def micro_batches(rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
+    """Cut row indices into padded micro-batches of at most `max_tokens` tokens each.
+
+    Rows of similar length go together, so that little is padding. A row longer than the budget
+    is a micro-batch of its own.
+    """
+    order = sorted(range(len(rows)), key=lambda i: (-len(rows[i]), i))
+    cuts: list[list[int]] = []
+    for i in order:
+        # Sorted by falling length: the first row of a micro-batch is its width.
+        if cuts and (len(cuts[-1]) + 1) * len(rows[cuts[-1][0]]) <= max_tokens:
+            cuts[-1].append(i)
+        else:
+            cuts.append([i])
+    return cuts
