@@ -1,1 +1,5 @@
-"""The run configuration: Trinity-RFT's YAML keys, overrides and checks."""
+"""The run configuration: Trinity-RFT's YAML keys, our own under `tuner`, and overrides."""
+
+from tuner.config.schema import RemoteModel, RunConfig
+
+__all__ = ["RemoteModel", "RunConfig"]

@@ -1,0 +1,114 @@
+"""`buffer.*`: which tasks, in which order, how many for each step."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from tuner.config.section import Section
+
+
+class RolloutArgs(Section):
+    """`rollout_args.*` of the training tasks: how answers are sampled; not set: as `model.*`."""
+
+    temperature: float | None = Field(
+        default=None, ge=0, description="Sampling temperature; not set: `model.temperature`."
+    )
+    top_p: float | None = Field(default=None, gt=0, le=1, description="Not set: `model.top_p`.")
+    top_k: int | None = Field(default=None, ge=-1, description="Not set: `model.top_k`.")
+    max_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens for one answer; not set: `model.max_response_tokens`.",
+    )
+
+
+class EvalRolloutArgs(RolloutArgs):
+    """`rollout_args.*` of an evaluation set; greedy unless said otherwise."""
+
+    temperature: float | None = Field(
+        default=0.0,
+        ge=0,
+        description="Sampling temperature. 0 is greedy, unlike Trinity-RFT, which evaluates at "
+        "the training temperature; null does that here too.",
+    )
+
+
+class DataSelector(Section):
+    """`data_selector.*`: the order of the tasks."""
+
+    selector_type: Literal["sequential", "shuffle"] = Field(
+        default="sequential", description="`shuffle` draws a new order for each epoch."
+    )
+    seed: int = Field(default=42, description="Seed of `shuffle`.")
+
+
+class _TasksetBase(Section):
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A folder, a .json, .jsonl, .csv or .parquet file, or a name on the Hugging "
+        "Face Hub. Relative paths start at the folder of the configuration file.",
+    )
+    split: str = Field(
+        default="train", min_length=1, description="Split: `train` means `train.jsonl`."
+    )
+    subset_name: str | None = Field(
+        default=None, min_length=1, description="Subset, where the dataset has several."
+    )
+
+
+class TasksetSection(_TasksetBase):
+    """`buffer.explorer_input.taskset.*`: the training tasks."""
+
+    name: str = Field(default="train", min_length=1, description="A name for people.")
+    rollout_args: RolloutArgs = RolloutArgs()
+    data_selector: DataSelector = DataSelector()
+
+
+class EvalTasksetSection(_TasksetBase):
+    """`buffer.explorer_input.eval_tasksets[]`: tasks that are never trained on."""
+
+    name: str = Field(
+        default="eval",
+        min_length=1,
+        pattern=r"^[\w.-]+$",
+        description="Names the set in metrics and results; `train` is taken.",
+    )
+    split: str = Field(
+        default="test", min_length=1, description="Split: `test` means `test.jsonl`."
+    )
+    rollout_args: EvalRolloutArgs = EvalRolloutArgs()
+
+
+class ExplorerInput(Section):
+    """`buffer.explorer_input.*`"""
+
+    taskset: TasksetSection = TasksetSection()
+    eval_tasksets: tuple[EvalTasksetSection, ...] = Field(
+        default=(), description="Sets for evaluation, each with the keys below."
+    )
+
+    @field_validator("eval_tasksets", mode="before")
+    @classmethod
+    def _from_nothing(cls, value: Any) -> Any:
+        return () if value is None else value
+
+
+class BufferSection(Section):
+    """`buffer.*`"""
+
+    batch_size: int = Field(
+        default=32,
+        ge=1,
+        description="Tasks in one step. Trinity-RFT's default is 1, AgentScope's 32.",
+    )
+    total_epochs: int = Field(default=1, ge=1, description="How often to go through the tasks.")
+    total_steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="Steps to run, going through the tasks as often as that takes; wins over "
+        "`total_epochs`. `trainer.total_steps` says the same.",
+    )
+    explorer_input: ExplorerInput = ExplorerInput()

@@ -1,0 +1,186 @@
+"""`RunConfig`: every setting of a run, in the tree of Trinity-RFT's YAML.
+
+The attributes are the YAML's keys: `config.algorithm.optimizer.lr`. Our own keys are under
+`config.tuner`. A value here is used by the local backend; what it cannot use is refused when the
+configuration is loaded (`tuner.config.foreign`), and never gets this far.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from tuner.config.algorithm import AlgorithmSection
+from tuner.config.buffer import BufferSection, EvalTasksetSection, RolloutArgs, TasksetSection
+from tuner.config.explorer import ExplorerSection, ModelSection
+from tuner.config.section import Section
+
+MonitorName = Literal["tensorboard", "wandb", "mlflow", "swanlab"]
+
+
+class TrainerSection(Section):
+    """`trainer.*`"""
+
+    save_interval: int = Field(
+        default=0, ge=0, description="Checkpoint after every so many steps; 0: only at the end."
+    )
+    grad_clip: float = Field(default=1.0, gt=0, description="Upper limit of the gradient's norm.")
+    max_token_len_per_gpu: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens in one micro-batch; not set: twice the context. It changes memory "
+        "and speed, not the gradient.",
+    )
+    max_checkpoints_to_keep: int = Field(
+        default=0, ge=0, description="Delete older checkpoints beyond so many; 0 keeps all."
+    )
+
+
+class MonitorSection(Section):
+    """`monitor.*`"""
+
+    monitor_type: tuple[MonitorName, ...] = Field(
+        default=("tensorboard",),
+        description="Where metrics go besides the console and `metrics.jsonl`: tensorboard, "
+        "wandb, mlflow, swanlab, or a list of them.",
+    )
+    monitor_args: dict[str, Any] = Field(
+        default_factory=dict, description="Given to the monitor as it is."
+    )
+
+    @field_validator("monitor_type", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("monitor_args", mode="before")
+    @classmethod
+    def _from_nothing(cls, value: Any) -> Any:
+        return {} if value is None else value
+
+
+class Penalize(Section):
+    """`tuner.on_failure: {penalize: value}`"""
+
+    penalize: float = Field(
+        allow_inf_nan=False, description="Reward of a rollout that gives none itself."
+    )
+
+
+class RemoteModel(Section):
+    """A frozen model behind an OpenAI-compatible URL, for workflows and judges."""
+
+    base_url: str = Field(
+        pattern=r"^https?://", description="URL of the API, usually ending in `/v1`."
+    )
+    model_name: str = Field(min_length=1, description="The model's name at that URL.")
+    api_key_env: str | None = Field(
+        default=None, min_length=1, description="Environment variable that holds the API key."
+    )
+
+
+class TunerSection(Section):
+    """`tuner.*`: keys of our own; Trinity-RFT does not know them."""
+
+    workflow: str | None = Field(
+        default=None,
+        description="The workflow for `tuner run` and `tuner check`: `package.module:function` "
+        "or `path/file.py:function`.",
+    )
+    judge: str | None = Field(default=None, description="The judge, in the same form.")
+    backend: Literal["auto", "local"] = Field(
+        default="auto",
+        description="Who runs the loop. `auto` is `local`, the only one in this version.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="`auto` takes the GPU if there is one."
+    )
+    dtype: Literal["float32"] = Field(default="float32", description="Type of the weights.")
+    seed: int = Field(default=42, ge=0, description="Seed of sampling and initialisation.")
+    deterministic: bool = Field(
+        default=False, description="Same weights, bit for bit, from the same seed; slower."
+    )
+    on_failure: Literal["drop", "abort"] | Penalize = Field(
+        default="drop",
+        description="A rollout that gives no reward: leave it out (`drop`), give it one "
+        "(`{penalize: value}`), or stop the run (`abort`).",
+    )
+    signal_patience: int = Field(
+        default=3, ge=1, description="Steps without anything to learn from before the run stops."
+    )
+    max_slots: int = Field(
+        default=64, ge=1, description="Answers generated together; more wait in line."
+    )
+    auxiliary_models: dict[str, RemoteModel] = Field(
+        default_factory=dict,
+        description="Frozen models behind OpenAI-compatible URLs, by name, each with the keys "
+        "below.",
+    )
+
+    @field_validator("auxiliary_models", mode="before")
+    @classmethod
+    def _from_nothing(cls, value: Any) -> Any:
+        return {} if value is None else value
+
+
+class RunConfig(Section):
+    """Every setting of a run."""
+
+    mode: Literal["both"] = Field(default="both", description="Rollouts and training.")
+    project: str = Field(default="AgentScope", min_length=1, description="Folder of related runs.")
+    name: str = Field(
+        default_factory=lambda: datetime.now().strftime("Experiment-%Y%m%d%H%M%S"),
+        min_length=1,
+        description="Name of the run. Not set: `Experiment-<time>`, a new run each time.",
+    )
+    checkpoint_root_dir: Path = Field(
+        default=Path("./checkpoints"),
+        description="The run directory is `<checkpoint_root_dir>/<project>/<name>`.",
+    )
+    continue_from_checkpoint: bool = Field(
+        default=True,
+        description="Go on where a run of this name stopped. false: refuse to overwrite it.",
+    )
+    algorithm: AlgorithmSection = AlgorithmSection()
+    model: ModelSection = ModelSection()
+    buffer: BufferSection = BufferSection()
+    explorer: ExplorerSection = ExplorerSection()
+    trainer: TrainerSection = TrainerSection()
+    monitor: MonitorSection = MonitorSection()
+    tuner: TunerSection = TunerSection()
+
+    @property
+    def run_dir(self) -> Path:
+        """`<checkpoint_root_dir>/<project>/<name>`."""
+        return self.checkpoint_root_dir / self.project / self.name
+
+    def rollout_args(self, taskset: TasksetSection | EvalTasksetSection) -> RolloutArgs:
+        """The sampling settings of a set of tasks, with `model.*` filled in for what it leaves out.
+
+        Only `max_tokens` may still be None: the room left in the context.
+        """
+        own, model = taskset.rollout_args, self.model
+        return RolloutArgs(
+            temperature=model.temperature if own.temperature is None else own.temperature,
+            top_p=model.top_p if own.top_p is None else own.top_p,
+            top_k=model.top_k if own.top_k is None else own.top_k,
+            max_tokens=model.max_response_tokens if own.max_tokens is None else own.max_tokens,
+        )
+
+    def to_yaml(self) -> str:
+        """The effective configuration as YAML; `load_config` reads it back unchanged."""
+        from omegaconf import OmegaConf
+
+        return OmegaConf.to_yaml(OmegaConf.create(_escaped(self.model_dump(mode="json"))))
+
+
+def _escaped(value: Any) -> Any:
+    """`value` with every `${` marked as text, so that it is not taken for an interpolation."""
+    if isinstance(value, dict):
+        return {key: _escaped(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escaped(item) for item in value]
+    return value.replace("${", r"\${") if isinstance(value, str) else value
