@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +56,8 @@ class RolloutRunner:
         gateway: Where sessions are opened.
         workflow, judge: The user's functions; without a judge the workflow gives the reward.
         make_model: The chat model that a session's agent gets.
-        auxiliary_models: Frozen models by the user's names, given to both functions.
+        auxiliary_models: Opens, for one attempt and its seed, the frozen models by the user's
+            names; both functions get them.
         settings: Limits.
     """
 
@@ -66,14 +68,14 @@ class RolloutRunner:
         judge: Callable[..., Any] | None,
         *,
         make_model: Callable[[Session], Any],
-        auxiliary_models: Mapping[str, Any],
+        auxiliary_models: Callable[[str, int], AbstractContextManager[Mapping[str, Any]]],
         settings: RolloutSettings,
     ) -> None:
         self._gateway = gateway
         self._workflow = workflow
         self._judge = judge
         self._make_model = make_model
-        self._auxiliary_models = dict(auxiliary_models)
+        self._auxiliary_models = auxiliary_models
         self._settings = settings
 
     async def run(
@@ -102,13 +104,16 @@ class RolloutRunner:
         session = self._gateway.open_session(f"{id}-{number}", seed=seed, defaults=defaults)
         state, metrics = _Attempt(), dict[str, float]()
         try:
-            async with asyncio.timeout(self._settings.timeout):
-                await self._run_functions(task, session, state, metrics)
+            with self._auxiliary_models(session.id, seed) as auxiliary:
+                async with asyncio.timeout(self._settings.timeout) as deadline:
+                    await self._run_functions(task, session, dict(auxiliary), state, metrics)
         except TimeoutError:
-            state.outcome = Outcome.TIMEOUT
-            state.error = f"no result within {self._settings.timeout:g} s (explorer.max_timeout)"
+            pass
         finally:
             calls = session.seal()
+        if deadline.expired():  # also when the workflow swallowed its cancellation
+            state.outcome = Outcome.TIMEOUT
+            state.error = f"no result within {self._settings.timeout:g} s (explorer.max_timeout)"
         if state.outcome is Outcome.COMPLETED and not calls:
             state.outcome = Outcome.NO_CALLS
             state.error = "the workflow never called `model`: there is nothing to train"
@@ -132,7 +137,12 @@ class RolloutRunner:
         )
 
     async def _run_functions(
-        self, task: dict[str, Any], session: Session, state: _Attempt, metrics: dict[str, float]
+        self,
+        task: dict[str, Any],
+        session: Session,
+        auxiliary: dict[str, Any],
+        state: _Attempt,
+        metrics: dict[str, float],
     ) -> None:
         started = time.perf_counter()
         try:
@@ -140,7 +150,7 @@ class RolloutRunner:
                 self._workflow,
                 task=dict(task),
                 model=self._make_model(session),
-                auxiliary_models=self._auxiliary_models,
+                auxiliary_models=auxiliary,
                 logger=logger,
             )
         except asyncio.CancelledError:
@@ -148,7 +158,7 @@ class RolloutRunner:
                 raise
             state.outcome, state.error = Outcome.CANCELLED, "the workflow cancelled itself"
             return
-        except (FunctionError, TimeoutError):
+        except FunctionError:
             raise
         except Exception as error:
             state.outcome, state.error = Outcome.WORKFLOW_ERROR, _describe(error, session)
@@ -161,14 +171,18 @@ class RolloutRunner:
         if self._judge is not None:
             started = time.perf_counter()
             try:
-                await self._run_judge(task, state, metrics)
+                await self._run_judge(task, auxiliary, state, metrics)
             finally:
                 state.judge_seconds = time.perf_counter() - started
         if state.outcome is Outcome.COMPLETED:
             _check_reward(state, judged=self._judge is not None)
 
     async def _run_judge(
-        self, task: dict[str, Any], state: _Attempt, metrics: dict[str, float]
+        self,
+        task: dict[str, Any],
+        auxiliary: dict[str, Any],
+        state: _Attempt,
+        metrics: dict[str, float],
     ) -> None:
         assert self._judge is not None
         for tries_left in range(self._settings.max_retries, -1, -1):
@@ -177,10 +191,10 @@ class RolloutRunner:
                     self._judge,
                     task=dict(task),
                     response=state.response,
-                    auxiliary_models=self._auxiliary_models,
+                    auxiliary_models=auxiliary,
                     logger=logger,
                 )
-            except (FunctionError, TimeoutError):
+            except FunctionError:
                 raise
             except Exception as error:
                 if tries_left:

@@ -1,0 +1,116 @@
+"""The numbers of one step, and the diagnosis when there is nothing to learn from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from tuner.algorithms import group_std
+from tuner.traces import Outcome, Trace
+from tuner.training import Batch
+
+
+def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
+    """Reward, outcomes, lengths and the user's own metrics of one step's traces.
+
+    The user's metrics appear as `workflow/<name>`, averaged over the rollouts that reported them.
+    """
+    final = [trace for trace in traces if trace.final]
+    rewards = [trace.reward for trace in final if trace.reward is not None]
+    calls = [call for trace in final for call in trace.calls]
+    metrics: dict[str, float] = {"rollouts/retried": len(traces) - len(final)}
+    for outcome, count in Counter(trace.outcome for trace in final).items():
+        metrics[f"rollouts/{outcome.value}"] = count
+    if rewards:
+        metrics["reward/mean"] = _mean(rewards)
+        metrics["reward/std"] = float(torch.tensor(rewards, dtype=torch.float64).std(correction=0))
+    if calls:
+        metrics["calls/per_rollout"] = len(calls) / len(final)
+        metrics["calls/completion_tokens"] = _mean([len(call.completion_ids) for call in calls])
+        metrics["calls/prompt_tokens"] = _mean([len(call.prompt_ids) for call in calls])
+        metrics["calls/truncated"] = _mean([call.finish_reason == "length" for call in calls])
+        metrics["calls/invalid"] = sum(call.invalid is not None for call in calls)
+    names = sorted({name for trace in final for name in trace.metrics})
+    for name in names:
+        values = [trace.metrics[name] for trace in final if name in trace.metrics]
+        metrics[f"workflow/{name}"] = _mean(values)
+    return metrics
+
+
+def batch_metrics(batch: Batch) -> dict[str, float]:
+    """Where the step's tokens went, and how many groups have something to tell."""
+    metrics: dict[str, float] = {
+        "tokens/sampled": batch.sampled_tokens,
+        "tokens/trained": batch.trained_tokens,
+        "tokens/row": batch.row_tokens,
+    }
+    for reason, count in batch.dropped_tokens.items():
+        metrics[f"tokens/dropped/{reason}"] = count
+    for reason, count in batch.dropped_rollouts.items():
+        metrics[f"rollouts/dropped/{reason}"] = count
+    if batch.ids:
+        quiet_G = group_std(batch.rewards_R, batch.group_R) == 0
+        metrics["groups/used"] = len(quiet_G)
+        metrics["groups/zero_variance"] = float(quiet_G.double().mean())
+    return metrics
+
+
+def has_signal(batch: Batch) -> bool:
+    """Whether some group has tokens to train and rewards that differ."""
+    if not batch.rows:
+        return False
+    return bool((group_std(batch.rewards_R, batch.group_R) > 0).any())
+
+
+def time_split(traces: Sequence[Trace], collecting: float, training: float) -> dict[str, float]:
+    """Wall seconds of a step by part.
+
+    Rollouts run side by side, so the collecting time is divided in proportion to the seconds they
+    spent waiting for the model, in the judge, and in the agent's own code.
+    """
+    generation = sum(trace.seconds.get("generation", 0.0) for trace in traces)
+    judge = sum(trace.seconds.get("judge", 0.0) for trace in traces)
+    workflow = sum(trace.seconds.get("workflow", 0.0) for trace in traces)
+    agent = max(0.0, workflow - generation)
+    scale = collecting / (generation + judge + agent or 1.0)
+    return {
+        "time/generation": generation * scale,
+        "time/agent": agent * scale,
+        "time/judge": judge * scale,
+        "time/training": training,
+    }
+
+
+def diagnosis(traces: Sequence[Trace], steps: int) -> str:
+    """Why `steps` steps in a row taught nothing, in the user's words; from the last of them."""
+    final = [trace for trace in traces if trace.final]
+    failed = [trace for trace in final if trace.outcome is not Outcome.COMPLETED]
+    rewards = {trace.reward for trace in final if trace.reward is not None}
+    head = f"{steps} steps in a row gave nothing to learn from, so the run stops."
+    if len(failed) > len(final) / 2:
+        (outcome, error), count = Counter(
+            (trace.outcome, trace.error) for trace in failed
+        ).most_common(1)[0]
+        return (
+            f"{head} {len(failed)} of {len(final)} rollouts of the last step failed, most often "
+            f"({count} times) with {outcome.value}: {error}"
+        )
+    if len(rewards) == 1:
+        return (
+            f"{head} Every rollout of the last step was given the same reward, {rewards.pop():g}: "
+            "a group teaches by the differences between its rewards. If it is the lowest reward, "
+            "start from easier tasks or a stronger model, or give partial credit; if it is the "
+            "highest, the model has nothing left to learn here. Raising algorithm.repeat_times or "
+            "model.temperature also makes differences more likely"
+        )
+    return (
+        f"{head} Within every group all rollouts were given the same reward, though rewards differ "
+        "between tasks: raise algorithm.repeat_times or model.temperature, or choose tasks that "
+        "the model solves sometimes"
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

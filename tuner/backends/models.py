@@ -1,0 +1,75 @@
+"""Loading a causal LM and its tokenizer, with errors that say what to change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tuner.errors import ModelLoadError
+
+
+def load_model(path: str, *, device: torch.device, setting: str = "model.model_path") -> nn.Module:
+    """A transformers causal LM in float32 on `device`, in eval mode.
+
+    Args:
+        path: Local folder, or a hub id.
+        setting: Which setting named it, for the message.
+
+    Raises:
+        ModelLoadError: There is no such folder or hub model, or it is not a causal LM.
+    """
+    from transformers import AutoModelForCausalLM
+
+    _check_path(path, setting)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    except Exception as error:
+        raise ModelLoadError(_reason(path, setting, "a causal language model", error)) from error
+    return model.to(device).eval()  # type: ignore[no-any-return]
+
+
+def load_tokenizer(path: str, *, setting: str = "model.model_path") -> Any:
+    """The tokenizer beside a model.
+
+    Raises:
+        ModelLoadError: There is none, or it has no end-of-sequence token.
+    """
+    from transformers import AutoTokenizer
+
+    _check_path(path, setting)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except Exception as error:
+        raise ModelLoadError(_reason(path, setting, "a tokenizer", error)) from error
+    if tokenizer.eos_token_id is None:
+        raise ModelLoadError(
+            f"{setting} = {path!r}: the tokenizer has no end-of-sequence token, so no completion "
+            "would ever end; set eos_token in its tokenizer_config.json"
+        )
+    return tokenizer
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is the first CUDA GPU if there is one, else the CPU."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ModelLoadError("tuner.device = 'cuda', but PyTorch finds no CUDA GPU; use 'cpu'")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def _check_path(path: str, setting: str) -> None:
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
+    if looks_local and not Path(path).expanduser().is_dir():
+        raise ModelLoadError(
+            f"{setting} = {path!r}: there is no such folder; give the folder of a Hugging Face "
+            "model, or a hub id of the form 'organisation/name'"
+        )
+
+
+def _reason(path: str, setting: str, what: str, error: Exception) -> str:
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    return f"{setting} = {path!r} cannot be loaded as {what}: {type(error).__name__}: {first_line}"

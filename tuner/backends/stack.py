@@ -1,0 +1,202 @@
+"""From the configuration to the parts of a run: model, engine, gateway, trainer, runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tuner.backends.auxiliary import AuxiliaryModels
+from tuner.backends.models import choose_device, load_model, load_tokenizer
+from tuner.chat_models import ChatModelKind, chat_model, default_kind
+from tuner.config import RunConfig
+from tuner.engines.transformers import TransformersEngine
+from tuner.errors import ConfigError
+from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults
+from tuner.rollout import RolloutRunner, RolloutSettings
+from tuner.training import PolicyTrainer, TrainerSettings
+
+
+@dataclass
+class Stack:
+    """The parts of a run on one machine. One copy of the weights: `model` is in both the
+    engine and the trainer."""
+
+    model: nn.Module
+    tokenizer: Any
+    engine: TransformersEngine
+    gateway: Gateway
+    auxiliary: AuxiliaryModels
+    runner: RolloutRunner
+
+    async def aclose(self) -> None:
+        await self.auxiliary.aclose()
+        await self.gateway.aclose()
+
+
+def build_stack(
+    config: RunConfig,
+    *,
+    workflow: Callable[..., Any],
+    judge: Callable[..., Any] | None,
+    weights: Path | None = None,
+    version: int = 0,
+) -> Stack:
+    """Load the models and put the parts together.
+
+    Args:
+        config: The effective configuration.
+        workflow, judge: The user's functions.
+        weights: Checkpoint to go on from instead of `model.model_path`.
+        version: How many updates those weights have seen.
+
+    Raises:
+        ModelLoadError: A model cannot be loaded.
+        ConfigError: `max_model_len` is more than the model has positions.
+    """
+    device = choose_device(config.tuner.device)
+    path = config.model.model_path
+    model = load_model(str(weights or path), device=device)
+    tokenizer = load_tokenizer(path)
+    engine = TransformersEngine(
+        model,
+        tokenizer,
+        max_model_len=_context_length(config.model.max_model_len, model, "model.max_model_len"),
+        max_slots=config.tuner.max_slots,
+        deterministic=config.tuner.deterministic,
+        version=version,
+    )
+    gateway = Gateway(engine, _renderer(config, tokenizer), model_name=path)
+    kind = default_kind()
+    auxiliary = AuxiliaryModels(kind)
+    _add_auxiliary_models(auxiliary, config, device)
+    runner = RolloutRunner(
+        gateway,
+        workflow,
+        judge,
+        make_model=_model_maker(kind),
+        auxiliary_models=auxiliary.opened,
+        settings=RolloutSettings(
+            timeout=config.explorer.max_timeout,
+            max_retries=config.explorer.max_retry_times,
+            seed=config.tuner.seed,
+        ),
+    )
+    return Stack(model, tokenizer, engine, gateway, auxiliary, runner)
+
+
+def build_trainer(config: RunConfig, stack: Stack, *, total_steps: int) -> PolicyTrainer:
+    """The trainer over the stack's model; its reference is always the model the run began with."""
+    budget = config.trainer.max_token_len_per_gpu or 2 * stack.engine.capabilities.max_model_len
+    settings = trainer_settings(config, total_steps, budget)
+    reference = None
+    if settings.uses_reference and stack.engine.version > 0:
+        device = next(stack.model.parameters()).device
+        reference = load_model(config.model.model_path, device=device)
+    return PolicyTrainer(stack.model, settings, reference=reference)
+
+
+def trainer_settings(
+    config: RunConfig, total_steps: int, max_tokens_per_micro_batch: int
+) -> TrainerSettings:
+    """The numbers of the training step from Trinity-RFT's keys."""
+    algorithm, optimizer = config.algorithm, config.algorithm.optimizer
+    loss, advantage = algorithm.policy_loss_fn_args, algorithm.advantage_fn_args
+    entropy = algorithm.entropy_loss_fn_args.entropy_coef
+    return TrainerSettings(
+        total_steps=total_steps,
+        lr=optimizer.lr,
+        lr_scheduler=optimizer.lr_scheduler_type,
+        warmup_steps=optimizer.warmup_steps(total_steps),
+        min_lr_ratio=optimizer.min_lr_ratio,
+        betas=optimizer.betas,
+        weight_decay=optimizer.weight_decay,
+        grad_clip=config.trainer.grad_clip,
+        clip_low=loss.low,
+        clip_high=loss.high,
+        clip_ratio_c=loss.clip_ratio_c,
+        kl=algorithm.kl_loss_fn,
+        kl_coef=algorithm.kl_loss_fn_args.kl_coef,
+        entropy_coef=0.0 if algorithm.entropy_loss_fn == "none" else entropy,
+        epsilon=advantage.epsilon,
+        std_threshold=advantage.std_threshold,
+        std_over_batch=advantage.std_cal_level == "batch",
+        max_tokens_per_micro_batch=max_tokens_per_micro_batch,
+    )
+
+
+def _model_maker(kind: ChatModelKind) -> Callable[[Any], Any]:
+    return lambda session: chat_model(session, kind=kind)
+
+
+def _renderer(config: RunConfig, tokenizer: Any) -> ChatRenderer:
+    rollout_model = config.explorer.rollout_model
+    template = config.model.custom_chat_template
+    if config.model.chat_template_path is not None:
+        template = config.model.chat_template_path.read_text(encoding="utf-8")
+    return ChatRenderer(
+        tokenizer,
+        chat_template=template,
+        enable_thinking=config.model.enable_thinking,
+        tool_call_parser=rollout_model.tool_call_parser,
+        reasoning_parser=rollout_model.reasoning_parser,
+    )
+
+
+def _add_auxiliary_models(
+    auxiliary: AuxiliaryModels, config: RunConfig, device: torch.device
+) -> None:
+    for index, settings in enumerate(config.explorer.auxiliary_models):
+        where = f"explorer.auxiliary_models[{index}]"
+        model = load_model(settings.model_path, device=device, setting=f"{where}.model_path")
+        tokenizer = load_tokenizer(settings.model_path, setting=f"{where}.model_path")
+        engine = TransformersEngine(
+            model.requires_grad_(False),
+            tokenizer,
+            max_model_len=_context_length(
+                settings.max_model_len, model, f"{where}.max_model_len"
+            ),
+            max_slots=config.tuner.max_slots,
+            deterministic=config.tuner.deterministic,
+        )
+        renderer = ChatRenderer(
+            tokenizer,
+            chat_template=settings.chat_template,
+            enable_thinking=settings.enable_thinking,
+            tool_call_parser=settings.tool_call_parser,
+            reasoning_parser=settings.reasoning_parser,
+        )
+        auxiliary.add_local(
+            settings.name,
+            Gateway(engine, renderer, model_name=settings.model_path),
+            SamplingDefaults(
+                temperature=settings.temperature,
+                top_p=settings.top_p,
+                top_k=settings.top_k,
+                max_tokens=settings.max_response_tokens,
+            ),
+        )
+    for name, remote in config.tuner.auxiliary_models.items():
+        auxiliary.add_remote(
+            name,
+            base_url=remote.base_url,
+            model_name=remote.model_name,
+            api_key_env=remote.api_key_env,
+        )
+
+
+def _context_length(wanted: int | None, model: nn.Module, setting: str) -> int:
+    positions = int(getattr(model.config, "max_position_embeddings", 0) or 0)
+    if wanted is None:
+        if not positions:
+            raise ConfigError(f"{setting} must be set: the model does not say how long it can be")
+        return positions
+    if positions and wanted > positions:
+        raise ConfigError(
+            f"{setting} = {wanted} is more than the {positions} positions this model was made for"
+        )
+    return wanted

@@ -1,0 +1,150 @@
+"""What people see: progress with time left while it runs, a table at the end."""
+
+from __future__ import annotations
+
+import io
+import statistics
+from collections.abc import Mapping
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+
+from tuner.result import TuneResult
+
+_PARTS = ("generation", "agent", "judge", "training")
+
+
+class ConsoleMonitor:
+    """A line per step; on a terminal also a bar for the run and one for the step's rollouts.
+
+    Args:
+        total_steps: Length of the run.
+        console: Where to write; the process's standard output by default.
+    """
+
+    def __init__(self, total_steps: int, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._total = total_steps
+        self._seconds: list[float] = []
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._run: TaskID | None = None
+        self._rollouts: TaskID | None = None
+
+    def __enter__(self) -> ConsoleMonitor:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    def begin(self, what: str, rollouts: int, *, step: int) -> None:
+        """Rollouts start: of a training step, or of an evaluation."""
+        if self._run is None:
+            self._run = self._progress.add_task("run", total=self._total, note="")
+            self._rollouts = self._progress.add_task(what, total=rollouts, note="rollouts")
+        assert self._rollouts is not None
+        self._progress.update(self._run, completed=max(0, step - 1), note=self._left(step - 1))
+        self._progress.reset(self._rollouts, total=rollouts, description=what)
+
+    def rollout_done(self) -> None:
+        if self._rollouts is not None:
+            self._progress.advance(self._rollouts)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print the step's line."""
+        parts = [f"step {step}/{self._total}"] if step else ["start"]
+        if "reward/mean" in metrics:
+            parts.append(f"reward {metrics['reward/mean']:.3f}")
+        parts += [
+            f"{name.removeprefix('eval/').removesuffix('/reward')} {value:.3f}"
+            for name, value in metrics.items()
+            if name.startswith("eval/") and name.endswith("/reward")
+        ]
+        if step:
+            self._seconds.append(metrics["time/step"])
+            parts.append(f"{metrics['calls/completion_tokens']:.0f} tokens/call"
+                         if "calls/completion_tokens" in metrics else "no calls")
+            parts.append(f"{metrics['tokens_per_second']:.0f} tokens/s")
+            parts.append(f"{metrics['time/step']:.1f} s ({_split(metrics)})")
+            failed = metrics.get("rollouts/failed", 0)
+            if failed:
+                parts.append(f"{failed:.0f} rollouts failed")
+            parts.append(self._left(step))
+        self.say("  ".join(part for part in parts if part))
+
+    def close(self) -> None:
+        self._progress.stop()
+
+    def _left(self, done: int) -> str:
+        if not self._seconds or done >= self._total:
+            return ""
+        # The mean of recent steps: evaluations come with some steps only and count too.
+        seconds = statistics.fmean(self._seconds[-20:]) * (self._total - done)
+        return f"{_duration(seconds)} left"
+
+
+def result_table(result: TuneResult) -> str:
+    """The end of a run as a table: accuracy before and after, rewards, tokens, time, paths."""
+    table = Table(title=f"{result.run_dir.name}: {result.steps} steps", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, after in result.eval_after.items():
+        before = result.eval_before.get(name)
+        text = f"{after:.3f}" if before is None else f"{before:.3f} -> {after:.3f}"
+        table.add_row(f"held-out reward ({name})", text)
+    if result.rewards:
+        table.add_row("reward per step", " ".join(f"{r:.2f}" for r in thin(result.rewards, 20)))
+    table.add_row("rollouts", ", ".join(f"{n} {name}" for name, n in result.outcomes.items()))
+    tokens = result.tokens
+    dropped = ", ".join(f"{count} dropped ({reason})" for reason, count in tokens.dropped.items())
+    table.add_row(
+        "tokens", f"{tokens.sampled} sampled = {tokens.trained} trained + {dropped or '0 dropped'}"
+    )
+    table.add_row("time", _duration(result.seconds))
+    table.add_row("checkpoint", str(result.checkpoint))
+    table.add_row("traces", str(result.traces))
+    if result.tensorboard is not None:
+        table.add_row("TensorBoard", f"tensorboard --logdir {result.tensorboard}")
+    console = Console(file=io.StringIO(), width=100, highlight=False)
+    console.print(table)
+    output = console.file
+    assert isinstance(output, io.StringIO)
+    return output.getvalue().rstrip()
+
+
+def thin(values: list[float], limit: int) -> list[float]:
+    """At most `limit` of `values`, evenly spread, first and last among them."""
+    if len(values) <= limit:
+        return values
+    return [values[round(i * (len(values) - 1) / (limit - 1))] for i in range(limit)]
+
+
+def _split(metrics: Mapping[str, float]) -> str:
+    total = sum(metrics[f"time/{part}"] for part in _PARTS) or 1.0
+    return ", ".join(f"{part} {metrics[f'time/{part}'] / total:.0%}" for part in _PARTS)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
