@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from tuner.engines.sampling import sampled_logprobs
 from tuner.training.batch import Row
 
 
@@ -59,11 +60,7 @@ def completion_logprobs(
     logits_TV = logits_BKV[rows_T, predicts_T - (width - logits_BKV.shape[1])]
     logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
     target_T = ids_BS[rows_T, predicts_T + 1]
-    temperature_B = torch.tensor([row.sampling.temperature for row in rows], device=device)
-    if bool((temperature_B != 1).any()):
-        logits_TV = logits_TV / temperature_B.to(logits_TV.dtype)[rows_T, None]
-    if any(row.sampling.top_k > 0 or row.sampling.top_p < 1 for row in rows):
-        logits_TV = _truncated(logits_TV, target_T, rows, rows_T)
+    logits_TV = _as_sampled(logits_TV, target_T, rows, rows_T)
     all_logp_TV = logits_TV.log_softmax(-1)
     logp_T = all_logp_TV.gather(1, target_T[:, None])[:, 0]
     kept = all_logp_TV if with_entropy else all_logp_TV.detach()
@@ -72,23 +69,19 @@ def completion_logprobs(
     return TokenLogprobs(logp_T, entropy_T)
 
 
-def _truncated(logits_TV: Tensor, target_T: Tensor, rows: Sequence[Row], rows_T: Tensor) -> Tensor:
-    """Logits with everything outside each call's top_k and top_p set to -inf."""
+def _as_sampled(logits_TV: Tensor, target_T: Tensor, rows: Sequence[Row], rows_T: Tensor) -> Tensor:
+    """Logits of the distributions that were sampled: scaled, and -inf outside top_k and top_p."""
+    sampling = [row.sampling for row in rows]
+    if all(s.temperature == 1 and s.top_k <= 0 and s.top_p == 1 for s in sampling):
+        return logits_TV
+    device = logits_TV.device
+    temperature_B = torch.tensor([s.temperature for s in sampling], device=device)
+    scaled_TV = logits_TV / temperature_B.to(logits_TV.dtype)[rows_T, None]
+    if all(s.top_k <= 0 and s.top_p == 1 for s in sampling):
+        return scaled_TV
+    top_k_T = torch.tensor([s.top_k for s in sampling], device=device)[rows_T]
+    top_p_T = torch.tensor([s.top_p for s in sampling], device=device, dtype=torch.float64)[rows_T]
     with torch.no_grad():
-        vocabulary = logits_TV.shape[1]
-        sampling = [row.sampling for row in rows]
-        top_k_T = torch.tensor(
-            [s.top_k if s.top_k > 0 else vocabulary for s in sampling], device=logits_TV.device
-        )[rows_T]
-        top_p_T = torch.tensor([s.top_p for s in sampling], device=logits_TV.device)[rows_T]
-        sorted_TV, order_TV = logits_TV.double().sort(dim=-1, descending=True)
-        rank_V = torch.arange(vocabulary, device=logits_TV.device)
-        sorted_TV = sorted_TV.masked_fill(rank_V >= top_k_T[:, None], -torch.inf)
-        probability_TV = sorted_TV.softmax(-1)
-        mass_before_TV = probability_TV.cumsum(-1) - probability_TV
-        removed_sorted_TV = (mass_before_TV >= top_p_T[:, None].double()) & (rank_V > 0)
-        removed_sorted_TV |= rank_V >= top_k_T[:, None]
-        removed_sorted_TV &= (top_p_T < 1)[:, None] | (rank_V >= top_k_T[:, None])
-        removed_TV = torch.zeros_like(removed_sorted_TV).scatter(1, order_TV, removed_sorted_TV)
+        removed_TV = sampled_logprobs(scaled_TV, top_k=top_k_T, top_p=top_p_T) == -torch.inf
         removed_TV.scatter_(1, target_T[:, None], False)
-    return logits_TV.masked_fill(removed_TV, -torch.inf)
+    return scaled_TV.masked_fill(removed_TV, -torch.inf)

@@ -192,9 +192,7 @@ class PolicyTrainer:
         self.step += 1
         return metrics
 
-    def _backward(
-        self, scored: ScoredBatch, indices: list[int]
-    ) -> tuple[dict[str, Tensor], float]:
+    def _backward(self, scored: ScoredBatch, indices: list[int]) -> tuple[dict[str, Tensor], float]:
         """Add one micro-batch's gradient. The normaliser is the whole step's token count, so
         the sum over micro-batches does not depend on where they were cut."""
         settings, batch = self.settings, scored.batch
