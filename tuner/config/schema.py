@@ -2,7 +2,7 @@
 
 The attributes are the YAML's keys: `config.algorithm.optimizer.lr`. Our own keys are under
 `config.tuner`. A value here is used by the local backend; what it cannot use is refused when the
-configuration is loaded (`tuner.config.foreign`), and never gets this far.
+configuration is loaded (`tuner.config.foreign_keys`), and never gets this far.
 """
 
 from __future__ import annotations
@@ -120,6 +120,13 @@ class TunerSection(Section):
         "below.",
     )
 
+    @field_validator("on_failure", mode="before")
+    @classmethod
+    def _known_policy(cls, value: Any) -> Any:
+        if not isinstance(value, (dict, Penalize)) and value not in ("drop", "abort"):
+            raise ValueError("Input should be drop, abort or {penalize: value}")
+        return value
+
     @field_validator("auxiliary_models", mode="before")
     @classmethod
     def _from_nothing(cls, value: Any) -> Any:
@@ -142,7 +149,7 @@ class RunConfig(Section):
     )
     continue_from_checkpoint: bool = Field(
         default=True,
-        description="Go on where a run of this name stopped. false: refuse to overwrite it.",
+        description="Go on where a run of this name stopped. false: a new run beside it, with a number.",
     )
     algorithm: AlgorithmSection = AlgorithmSection()
     model: ModelSection = ModelSection()

@@ -1,0 +1,101 @@
+"""What a key of Trinity-RFT that the local backend has no use for may be set to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Values:
+    """Accepts these values."""
+
+    allowed: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Same:
+    """Accepts what another key is set to."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class Anything:
+    """Accepts every value: it cannot change what the run does."""
+
+
+Accepts = Values | Same | Anything
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """One key, or with `.**` at the end everything under it; `*` stands for an index.
+
+    Attributes:
+        path: Dotted path of the key.
+        accepts: Values under which the local backend does what is asked.
+        why: What the key is about and why there is nothing to set here.
+    """
+
+    path: str
+    accepts: Accepts
+    why: str
+
+    def matches(self, path: str) -> bool:
+        """Whether `path`, with indices as numbers, is this key."""
+        mine, theirs = self.path.split("."), path.split(".")
+        if mine[-1] == "**":
+            mine = mine[:-1]
+            theirs = theirs[: len(mine)]
+        return len(mine) == len(theirs) and all(
+            a == b or (a == "*" and b.isdecimal()) for a, b in zip(mine, theirs, strict=True)
+        )
+
+    def refusal(self, value: Any, config: Mapping[str, Any]) -> str | None:
+        """Why `value` cannot be honoured and what to do, or None when it can.
+
+        Args:
+            value: The value that was set.
+            config: The effective configuration as nested dicts, for keys that must agree.
+        """
+        match self.accepts:
+            case Anything():
+                return None
+            case Values(allowed):
+                if value is None or any(_equal(value, one) for one in allowed):
+                    return None
+                if not allowed:
+                    return f"{self.why}; remove it"
+                choice = " or ".join(_as_yaml(one) for one in allowed)
+                return f"{self.why}; set it to {choice}, or remove it"
+            case Same(path):
+                wanted = _lookup(config, path)
+                if value is None or _equal(value, wanted):
+                    return None
+                return f"{self.why}; set {path} (now {_as_yaml(wanted)}) and remove this key"
+
+
+def _as_yaml(value: Any) -> str:
+    if value is None:
+        return "not set"
+    return str(value).lower() if isinstance(value, bool) else str(value) or '""'
+
+
+def _equal(value: Any, wanted: Any) -> bool:
+    """Equality in which "1" from an environment variable is 1, and true is not 1."""
+    if isinstance(value, bool) or isinstance(wanted, bool):
+        if isinstance(value, str):
+            return value.lower() == str(wanted).lower()
+        return value is wanted
+    if isinstance(value, (dict, list)) or isinstance(wanted, (dict, list)):
+        return bool(value == wanted)
+    return bool(value == wanted) or str(value) == str(wanted)
+
+
+def _lookup(config: Mapping[str, Any], path: str) -> Any:
+    value: Any = config
+    for key in path.split("."):
+        value = value[key]
+    return value

@@ -1,0 +1,157 @@
+"""Names of keys: which exist, and which was probably meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from functools import cache
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from tuner.config.foreign_keys import FOREIGN, find_foreign
+from tuner.config.schema import RunConfig
+from tuner.config.section import Section
+
+# Below SIMILAR a suggestion would be a guess; the tests have typical slips.
+SIMILAR = 0.7
+SAME_SECTION = 0.15
+# What AgentScope's objects call some keys.
+OTHER_NAMES = {
+    "learning_rate": "algorithm.optimizer.lr",
+    "group_size": "algorithm.repeat_times",
+    "save_interval_steps": "trainer.save_interval",
+    "eval_interval_steps": "explorer.eval_interval",
+}
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """The section that a field's type holds: itself, in a union, a tuple or a dict's values."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    if get_origin(annotation) in (tuple, dict, Union, UnionType):
+        found = (section_of(argument) for argument in get_args(annotation))
+        return next((section for section in found if section is not None), None)
+    return None
+
+
+def fields(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every field as (dotted path, field), sections before what they hold; `*` is an index."""
+    for name, info in section.model_fields.items():
+        path = prefix + name
+        yield path, info
+        inner = section_of(info.annotation)
+        if inner is not None:
+            many = get_origin(info.annotation) in (tuple, dict)
+            yield from fields(inner, f"{path}.*." if many else f"{path}.")
+
+
+@cache
+def schema_paths() -> tuple[str, ...]:
+    """Every key that the local backend uses; `*` is an index or a name."""
+    return tuple(path for path, _ in fields())
+
+
+@cache
+def known_paths() -> tuple[str, ...]:
+    """Every key that may be written, those of the schema first."""
+    return (*schema_paths(), *(row.path.removesuffix(".**") for row in FOREIGN))
+
+
+def nearest(path: str) -> str | None:
+    """The known key that `path` was probably meant to be: by its name, its path, its section."""
+    parts = path.split(".")
+    if parts[-1] in OTHER_NAMES:
+        return OTHER_NAMES[parts[-1]]
+    plain = ".".join("*" if part.isdecimal() else part for part in parts)
+    section, _, leaf = plain.rpartition(".")
+
+    def similarity(known: str) -> float:
+        known_section, _, known_leaf = known.rpartition(".")
+        whole = SequenceMatcher(None, plain, known).ratio()
+        last = SequenceMatcher(None, leaf, known_leaf).ratio()
+        return (whole + last) / 2 + (SAME_SECTION if section == known_section else 0)
+
+    best = max(known_paths(), key=similarity)
+    if similarity(best) < SIMILAR:
+        return None
+    for index in (part for part in parts if part.isdecimal()):
+        best = best.replace("*", index, 1)
+    return best
+
+
+@dataclass
+class SplitKeys:
+    """A tree of settings, sorted by who reads them.
+
+    Attributes:
+        own: Nested dict of what the schema has.
+        foreign: What only Trinity-RFT reads, by dotted path.
+        unknown: Dotted paths of the rest.
+    """
+
+    own: dict[str, Any]
+    foreign: dict[str, Any]
+    unknown: list[str]
+
+
+def split_keys(tree: dict[str, Any]) -> SplitKeys:
+    """Sort a tree of settings by who reads them."""
+    split = SplitKeys({}, {}, [])
+    split.own = _own_part(tree, RunConfig, "", split)
+    return split
+
+
+def _own_part(
+    tree: dict[str, Any], section: type[Section], prefix: str, split: SplitKeys
+) -> dict[str, Any]:
+    own: dict[str, Any] = {}
+    for name, value in tree.items():
+        info = section.model_fields.get(name)
+        if info is None:
+            _not_own(f"{prefix}{name}", value, split)
+            continue
+        inner = section_of(info.annotation)
+        own[name] = value
+        if inner is None:
+            continue
+        path = f"{prefix}{name}."
+        if get_origin(info.annotation) is tuple and isinstance(value, list):
+            own[name] = [
+                _own_part(item, inner, f"{path}{index}.", split) if isinstance(item, dict) else item
+                for index, item in enumerate(value)
+            ]
+        elif get_origin(info.annotation) is dict and isinstance(value, dict):
+            own[name] = {
+                key: _own_part(item, inner, f"{path}{key}.", split)
+                if isinstance(item, dict)
+                else item
+                for key, item in value.items()
+            }
+        elif isinstance(value, dict):
+            own[name] = _own_part(value, inner, path, split)
+    return own
+
+
+def _not_own(path: str, value: Any, split: SplitKeys) -> None:
+    row = find_foreign(path)
+    has_keys = any(_is_under(one.path, path) for one in FOREIGN)
+    if has_keys and isinstance(value, dict):
+        for name, item in value.items():
+            _not_own(f"{path}.{name}", item, split)
+    elif row is not None:
+        split.foreign[path] = value
+    elif not (has_keys and value is None):
+        split.unknown.append(path)
+
+
+def _is_under(pattern: str, path: str) -> bool:
+    """Whether a row's pattern names a key below `path`."""
+    parts = path.split(".")
+    head = pattern.split(".")[: len(parts)]
+    below = len(pattern.split(".")) > len(parts)
+    return below and all(
+        a == b or (a == "*" and b.isdecimal()) for a, b in zip(head, parts, strict=True)
+    )

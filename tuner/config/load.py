@@ -1,0 +1,238 @@
+"""Reading a run's configuration: defaults < YAML < Python objects < `key=value` overrides.
+
+Every problem is collected and all are reported together, each with where the value came from.
+
+Interpolations (`${...}`) are OmegaConf's and are resolved after everything is merged, so
+`${model.max_model_len}` sees an override. `${oc.env:NAME,default}` reads the environment;
+`${tuner.when_set:NAME,a,b}` is `a` where the environment variable is set, else `b`.
+
+Relative paths in a file start at the file's folder; those given in Python or as an override start
+at the current folder. A model or dataset that is not found as a path is a name on the Hub.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from tuner.config.conflicts import conflicts
+from tuner.config.foreign_keys import find_foreign
+from tuner.config.keys import nearest, schema_paths, split_keys
+from tuner.config.paths import absolute_paths
+from tuner.config.problems import Problem, describe
+from tuner.config.schema import RunConfig
+from tuner.config.source import Override, YamlFile, parse_override, read_yaml, register_resolvers
+from tuner.errors import ConfigError
+
+
+def load_config(
+    path: Path | str | None = None,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
+) -> RunConfig:
+    """Read and check a configuration.
+
+    Args:
+        path: YAML file in Trinity-RFT's form, or None for the defaults.
+        settings: Nested dict of what was set in Python; wins over the file. Evaluation sets and
+            auxiliary models may be dicts by name: a model is added to the file's or changes the
+            one of its name; evaluation sets given here are the only ones.
+        overrides: `a.b=c` strings; win over everything. Items of a list have numbers: `a.0.b=c`.
+
+    Raises:
+        ConfigError: One or more keys are unknown, unsupported, of the wrong type or in conflict;
+            or the file or an override cannot be read.
+    """
+    register_resolvers()
+    file = None if path is None else read_yaml(Path(path))
+    given = dict(settings or {})
+    problems: list[Problem] = []
+    parsed: list[Override] = []
+    for text in overrides:
+        try:
+            parsed.append(parse_override(text))
+        except ConfigError as error:
+            problems.append(Problem("", str(error)))
+    tree = _merge(file, given, parsed, problems)
+    split = split_keys(tree)
+    own, foreign = split.own, split.foreign
+    for key in split.unknown:
+        meant = nearest(key)
+        hint = f"did you mean {meant}?" if meant else "see docs/configuration.md for the keys"
+        problems.append(Problem(key, f"unknown key {key}; {hint}"))
+    problems += _merge_total_steps(own, foreign)
+    try:
+        config = RunConfig.model_validate(own)
+    except ValidationError as error:
+        problems += describe(error, RunConfig, schema_paths())
+        config = None
+    if config is not None:
+        effective = config.model_dump(mode="json")
+        for key, value in foreign.items():
+            row = find_foreign(key)
+            refusal = row.refusal(value, effective) if row else None
+            if refusal is not None:
+                problems.append(Problem(key, f"{key} is {value!r}: {refusal}"))
+        problems += conflicts(config, foreign)
+    if problems or config is None:
+        raise ConfigError(_report(problems, file, given, parsed))
+    return config
+
+
+def _merge(
+    file: YamlFile | None,
+    settings: dict[str, Any],
+    overrides: Sequence[Override],
+    problems: list[Problem],
+) -> dict[str, Any]:
+    """All layers as one nested dict, interpolations resolved and paths absolute."""
+    here = Path.cwd()
+    in_file = _without_empty_sections(file.tree) if file is not None else {}
+    merged = OmegaConf.merge(in_file, absolute_paths(_by_name(settings, in_file), here))
+    decided: set[str] = set()
+    for override in overrides:
+        value = override.value
+        if isinstance(value, str) and "${" not in value:
+            value = absolute_paths(value, here, at=override.key)
+            decided.add(override.key)
+        try:
+            OmegaConf.update(merged, override.key, value, merge=False, force_add=True)
+        except (OmegaConfBaseException, AttributeError, IndexError, TypeError, ValueError) as error:
+            text = f"override {override.text!r} cannot be applied: {str(error).splitlines()[0]}"
+            problems.append(Problem(override.key, text))
+    resolved = _resolve(merged, "", problems)
+    folder = file.path.resolve().parent if file is not None else here
+    tree = absolute_paths(resolved, folder, without=frozenset(decided))
+    assert isinstance(tree, dict)
+    return tree
+
+
+def _without_empty_sections(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A section with nothing under it (`cluster:`) says nothing."""
+    sections = {path.rsplit(".", 1)[0] for path in schema_paths() if "." in path}
+    kept: dict[str, Any] = {}
+    for key, value in tree.items():
+        if value is None and f"{prefix}{key}" in sections:
+            continue
+        inner = isinstance(value, dict) and f"{prefix}{key}" in sections
+        kept[key] = _without_empty_sections(value, f"{prefix}{key}.") if inner else value
+    return kept
+
+
+def _by_name(settings: dict[str, Any], in_file: dict[str, Any]) -> dict[str, Any]:
+    """Settings with dicts by name turned into the lists that the file has in these places."""
+    settings = OmegaConf.to_container(OmegaConf.create(settings))  # type: ignore[assignment]
+    inputs = settings.get("buffer", {}).get("explorer_input", {})
+    given = inputs.get("eval_tasksets")
+    if isinstance(given, dict):
+        there = in_file.get("buffer", {}).get("explorer_input", {}).get("eval_tasksets") or []
+        known = {item.get("name", "eval"): item for item in there if isinstance(item, dict)}
+        inputs["eval_tasksets"] = [
+            {**known.get(name, {}), "name": name, **item} for name, item in given.items()
+        ]
+    explorer = settings.get("explorer", {})
+    given = explorer.get("auxiliary_models")
+    if isinstance(given, dict):
+        there = in_file.get("explorer", {}).get("auxiliary_models") or []
+        known = {item.get("name"): item for item in there if isinstance(item, dict)}
+        for name, item in given.items():
+            known[name] = {**known.get(name, {}), "name": name, **item}
+        explorer["auxiliary_models"] = list(known.values())
+    return settings
+
+
+def _resolve(node: Any, path: str, problems: list[Problem]) -> Any:
+    """`node` as plain Python, with each interpolation that fails named."""
+    if OmegaConf.is_list(node):
+        keys: Any = range(len(node))
+    elif OmegaConf.is_dict(node):
+        keys = list(node)
+    else:
+        return node
+    items: dict[Any, Any] = {}
+    for key in keys:
+        inner = f"{path}.{key}" if path else str(key)
+        try:
+            items[key] = _resolve(node[key], inner, problems)
+        except OmegaConfBaseException as error:
+            reason = str(error).splitlines()[0]
+            if "Environment variable" in reason:
+                name = reason.split("'")[1]
+                reason = (
+                    f"the environment variable {name} is not set; set it, or give a default: "
+                    f"${{oc.env:{name},default}}"
+                )
+            problems.append(Problem(inner, f"{inner} cannot be resolved: {reason}"))
+    return list(items.values()) if OmegaConf.is_list(node) else items
+
+
+def _merge_total_steps(own: dict[str, Any], foreign: dict[str, Any]) -> list[Problem]:
+    """`trainer.total_steps` is another name of `buffer.total_steps`."""
+    other = foreign.pop("trainer.total_steps", None)
+    if other is None:
+        return []
+    buffer = own.setdefault("buffer", {})
+    if not isinstance(buffer, dict):
+        return []
+    steps = buffer.setdefault("total_steps", other)
+    if steps is None:
+        buffer["total_steps"] = other
+    elif str(steps) != str(other):
+        text = f"trainer.total_steps is {other}, but buffer.total_steps is {steps}: set one of them"
+        return [Problem("trainer.total_steps", text)]
+    return []
+
+
+def _report(
+    problems: Sequence[Problem],
+    file: YamlFile | None,
+    settings: Mapping[str, Any],
+    overrides: Sequence[Override],
+) -> str:
+    lines = [
+        f"{where}: {problem.text}" if where else problem.text
+        for problem in problems
+        for where in [_where(problem.path, file, settings, overrides)]
+    ]
+    if len(lines) == 1:
+        return lines[0]
+    return "\n".join([f"{len(lines)} problems in the configuration:", *(f"- {x}" for x in lines)])
+
+
+def _where(
+    path: str,
+    file: YamlFile | None,
+    settings: Mapping[str, Any],
+    overrides: Sequence[Override],
+) -> str:
+    """Where a key was set last; nothing for what names its place itself."""
+    if not path:
+        return ""
+    for override in reversed(overrides):
+        if path == override.key or path.startswith(override.key + "."):
+            return f"override {override.text!r}"
+    if path and _is_set(settings, path):
+        return "set in Python"
+    if file is None:
+        return ""
+    while path and path not in file.lines:
+        path = path.rpartition(".")[0]
+    return f"{file.path}:{file.lines[path]}" if path else str(file.path)
+
+
+def _is_set(settings: Mapping[str, Any], path: str) -> bool:
+    node: Any = settings
+    for part in path.split("."):
+        if not isinstance(node, Mapping):
+            return True
+        if part not in node:
+            # By-name dicts have become lists: whatever is under them was set in Python.
+            return part.isdecimal() and bool(node)
+        node = node[part]
+    return True

@@ -1,0 +1,236 @@
+"""The workflow: the user's function that runs the agent on one task. And how functions are called.
+
+A workflow or judge is called with the arguments it names. It may be async or plain (then it runs in
+a thread), a `functools.partial`, or an object with `__call__`. Parameters of its own need defaults.
+`**kwargs` receives every argument that is not named; `*args` is refused, since nothing is passed
+by position.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tuner.errors import FunctionError
+
+
+class FunctionOutput(BaseModel):
+    """Base of what functions return: mistakes in a field are `FunctionError`s."""
+
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+    # Type checkers see pydantic's own constructor, with the fields as parameters.
+    if not TYPE_CHECKING:
+
+        def __init__(self, **data: Any) -> None:
+            try:
+                super().__init__(**data)
+            except ValidationError as error:
+                raise FunctionError(_field_mistakes(type(self), error)) from None
+
+
+class WorkflowOutput(FunctionOutput):
+    """What a workflow returns.
+
+    Attributes:
+        reward: The score, when there is no judge; the judge's wins over it.
+        response: Handed to the judge as it is.
+        metrics: Numbers to log besides the reward.
+    """
+
+    reward: float | None = Field(default=None)
+    response: Any | None = Field(default=None)
+    metrics: dict[str, float] | None = Field(default=None)
+
+
+WorkflowType = Callable[..., Awaitable[WorkflowOutput]]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a function of some role is called with.
+
+    Attributes:
+        role: "workflow" or "judge".
+        required: Parameters that the function must have.
+        optional: Parameters that it may have.
+        output: Name of the class it returns.
+    """
+
+    role: str
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    output: str
+
+    def __str__(self) -> str:
+        parameters = ", ".join([*self.required, *(f"{name} (optional)" for name in self.optional)])
+        return f"async def {self.role}({parameters}) -> {self.output}"
+
+
+WORKFLOW = Signature(
+    "workflow", ("task", "model"), ("auxiliary_models", "logger"), WorkflowOutput.__name__
+)
+
+
+def check_workflow_function(func: Callable[..., Any]) -> None:
+    """Check that `func` can be called as a workflow; imports nothing and calls nothing.
+
+    Raises:
+        FunctionError: It is no function, or its parameters do not fit.
+    """
+    check_function(func, WORKFLOW)
+
+
+async def call_workflow(
+    func: Callable[..., Any],
+    *,
+    task: Mapping[str, Any],
+    model: Any,
+    auxiliary_models: Mapping[str, Any],
+    logger: Any,
+) -> WorkflowOutput:
+    """Run a workflow with the arguments it takes.
+
+    Raises:
+        FunctionError: It returned something that is not a workflow's output.
+    """
+    arguments = {
+        "task": task,
+        "model": model,
+        "auxiliary_models": auxiliary_models,
+        "logger": logger,
+    }
+    return as_workflow_output(await call_function(func, arguments), func)
+
+
+def as_workflow_output(value: Any, func: Callable[..., Any]) -> WorkflowOutput:
+    """`value`, which `func` returned, as our `WorkflowOutput`; AgentScope's is taken too.
+
+    Raises:
+        FunctionError: It is something else.
+    """
+    if isinstance(value, WorkflowOutput):
+        return value
+    if type(value).__name__ == WorkflowOutput.__name__ and hasattr(value, "response"):
+        return WorkflowOutput(reward=value.reward, response=value.response, metrics=value.metrics)
+    raise wrong_return(value, func, WORKFLOW)
+
+
+def check_function(func: Callable[..., Any], signature: Signature) -> None:
+    """Check that `func` can be called with the arguments of its role.
+
+    Raises:
+        FunctionError: It cannot; says where it is defined, what was found and what is expected.
+    """
+    if not callable(func):
+        raise FunctionError(
+            f"the {signature.role} is {_shown(func)}, not a function; expected: {signature}"
+        )
+    try:
+        parameters = inspect.signature(func).parameters
+    except (TypeError, ValueError) as error:
+        raise FunctionError(f"{where(func)}: its parameters cannot be read: {error}") from None
+    problems = list(_problems(parameters, signature))
+    if isinstance(func, type):
+        problems.append("it is a class: pass an instance with __call__, or a function")
+    if inspect.isasyncgenfunction(_unwrapped(func)) or inspect.isgeneratorfunction(
+        _unwrapped(func)
+    ):
+        problems.append("it yields; it must return")
+    if problems:
+        found = ", ".join(str(parameter) for parameter in parameters.values())
+        raise FunctionError(
+            f"{where(func)} cannot be used as a {signature.role}: {'; '.join(problems)}\n"
+            f"  found:    ({found})\n"
+            f"  expected: {signature}"
+        )
+
+
+def _problems(parameters: Mapping[str, inspect.Parameter], signature: Signature) -> list[str]:
+    passed = (*signature.required, *signature.optional)
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    missing = [name for name in signature.required if name not in parameters and not takes_any]
+    problems = [f"parameter {', '.join(missing)} is missing"] if missing else []
+    for name, parameter in parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            problems.append(f"*{name} never receives anything, arguments are passed by name")
+        elif parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+            problems.append(f"{name} takes no keyword, and arguments are passed by name")
+        elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            continue
+        elif name not in passed and parameter.default is inspect.Parameter.empty:
+            problems.append(f"nothing is passed for {name}; give it a default or remove it")
+    return problems
+
+
+async def call_function(func: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Call `func` with those of `arguments` that it takes, in a thread unless it is async."""
+    parameters = inspect.signature(func).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    taken = {name: value for name, value in arguments.items() if takes_any or name in parameters}
+    if is_async(func):
+        return await func(**taken)
+    value = await asyncio.to_thread(func, **taken)
+    # A plain function may hand over to an async one: `lambda task, model: run(task, model)`.
+    return await value if inspect.isawaitable(value) else value
+
+
+def is_async(func: Callable[..., Any]) -> bool:
+    """Whether calling `func` gives something to await."""
+    inner = _unwrapped(func)
+    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(
+        getattr(inner, "__call__", None)  # noqa: B004
+    )
+
+
+def where(func: Callable[..., Any]) -> str:
+    """`name (file:line)` of a function, for error messages."""
+    inner = _unwrapped(func)
+    name = getattr(inner, "__qualname__", None) or type(inner).__qualname__
+    target = inner if hasattr(inner, "__code__") else getattr(type(inner), "__call__", None)
+    code = getattr(inspect.unwrap(target) if target is not None else None, "__code__", None)
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code is not None else str(name)
+
+
+def wrong_return(value: Any, func: Callable[..., Any], signature: Signature) -> FunctionError:
+    """The error for a function that returned something of the wrong type."""
+    hint = ""
+    if value is None:
+        hint = " (is a return statement missing?)"
+    elif isinstance(value, (int, float)):
+        hint = f": write {signature.output}(reward={value!r})"
+    return FunctionError(
+        f"{where(func)} returned {_shown(value)}; a {signature.role} returns "
+        f"{signature.output}{hint}"
+    )
+
+
+def _unwrapped(func: Callable[..., Any]) -> Any:
+    while isinstance(func, functools.partial):
+        func = func.func
+    return func
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def _field_mistakes(output: type[BaseModel], error: ValidationError) -> str:
+    mistakes = []
+    for detail in error.errors():
+        name = ".".join(str(part) for part in detail["loc"])
+        if detail["type"] == "extra_forbidden":
+            known = ", ".join(output.model_fields)
+            mistakes.append(f"it has no field {name!r} (fields: {known})")
+        elif name == "reward" and (detail["type"] == "missing" or detail["input"] is None):
+            mistakes.append("it needs a reward: a judge must score every response")
+        else:
+            mistakes.append(f"{name} is {_shown(detail['input'])}, expected a number")
+    return f"{output.__name__}: {'; '.join(mistakes)}"
