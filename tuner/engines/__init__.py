@@ -1,5 +1,5 @@
 """Engines: completion ids from prompt ids, with some version of the weights."""
 
-from tuner.engines.base import Engine, EngineCapabilities, Generation, SamplingParams
+from tuner.engines.base import Engine, EngineCapabilities, EngineError, Generation, SamplingParams
 
-__all__ = ["Engine", "EngineCapabilities", "Generation", "SamplingParams"]
+__all__ = ["Engine", "EngineCapabilities", "EngineError", "Generation", "SamplingParams"]

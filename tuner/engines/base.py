@@ -7,7 +7,13 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from tuner.errors import TunerError
+
 FinishReason = Literal["stop", "length"]
+
+
+class EngineError(TunerError, RuntimeError):
+    """A completion could not be finished: the engine failed or was closed; the cause is chained."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,7 @@ class Engine(Protocol):
 
         Raises:
             ContextLengthError: The prompt leaves no room for a single token.
+            EngineError: The engine failed or was closed while the request was in flight.
         """
 
     def pause(self) -> AbstractAsyncContextManager[None]:

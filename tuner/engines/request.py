@@ -1,0 +1,114 @@
+"""One request on its way through an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from torch import Tensor
+
+from tuner.engines.base import EngineError, FinishReason, Generation, SamplingParams
+from tuner.engines.sampling import SamplingBatch, choose, most_probable
+from tuner.engines.stop_strings import StopStrings
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt, its settings and what has been sampled so far.
+
+    Attributes:
+        prompt_ids: Token ids, shape [P].
+        limit: The most tokens it may sample: `max_tokens`, or less where the context ends.
+        end_ids: Token ids that end a completion.
+        uniforms: The request's own random stream; one number is drawn per sampled token.
+        future: Receives the Generation, on the event loop that asked for it.
+        cached_tokens: Prompt tokens reused when it was first admitted; -1 before that.
+        cancelled: Nobody waits for it any more.
+    """
+
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    limit: int
+    end_ids: frozenset[int]
+    stops: StopStrings | None
+    uniforms: Random
+    future: asyncio.Future[Generation]
+    completion_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    cached_tokens: int = -1
+    finish_reason: FinishReason | None = None
+    cancelled: bool = False
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether nobody can receive the result any more."""
+        return self.cancelled or self.future.get_loop().is_closed()
+
+    def token_ids(self) -> list[int]:
+        """Prompt and completion so far: what the next token depends on."""
+        return self.prompt_ids + self.completion_ids
+
+    def push(self, token_id: int, logprob: float, version: int) -> bool:
+        """Take a sampled token; True when it was the last one."""
+        self.completion_ids.append(token_id)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        if token_id in self.end_ids or (self.stops is not None and self.stops.push(token_id)):
+            self.finish_reason = "stop"
+        elif len(self.completion_ids) >= self.limit:
+            self.finish_reason = "length"
+        return self.finish_reason is not None
+
+    def generation(self) -> Generation:
+        """The finished completion."""
+        assert self.finish_reason is not None
+        return Generation(
+            completion_ids=tuple(self.completion_ids),
+            logprobs=tuple(self.logprobs),
+            versions=tuple(self.versions),
+            finish_reason=self.finish_reason,
+            top_logprobs=tuple(self.top_logprobs),
+            cached_tokens=self.cached_tokens,
+        )
+
+
+def sample_next(
+    requests: Sequence[Request], batch: SamplingBatch, logits: Tensor, version: int
+) -> tuple[list[int], list[int]]:
+    """Sample the next token of every request and hand it over.
+
+    Args:
+        logits: Shape [n, V], one row per request.
+        batch: The requests' settings, in the same order.
+
+    Returns:
+        The sampled ids, [n], and the positions in `requests` of those that are finished, ascending.
+
+    Raises:
+        EngineError: The logits are not finite; no request has changed.
+    """
+    logprobs = batch.logprobs(logits)
+    ids, chosen = choose(logprobs, [request.uniforms.random() for request in requests])
+    if not math.isfinite(math.fsum(chosen)):
+        raise EngineError(
+            "the model's logits are not finite (NaN or infinite), so nothing can be sampled: "
+            "the weights have diverged; lower the learning rate or start from a checkpoint"
+        )
+    if batch.top_logprobs:
+        alternatives = most_probable(logprobs, batch.top_logprobs)
+        for request, pairs in zip(requests, alternatives, strict=True):
+            if request.sampling.top_logprobs:
+                request.top_logprobs.append(tuple(pairs[: request.sampling.top_logprobs]))
+    finished = [
+        place
+        for place, (request, token_id, logprob) in enumerate(
+            zip(requests, ids, chosen, strict=True)
+        )
+        if request.push(token_id, logprob, version)
+    ]
+    return ids, finished

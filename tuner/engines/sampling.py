@@ -1,0 +1,163 @@
+"""The distribution that tokens are sampled from, and the sampling itself, for a whole batch.
+
+    logits ──/ temperature──▶ top_k ──renormalise──▶ top_p ──renormalise──▶ log-probs ──u──▶ ids
+
+Log-probs are those of the last distribution in the line. A trainer that wants the same quantity
+calls `sampled_logprobs` on its own logits with the settings that travelled with the call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tuner.engines.base import SamplingParams
+from tuner.errors import ConfigError
+
+
+def check_sampling(sampling: SamplingParams) -> None:
+    """Refuse settings that define no distribution.
+
+    Raises:
+        ConfigError: Names the setting, its value and what is allowed.
+    """
+    rules = (
+        ("max_tokens", sampling.max_tokens, sampling.max_tokens >= 1, "at least 1"),
+        ("temperature", sampling.temperature, 0 <= sampling.temperature < math.inf, "0 or more"),
+        ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "in (0, 1]"),
+        ("top_k", sampling.top_k, sampling.top_k == -1 or sampling.top_k >= 1, "-1 or at least 1"),
+        ("top_logprobs", sampling.top_logprobs, 0 <= sampling.top_logprobs <= 20, "0 to 20"),
+    )
+    for name, value, allowed, wanted in rules:
+        if not allowed:
+            raise ConfigError(f"sampling: {name} is {value!r}, but must be {wanted}")
+    if "" in sampling.stop:
+        raise ConfigError("sampling: stop contains an empty string, which would stop at once")
+
+
+def sampled_logprobs(
+    logits: Tensor,
+    temperature: float | Tensor = 1.0,
+    top_k: int | Tensor = -1,
+    top_p: float | Tensor = 1.0,
+) -> Tensor:
+    """Log-probs of the distribution that a token is sampled from.
+
+    Args:
+        logits: Shape [..., V]; half precision is taken up to float32, float64 stays.
+        temperature: A number, or one per row with the shape of `logits[..., 0]`; 0 is greedy.
+        top_k: Likewise; -1 keeps every token. Ties with the k-th token are kept.
+        top_p: Likewise; the smallest set of most probable tokens with this mass is kept.
+
+    Returns:
+        Shape [..., V], natural logarithm, `-inf` for tokens that cannot be sampled.
+        Differentiable with respect to `logits`.
+    """
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    shape = logits.shape[:-1]
+    greedy = None
+    if isinstance(temperature, Tensor) or temperature != 1.0:
+        heat = torch.as_tensor(temperature, device=logits.device).to(logits.dtype).expand(shape)
+        greedy = heat == 0
+        logits = logits / torch.where(greedy, 1.0, heat)[..., None]
+    if isinstance(top_k, Tensor) or top_k > 0:
+        logits = _keep_top_k(logits, torch.as_tensor(top_k, device=logits.device).expand(shape))
+    logprobs = torch.log_softmax(logits, dim=-1)
+    if isinstance(top_p, Tensor) or top_p < 1.0:
+        mass = torch.as_tensor(top_p, device=logits.device).to(torch.float64).expand(shape)
+        logprobs = _keep_top_p(logprobs, mass)
+    if greedy is not None and bool(greedy.any()):
+        point = torch.full_like(logprobs, -math.inf)
+        point.scatter_(-1, logits.argmax(dim=-1, keepdim=True), 0.0)
+        logprobs = torch.where(greedy[..., None], point, logprobs)
+    return logprobs
+
+
+def _keep_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
+    vocabulary = logits.shape[-1]
+    wanted = torch.where(top_k > 0, top_k, vocabulary).clamp(max=vocabulary)
+    limited = wanted[wanted < vocabulary]
+    if not limited.numel():
+        return logits
+    ordered = logits.topk(int(limited.max()), dim=-1).values
+    last = ordered.gather(-1, wanted.clamp(max=ordered.shape[-1])[..., None] - 1)
+    removed = (logits < last) & (wanted < vocabulary)[..., None]
+    return logits.masked_fill(removed, -math.inf)
+
+
+def _keep_top_p(logprobs: Tensor, top_p: Tensor) -> Tensor:
+    ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
+    probs = ordered.double().exp()
+    before = probs.cumsum(dim=-1) - probs
+    keep = (before < top_p[..., None]) | (top_p >= 1)[..., None]
+    keep[..., 0] = True
+    removed = torch.empty_like(keep).scatter_(-1, order, ~keep)
+    return torch.log_softmax(logprobs.masked_fill(removed, -math.inf), dim=-1)
+
+
+@dataclass(frozen=True)
+class SamplingBatch:
+    """The settings of a batch as tensors, or plain numbers where the whole batch agrees on "off".
+
+    Attributes:
+        temperature, top_k, top_p: Shape [n], or 1.0, -1 and 1.0.
+        top_logprobs: The most alternatives that any request asks for.
+    """
+
+    temperature: Tensor | float
+    top_k: Tensor | int
+    top_p: Tensor | float
+    top_logprobs: int
+
+    @staticmethod
+    def of(settings: Sequence[SamplingParams], device: torch.device) -> SamplingBatch:
+        temperature: Tensor | float = 1.0
+        top_k: Tensor | int = -1
+        top_p: Tensor | float = 1.0
+        if any(s.temperature != 1.0 for s in settings):
+            temperature = torch.tensor([s.temperature for s in settings], device=device)
+        if any(s.top_k > 0 for s in settings):
+            top_k = torch.tensor([s.top_k for s in settings], device=device)
+        if any(s.top_p < 1.0 for s in settings):
+            top_p = torch.tensor([s.top_p for s in settings], device=device, dtype=torch.float64)
+        return SamplingBatch(
+            temperature, top_k, top_p, max((s.top_logprobs for s in settings), default=0)
+        )
+
+    def logprobs(self, logits: Tensor) -> Tensor:
+        """Log-probs of the sampled distributions: logits [n, V] -> [n, V]."""
+        return sampled_logprobs(logits, self.temperature, self.top_k, self.top_p)
+
+
+def choose(logprobs: Tensor, uniforms: Sequence[float]) -> tuple[list[int], list[float]]:
+    """Sample one token per row by inverting the cumulative distribution in float64.
+
+    Args:
+        logprobs: Shape [n, V].
+        uniforms: n numbers in [0, 1), one from each request's own stream.
+
+    Returns:
+        The ids and their log-probs, n of each. A row without a finite distribution (NaN logits)
+        gives a log-prob that is not finite.
+    """
+    cumulative = logprobs.double().exp_().cumsum_(dim=-1)
+    # u <= 1 - 2**-53, so u * total rounds to less than total; `right` then skips every token of
+    # probability zero, whose cumulative value equals its predecessor's.
+    draws = torch.tensor(uniforms, dtype=torch.float64).to(logprobs.device)[:, None]
+    ids = torch.searchsorted(cumulative, draws * cumulative[:, -1:], right=True)
+    ids.clamp_(max=logprobs.shape[-1] - 1)
+    chosen = logprobs.gather(-1, ids)
+    return ids[:, 0].tolist(), chosen[:, 0].tolist()
+
+
+def most_probable(logprobs: Tensor, count: int) -> list[list[tuple[int, float]]]:
+    """For each row the `count` most probable (id, log-prob), fewer where fewer can be sampled."""
+    values, ids = logprobs.topk(min(count, logprobs.shape[-1]), dim=-1)
+    return [
+        [(token, value) for token, value in zip(row_ids, row, strict=True) if value > -math.inf]
+        for row_ids, row in zip(ids.tolist(), values.tolist(), strict=True)
+    ]

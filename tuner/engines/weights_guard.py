@@ -1,0 +1,67 @@
+"""Noticing that the weights have changed, so that no cached key or value outlives them.
+
+The engine shares its weights with a trainer, which changes them in place. A trainer that forgets
+`update_weights` must not get keys and values of the old weights mixed with the new ones, so the
+weights are looked at before and after every forward pass. What catches which change (checked by
+tests):
+
+| change | caught by |
+|---|---|
+| `p.add_()`, `p.copy_()`, `load_state_dict`, AdamW (for-loop and foreach) | version counter |
+| `module.weight = new`, `load_state_dict(assign=True)` | identity |
+| `p.data = new` | address |
+| AdamW (fused), `p.data.add_()`, kernels writing through a pointer | probe of the values |
+
+The probe is the first elements of every parameter that is being trained: a change that leaves all
+of those as they were and touches no version counter goes unnoticed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+_PROBE = 4
+"""Elements looked at in each trained parameter."""
+
+
+class WeightsGuard:
+    """Remembers the weights of `model` without copying them; about 20 us per look on a CPU."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = [
+            (module._parameters, name)
+            for module in model.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        self.remember()
+
+    def remember(self) -> None:
+        """Take the weights as they are now for unchanged."""
+        self._parameters = [place[name] for place, name in self._places]
+        self._state = self._look()
+        present = [p for p in self._parameters if p is not None]
+        trained = [p for p in present if p.requires_grad]
+        self._views = [
+            p.detach().view(-1)[:_PROBE] for p in trained or present if p.is_contiguous()
+        ]
+        self._probe = self._values()
+
+    def changed(self) -> bool:
+        """Whether the weights differ from those last remembered."""
+        return (
+            any(
+                place[name] is not parameter
+                for (place, name), parameter in zip(self._places, self._parameters, strict=True)
+            )
+            or self._look() != self._state
+            or not torch.equal(self._values(), self._probe)
+        )
+
+    def _look(self) -> list[tuple[int, int]]:
+        return [(p._version, p.data_ptr()) for p in self._parameters if p is not None]
+
+    def _values(self) -> Tensor:
+        # Compared as bytes, because NaN is not equal to itself.
+        return torch.cat(self._views).view(torch.uint8)
