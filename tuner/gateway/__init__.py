@@ -1,1 +1,7 @@
 """The gateway: speaks OpenAI to agents and token ids to an engine, and records calls."""
+
+from tuner.gateway.gateway import Gateway
+from tuner.gateway.renderer import ChatRenderer
+from tuner.gateway.session import SamplingDefaults, Session
+
+__all__ = ["ChatRenderer", "Gateway", "SamplingDefaults", "Session"]

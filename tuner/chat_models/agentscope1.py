@@ -1,0 +1,79 @@
+"""The chat model for AgentScope 1.x: its own `OpenAIChatModel` whose client is the gateway's."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from tuner.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from tuner.gateway import Session
+
+_INSTALL = "pip install 'agentscope-tuner[agentscope1]'"
+
+
+def agentscope_version() -> str | None:
+    """The installed version of AgentScope, or None."""
+    try:
+        return version("agentscope")
+    except PackageNotFoundError:
+        return None
+
+
+@cache
+def trinity_chat_model() -> type[Any]:
+    """The class `TrinityChatModel`, made when first asked for: importing AgentScope takes long.
+
+    Raises:
+        MissingDependencyError: AgentScope 1.x is not installed, or does not import.
+    """
+    found = agentscope_version()
+    if found is None:
+        raise MissingDependencyError(
+            f"the chat model for AgentScope 1.x needs AgentScope, which is not "
+            f"installed: {_INSTALL}"
+        )
+    if not found.startswith("1."):
+        raise MissingDependencyError(
+            f"the chat model for AgentScope 1.x needs agentscope>=1.0.12,<2, but {found} is "
+            f"installed: {_INSTALL}, in an environment of its own"
+        )
+    try:
+        from agentscope.model import OpenAIChatModel
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"agentscope {found} is installed but does not import ({error}): {_INSTALL} brings "
+            "versions that work together"
+        ) from error
+
+    class TrinityChatModel(OpenAIChatModel):
+        """The model being trained, as an AgentScope 1.x chat model.
+
+        Settings of the run (temperature, limits) apply where a call does not say: none is
+        sent by default.
+
+        Attributes:
+            client: An `openai.AsyncOpenAI` that reaches the gateway without a socket.
+            api_key: The rollout's key, for any other client.
+            model_name: What requests give as `model`.
+        """
+
+        def __init__(self, session: Session) -> None:
+            options = session.client_options()
+            super().__init__(
+                model_name=session.model_name,
+                api_key=options.pop("api_key"),
+                stream=False,
+                client_kwargs=options,
+            )
+            self._session = session
+            self.api_key = session.key
+
+        @property
+        def base_url(self) -> str:
+            """Where any other client finds the gateway; the first use opens the HTTP door."""
+            return self._session.base_url
+
+    return TrinityChatModel

@@ -1,0 +1,130 @@
+"""The door for everything else: the gateway as a Starlette app on a loopback port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.responses import Response
+from starlette.routing import Mount
+from starlette.types import Receive, Scope, Send
+
+from tuner.gateway.errors import RequestError
+
+if TYPE_CHECKING:
+    from tuner.gateway.gateway import Gateway
+
+MAX_BODY_BYTES = 32 * 1024 * 1024
+
+
+class HttpDoor:
+    """Serves `gateway` on a loopback port of its own choice, as a task of `loop`.
+
+    The port is bound at once, so that `base_url` can be used from code that does not await:
+    what arrives before the server runs waits in the socket's queue.
+    """
+
+    def __init__(self, gateway: Gateway, loop: asyncio.AbstractEventLoop) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        self.base_url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
+        config = uvicorn.Config(
+            gateway_app(gateway),
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = _Server(config)
+        self._task: asyncio.Task[None] | None = None
+        loop.call_soon_threadsafe(self._start)
+
+    def _start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._server.serve([self._socket]))
+
+    async def aclose(self) -> None:
+        """Stop serving; requests in flight get a second to end."""
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task
+        self._socket.close()
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the process's signal handlers alone: Ctrl-C belongs to the run."""
+        yield
+
+
+def gateway_app(gateway: Gateway) -> Starlette:
+    """`Gateway.handle` as an ASGI application."""
+    return Starlette(routes=[Mount("/", app=_Endpoint(gateway))])
+
+
+class _Endpoint:
+    """Answers one request; a client that goes away cancels it."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        headers = {
+            name.decode("latin-1").lower(): value.decode("latin-1")
+            for name, value in scope["headers"]
+        }
+        try:
+            body = await _body(receive)
+        except RequestError as error:
+            await _send(error.status, error.body(), scope, receive, send)
+            return
+        if body is None:
+            return
+        answer = asyncio.ensure_future(
+            self._gateway.handle(scope["method"], scope["path"], headers, body)
+        )
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                reply = answer.result()
+                await _send(reply.status, reply.body, scope, receive, send)
+        finally:
+            answer.cancel()
+            gone.cancel()
+
+
+async def _body(receive: Receive) -> bytes | None:
+    """The request's body, or None if the client left before its end."""
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        event = await receive()
+        if event["type"] == "http.disconnect":
+            return None
+        chunk = event.get("body", b"")
+        size += len(chunk)
+        if size > MAX_BODY_BYTES:
+            raise RequestError(
+                f"the body is larger than {MAX_BODY_BYTES} bytes: send fewer or shorter messages",
+                status=413,
+            )
+        chunks.append(chunk)
+        if not event.get("more_body", False):
+            return b"".join(chunks)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send(status: int, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+    response = Response(body, status_code=status, media_type="application/json")
+    await response(scope, receive, send)

@@ -1,0 +1,220 @@
+"""Messages to prompt ids, and completion ids back to a message: tokenizer, template and parsers."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from tuner.errors import ConfigError
+from tuner.gateway.errors import RequestError, shown
+from tuner.gateway.messages import Message, for_template
+from tuner.gateway.parsing import REASONING_PARSERS, TOOL_CALL_PARSERS, ParsedMessage
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Prompts whose ids are kept: the rollouts of a group begin with the same one.
+_CACHED_PROMPTS = 512
+# Enough of a prompt's end to see whether the template has opened the reasoning.
+_TAIL = 8
+
+
+class ChatRenderer:
+    """A model family's chat form: its tokenizer, chat template and parsers.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        chat_template: Jinja source; None takes the tokenizer's own.
+        enable_thinking: Given to the template of every prompt, unless a request's
+            `chat_template_kwargs` says otherwise; None leaves it to the template.
+        tool_call_parser: "hermes" or "none".
+        reasoning_parser: "deepseek_r1" or "none".
+
+    Raises:
+        ConfigError: A parser is unknown, there is no template, or it knows no thinking.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        chat_template: str | None = None,
+        enable_thinking: bool | None = None,
+        tool_call_parser: str = "hermes",
+        reasoning_parser: str = "deepseek_r1",
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._parse_tool_calls = _named(TOOL_CALL_PARSERS, "tool_call_parser", tool_call_parser)
+        self._parse_reasoning = _named(REASONING_PARSERS, "reasoning_parser", reasoning_parser)
+        self._template = chat_template or _own_template(tokenizer)
+        if enable_thinking and not self._reads("enable_thinking"):
+            raise ConfigError(
+                "enable_thinking is true, but the model's chat template does not read it: "
+                "leave it out, or choose a model with a thinking mode"
+            )
+        self._template_kwargs = (
+            {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        )
+        self._reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters)
+        self._reserved |= {"messages", "self"}
+        self._developer_role = self._reads("developer")
+        self._special_ids = frozenset(
+            id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special
+        )
+        self._encode = lru_cache(_CACHED_PROMPTS)(self._encode_text)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Prompt ids of checked messages, with the generation prompt, shape [P].
+
+        Raises:
+            RequestError: 400: the template refuses the messages, or does not read a keyword.
+        """
+        return list(self._encode(self.render_text(messages, tools, chat_template_kwargs)))
+
+    def render_text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt as text, before it is tokenized; raises as `render` does."""
+        extra = chat_template_kwargs or {}
+        self._check_template_kwargs(extra)
+        shaped = for_template(list(messages), developer_role=self._developer_role)
+        try:
+            text = self.tokenizer.apply_chat_template(
+                shaped,
+                tools=list(tools) or None,
+                chat_template=self._template,
+                add_generation_prompt=True,
+                tokenize=False,
+                **{**self._template_kwargs, **extra},
+            )
+        except Exception as error:
+            # A template is a program of the model's author: it says what it cannot render by
+            # raising, and what it forgot to check fails with any error at all.
+            raise RequestError(
+                f"the model's chat template cannot render these messages: {error}",
+                param="messages",
+            ) from error
+        if not isinstance(text, str):
+            raise TypeError(f"apply_chat_template returned a {type(text).__name__}, not text")
+        return text
+
+    def parse(
+        self,
+        completion_ids: Sequence[int],
+        *,
+        tools: Sequence[dict[str, Any]],
+        prompt_ids: Sequence[int] = (),
+        stop: Sequence[str] = (),
+    ) -> ParsedMessage:
+        """The message that a completion spells.
+
+        Args:
+            completion_ids: Sampled ids, shape [T]; a final special token is not shown.
+            tools: Tools the model was shown; without any, no tool calls are looked for.
+            prompt_ids: The prompt, whose end tells whether reasoning was already opened.
+            stop: Strings that ended the completion; the text is cut before the first one.
+        """
+        ids = list(completion_ids)
+        if ids and ids[-1] in self._special_ids:
+            del ids[-1]
+        text = self._decode(ids)
+        cuts = [position for string in stop if (position := text.find(string)) >= 0]
+        if cuts:
+            text = text[: min(cuts)]
+        reasoning, content = self._parse_reasoning(text, self._opened_reasoning(prompt_ids))
+        rest, calls, malformed = self._parse_tool_calls(content) if tools else (content, (), 0)
+        shown_content = rest if rest or not (calls or reasoning is not None) else None
+        return ParsedMessage(shown_content, reasoning, calls, malformed)
+
+    def token_text(self, token_id: int) -> str:
+        """A single token as text; part of a character shows as U+FFFD."""
+        return self._decode([token_id])
+
+    def token_bytes(self, token_id: int) -> list[int] | None:
+        """The bytes a single token stands for; None where they are not known."""
+        text = self.token_text(token_id)
+        if "\ufffd" not in text:
+            return list(text.encode())
+        token = self.tokenizer.convert_ids_to_tokens(token_id)
+        if isinstance(token, str) and all(character in _BYTE_OF for character in token):
+            return [_BYTE_OF[character] for character in token]
+        return None
+
+    def _reads(self, name: str) -> bool:
+        return re.search(rf"\b{re.escape(name)}\b", self._template) is not None
+
+    def _check_template_kwargs(self, extra: Mapping[str, Any]) -> None:
+        for key, value in extra.items():
+            param = f"chat_template_kwargs.{key}"
+            if key in self._reserved:
+                raise RequestError(f"{param} is set by the gateway: leave it out", param=param)
+            # enable_thinking=false asks nothing of a model that cannot think.
+            if not self._reads(key) and not (key == "enable_thinking" and value is False):
+                raise RequestError(
+                    f"{param} is {shown(value)}, but the model's chat template does not read "
+                    f"{key!r}: leave it out",
+                    param=param,
+                )
+
+    def _encode_text(self, text: str) -> tuple[int, ...]:
+        try:
+            return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        except (UnicodeError, TypeError) as error:
+            raise RequestError(
+                f"the messages hold text that cannot be tokenized: {error}", param="messages"
+            ) from error
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text = self.tokenizer.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text if isinstance(text, str) else "".join(text)
+
+    def _opened_reasoning(self, prompt_ids: Sequence[int]) -> bool:
+        tail = self._decode(prompt_ids[-_TAIL:]) if prompt_ids else ""
+        return tail.rstrip().endswith("<think>")
+
+
+def _named(table: Mapping[str, Any], setting: str, name: str) -> Any:
+    if name in table:
+        return table[name]
+    near = difflib.get_close_matches(name, table, n=1)
+    raise ConfigError(
+        f"{setting} {name!r} is unknown: the parsers are {', '.join(sorted(table))}"
+        + (f"; did you mean {near[0]!r}?" if near else "")
+    )
+
+
+def _own_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    try:
+        template = tokenizer.get_chat_template()
+    except ValueError as error:
+        raise ConfigError(
+            "the tokenizer has no chat template: set model.custom_chat_template"
+        ) from error
+    return str(template)
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """Byte-level BPE's table: the printable character that stands for each byte (GPT-2)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    table.update({chr(256 + offset): byte for offset, byte in enumerate(others)})
+    return table
+
+
+_BYTE_OF = _bytes_of_characters()
