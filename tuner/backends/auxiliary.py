@@ -29,7 +29,9 @@ class AuxiliaryModels:
         """A model that an engine of ours serves."""
         self._local[name] = (gateway, defaults)
 
-    def add_remote(self, name: str, *, base_url: str, model_name: str, api_key_env: str | None) -> None:
+    def add_remote(
+        self, name: str, *, base_url: str, model_name: str, api_key_env: str | None
+    ) -> None:
         """A model behind any OpenAI-compatible URL.
 
         Raises:

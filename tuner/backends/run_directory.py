@@ -1,8 +1,8 @@
 """The run directory: what is where, atomic writes, checkpoints, and whether a run goes on.
 
-    <checkpoint_root_dir>/<project>/<name>/
-        config.yaml  metrics.jsonl  result.json
-        tensorboard/  traces/step_000001.jsonl  checkpoints/step_000020/
+<checkpoint_root_dir>/<project>/<name>/
+    config.yaml  metrics.jsonl  result.json
+    tensorboard/  traces/step_000001.jsonl  checkpoints/step_000020/
 """
 
 from __future__ import annotations

@@ -157,9 +157,7 @@ def _add_auxiliary_models(
         engine = TransformersEngine(
             model.requires_grad_(False),
             tokenizer,
-            max_model_len=_context_length(
-                settings.max_model_len, model, f"{where}.max_model_len"
-            ),
+            max_model_len=_context_length(settings.max_model_len, model, f"{where}.max_model_len"),
             max_slots=config.tuner.max_slots,
             deterministic=config.tuner.deterministic,
         )

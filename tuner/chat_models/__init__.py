@@ -7,17 +7,28 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tuner.chat_models.agentscope1 import agentscope_version, trinity_chat_model
 from tuner.chat_models.plain import PlainChatModel
+from tuner.chat_models.remote import RemoteChatModel, agentscope1_remote_model
 from tuner.errors import MissingDependencyError
 
 if TYPE_CHECKING:
     from tuner.gateway import Session
 
-__all__ = ["PlainChatModel", "chat_model", "trinity_chat_model_class"]
+__all__ = [
+    "ChatModelKind",
+    "PlainChatModel",
+    "RemoteChatModel",
+    "chat_model",
+    "default_kind",
+    "remote_chat_model",
+    "trinity_chat_model_class",
+]
+
+ChatModelKind = Literal["agentscope1", "plain"]
 
 logger = logging.getLogger(__name__)
 
 
-def chat_model(session: Session, *, kind: Literal["agentscope1", "plain"]) -> Any:
+def chat_model(session: Session, *, kind: ChatModelKind) -> Any:
     """The model that a workflow gets, for the framework it is written with.
 
     Raises:
@@ -25,6 +36,23 @@ def chat_model(session: Session, *, kind: Literal["agentscope1", "plain"]) -> An
     """
     model_class = trinity_chat_model() if kind == "agentscope1" else PlainChatModel
     return model_class(session)
+
+
+def remote_chat_model(
+    *, base_url: str, api_key: str, model_name: str, kind: ChatModelKind
+) -> Any:
+    """A model behind an OpenAI-compatible URL, in the form of the framework.
+
+    Raises:
+        MissingDependencyError: The framework is not installed in a version that works.
+    """
+    make = agentscope1_remote_model if kind == "agentscope1" else RemoteChatModel
+    return make(base_url=base_url, api_key=api_key, model_name=model_name)
+
+
+def default_kind() -> ChatModelKind:
+    """The kind that `trinity_chat_model_class` gives."""
+    return "plain" if trinity_chat_model_class() is PlainChatModel else "agentscope1"
 
 
 def trinity_chat_model_class() -> type[Any]:

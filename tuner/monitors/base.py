@@ -61,9 +61,17 @@ class TensorBoardMonitor:
 class WandbMonitor:
     """Weights & Biases; a resumed run continues the same W&B run."""
 
-    def __init__(self, project: str, name: str, folder: Path, config: dict[str, Any], args: dict[str, Any]) -> None:
+    def __init__(
+        self, project: str, name: str, folder: Path, config: dict[str, Any], args: dict[str, Any]
+    ) -> None:
         self._run = _require("wandb").init(
-            project=project, name=name, id=name, resume="allow", dir=str(folder), config=config, **args
+            project=project,
+            name=name,
+            id=name,
+            resume="allow",
+            dir=str(folder),
+            config=config,
+            **args,
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -76,7 +84,9 @@ class WandbMonitor:
 class MlflowMonitor:
     """MLflow: the project is the experiment, the name is the run."""
 
-    def __init__(self, project: str, name: str, config: dict[str, Any], args: dict[str, Any]) -> None:
+    def __init__(
+        self, project: str, name: str, config: dict[str, Any], args: dict[str, Any]
+    ) -> None:
         self._mlflow = _require("mlflow")
         if "uri" in args:
             self._mlflow.set_tracking_uri(args["uri"])
@@ -94,7 +104,9 @@ class MlflowMonitor:
 class SwanlabMonitor:
     """SwanLab."""
 
-    def __init__(self, project: str, name: str, config: dict[str, Any], args: dict[str, Any]) -> None:
+    def __init__(
+        self, project: str, name: str, config: dict[str, Any], args: dict[str, Any]
+    ) -> None:
         self._swanlab = _require("swanlab")
         self._swanlab.init(project=project, experiment_name=name, config=config, **args)
 

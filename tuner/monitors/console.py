@@ -80,8 +80,11 @@ class ConsoleMonitor:
         ]
         if step:
             self._seconds.append(metrics["time/step"])
-            parts.append(f"{metrics['calls/completion_tokens']:.0f} tokens/call"
-                         if "calls/completion_tokens" in metrics else "no calls")
+            parts.append(
+                f"{metrics['calls/completion_tokens']:.0f} tokens/call"
+                if "calls/completion_tokens" in metrics
+                else "no calls"
+            )
             parts.append(f"{metrics['tokens_per_second']:.0f} tokens/s")
             parts.append(f"{metrics['time/step']:.1f} s ({_split(metrics)})")
             failed = metrics.get("rollouts/failed", 0)
