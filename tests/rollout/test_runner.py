@@ -1,0 +1,313 @@
+"""What happens to a rollout, whatever the user's functions do. Real gateway, engine and model."""
+
+import asyncio
+import contextlib
+import math
+import threading
+
+import pytest
+
+from tuner.backends.models import load_model, load_tokenizer
+from tuner.chat_models import chat_model
+from tuner.engines.transformers import TransformersEngine
+from tuner.errors import FunctionError, TrainingError
+from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults
+from tuner.judge import JudgeOutput
+from tuner.rollout import RolloutRunner, RolloutSettings, StepPlan, collect
+from tuner.traces import Outcome, RolloutId, TraceStore
+from tuner.workflow import WorkflowOutput
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+DEFAULTS = SamplingDefaults(max_tokens=4)
+
+
+@pytest.fixture
+def make_runner(random_model_path):
+    import torch
+
+    model = load_model(str(random_model_path), device=torch.device("cpu"))
+    tokenizer = load_tokenizer(str(random_model_path))
+
+    def make(workflow, judge=None, *, timeout=20.0, retries=0, auxiliary=None):
+        engine = TransformersEngine(model, tokenizer, max_model_len=128)
+        return RolloutRunner(
+            Gateway(engine, ChatRenderer(tokenizer), model_name="m"),
+            workflow,
+            judge,
+            make_model=lambda session: chat_model(session, kind="plain"),
+            auxiliary_models=lambda rollout, seed: contextlib.nullcontext(auxiliary or {}),
+            settings=RolloutSettings(timeout=timeout, max_retries=retries, seed=1),
+        )
+
+    return make
+
+
+async def run(runner, task=None):
+    return await runner.run(task or {"question": "hi"}, RolloutId(1, 0, 0), DEFAULTS)
+
+
+async def ask(model):
+    return (await model(MESSAGES)).content
+
+
+async def good_workflow(task, model):
+    return WorkflowOutput(response=await ask(model), metrics={"turns": 1})
+
+
+async def test_completed_rollout_has_calls_reward_and_metrics_of_both_functions(make_runner):
+    async def judge(task, response):
+        return JudgeOutput(reward=0.5, metrics={"length": len(response)})
+
+    (trace,) = await run(make_runner(good_workflow, judge))
+    assert trace.outcome is Outcome.COMPLETED
+    assert trace.reward == 0.5
+    assert trace.metrics == {"turns": 1, "length": len(trace.response)}
+    assert len(trace.calls) == 1
+    assert trace.calls[0].messages == MESSAGES
+    assert trace.seconds["workflow"] >= trace.seconds["generation"] > 0
+
+
+async def test_equal_ids_and_seeds_sample_the_same(make_runner):
+    async def workflow(task, model):
+        await asyncio.gather(ask(model), ask(model))
+        return WorkflowOutput(reward=1.0)
+
+    first, second = [(await run(make_runner(workflow)))[0] for _ in range(2)]
+    assert [c.completion_ids for c in first.calls] == [c.completion_ids for c in second.calls]
+    assert first.calls[0].completion_ids != first.calls[1].completion_ids
+
+
+async def test_workflow_error_is_named_and_has_no_reward(make_runner):
+    async def workflow(task, model):
+        await ask(model)
+        raise KeyError("qestion")
+
+    (trace,) = await run(make_runner(workflow))
+    assert trace.outcome is Outcome.WORKFLOW_ERROR
+    assert trace.error == "KeyError: 'qestion'"
+    assert trace.reward is None
+    assert len(trace.calls) == 1
+
+
+async def test_a_retry_has_a_session_of_its_own(make_runner):
+    attempts = []
+
+    async def workflow(task, model):
+        attempts.append(model)
+        await ask(model)
+        if len(attempts) < 3:
+            raise RuntimeError("flaky")
+        return WorkflowOutput(reward=1.0)
+
+    traces = await run(make_runner(workflow, retries=2))
+    assert [t.outcome for t in traces] == ["workflow_error", "workflow_error", "completed"]
+    assert [(t.attempt, t.final) for t in traces] == [(1, False), (2, False), (3, True)]
+    assert [len(t.calls) for t in traces] == [1, 1, 1]
+    assert len({model.api_key for model in attempts}) == 3
+
+
+async def test_timed_out_attempt_never_reaches_the_retry_trace(make_runner):
+    late, kept = [], []
+
+    async def workflow(task, model):
+        kept.append(model)
+        if len(kept) == 1:
+            try:
+                await ask(model)
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                late.append(model)
+                raise
+        await ask(model)
+        return WorkflowOutput(reward=1.0)
+
+    first, second = await run(make_runner(workflow, timeout=0.5, retries=1))
+    assert first.outcome is Outcome.TIMEOUT
+    assert "0.5 s" in first.error
+    assert not first.final
+    assert second.outcome is Outcome.COMPLETED
+    assert len(second.calls) == 1
+    with pytest.raises(Exception, match="has ended"):
+        await ask(late[0])
+    assert len(first.calls) == 1
+
+
+async def test_workflow_that_swallows_its_cancellation_is_still_a_timeout(make_runner):
+    async def workflow(task, model):
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return WorkflowOutput(reward=1.0)
+
+    (trace,) = await run(make_runner(workflow, timeout=0.05))
+    assert trace.outcome is Outcome.TIMEOUT
+    assert trace.reward is None
+
+
+async def test_the_users_own_timeout_is_a_workflow_error(make_runner):
+    async def workflow(task, model):
+        raise TimeoutError("the database")
+
+    (trace,) = await run(make_runner(workflow))
+    assert trace.outcome is Outcome.WORKFLOW_ERROR
+    assert trace.error == "TimeoutError: the database"
+
+
+async def test_workflow_that_cancels_itself_is_cancelled_not_lost(make_runner):
+    async def workflow(task, model):
+        raise asyncio.CancelledError
+
+    (trace,) = await run(make_runner(workflow))
+    assert trace.outcome is Outcome.CANCELLED
+
+
+async def test_workflow_without_calls_has_nothing_to_train(make_runner):
+    async def workflow(task, model):
+        return WorkflowOutput(reward=1.0)
+
+    (trace,) = await run(make_runner(workflow))
+    assert trace.outcome is Outcome.NO_CALLS
+    assert trace.reward is None
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+async def test_reward_that_is_not_finite_is_invalid(make_runner, reward):
+    def judge(task, response):
+        return JudgeOutput(reward=reward)
+
+    (trace,) = await run(make_runner(good_workflow, judge))
+    assert trace.outcome is Outcome.INVALID_REWARD
+    assert trace.reward is None
+
+
+async def test_failing_judge_is_asked_again_with_the_same_response(make_runner):
+    seen = []
+
+    async def judge(task, response):
+        seen.append(response)
+        if len(seen) == 1:
+            raise ConnectionError("down")
+        return JudgeOutput(reward=1.0)
+
+    (trace,) = await run(make_runner(good_workflow, judge, retries=1))
+    assert trace.outcome is Outcome.COMPLETED
+    assert len(trace.calls) == 1
+    assert seen[0] == seen[1]
+
+
+async def test_judge_that_keeps_failing_is_a_judge_error(make_runner):
+    async def judge(task, response):
+        raise ConnectionError("down")
+
+    (trace,) = await run(make_runner(good_workflow, judge, retries=1))
+    assert trace.outcome is Outcome.JUDGE_ERROR
+    assert trace.error == "ConnectionError: down"
+    assert len(trace.calls) == 1
+
+
+async def test_missing_reward_stops_the_run_with_what_to_do(make_runner):
+    with pytest.raises(FunctionError, match="no judge was given"):
+        await run(make_runner(good_workflow))
+
+
+async def test_wrong_return_type_stops_the_run(make_runner):
+    async def workflow(task, model):
+        return 1.0
+
+    with pytest.raises(FunctionError, match="WorkflowOutput"):
+        await run(make_runner(workflow))
+
+
+async def test_prompt_without_room_says_so(make_runner):
+    async def workflow(task, model):
+        await model([{"role": "user", "content": "x" * 500}])
+        return WorkflowOutput(reward=1.0)
+
+    (trace,) = await run(make_runner(workflow))
+    assert trace.outcome is Outcome.WORKFLOW_ERROR
+    assert "max_model_len" in trace.error
+
+
+async def test_plain_functions_run_beside_the_loop(make_runner):
+    main = threading.get_ident()
+    threads = []
+
+    def workflow(task, model, auxiliary_models):
+        threads.append(threading.get_ident())
+        return WorkflowOutput(reward=1.0, response=sorted(auxiliary_models))
+
+    (trace,) = await run(make_runner(workflow, auxiliary={"helper": object()}))
+    assert trace.response == "['helper']"
+    assert threads[0] != main
+
+
+async def test_task_that_a_workflow_changes_is_fresh_for_the_judge(make_runner):
+    async def workflow(task, model):
+        await ask(model)
+        task["question"] = "changed"
+        return WorkflowOutput(response="r")
+
+    async def judge(task, response):
+        return JudgeOutput(reward=1.0 if task["question"] == "hi" else 0.0)
+
+    (trace,) = await run(make_runner(workflow, judge))
+    assert trace.reward == 1.0
+
+
+def plan(tasks=3, repeat=2):
+    return StepPlan("train", 1, [{"n": i} for i in range(tasks)], repeat, DEFAULTS)
+
+
+async def test_collect_runs_only_what_is_not_on_disk(make_runner, tmp_path):
+    ran = []
+
+    async def workflow(task, model):
+        ran.append(task["n"])
+        await ask(model)
+        if len(ran) == 4:
+            raise SystemError("the power is gone")
+        return WorkflowOutput(reward=float(task["n"]))
+
+    store = TraceStore(tmp_path)
+    runner = make_runner(workflow)
+    first = await collect(plan(), runner, store, max_running=1)
+    assert len(ran) == 6
+    # The traces of two rollouts never got to disk.
+    path = store.path("train", 1)
+    path.write_text("".join(line for line in path.read_text().splitlines(True)[:4]))
+    second = await collect(plan(), runner, TraceStore(tmp_path), max_running=2)
+    assert ran[6:] == [2, 2]
+    assert [t.id for t in second] == [t.id for t in first] == plan().ids
+    assert second[:4] == first[:4]
+    assert [t.calls[0].completion_ids for t in second] == [
+        t.calls[0].completion_ids for t in first
+    ]
+
+
+async def test_collect_keeps_to_its_limit(make_runner, tmp_path):
+    running, most = 0, 0
+
+    async def workflow(task, model):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await ask(model)
+        running -= 1
+        return WorkflowOutput(reward=1.0)
+
+    await collect(plan(5, 4), make_runner(workflow), TraceStore(tmp_path), max_running=3)
+    assert most == 3
+
+
+async def test_abort_stops_at_the_first_failure_and_names_it(make_runner, tmp_path):
+    async def workflow(task, model):
+        await ask(model)
+        raise RuntimeError("no database")
+
+    with pytest.raises(TrainingError, match="RuntimeError: no database"):
+        await collect(
+            plan(),
+            make_runner(workflow),
+            TraceStore(tmp_path),
+            max_running=2,
+            abort_on_failure=True,
+        )
