@@ -45,7 +45,8 @@ TEMPLATE = """
         {%- endfor %}
         {{- '<|im_end|>\\n' }}
     {%- elif message.role == 'tool' %}
-        {{- '<|im_start|>user\\n<tool_response>\\n' + content + '\\n</tool_response><|im_end|>\\n' }}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + content }}
+        {{- '\\n</tool_response><|im_end|>\\n' }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
@@ -166,7 +167,7 @@ class StubEngine:
         pass
 
     async def until_waiting(self, count: int = 1) -> None:
-        while self.waiting < count:
+        while self.waiting < count:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
 

@@ -1,0 +1,130 @@
+"""The HTTP door: sync clients in threads, vanished clients, limits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+
+import httpx
+import openai
+import pytest
+
+from tests.gateway.toy import StubEngine, gateway_of
+from tuner.gateway import http as door
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+async def test_sync_client_in_a_thread_is_answered_and_recorded() -> None:
+    engine = StubEngine(["over http"])
+    async with gateway_of(engine) as gateway:
+        session = gateway.open_session("r")
+
+        def agent() -> str:
+            client = openai.OpenAI(base_url=session.base_url, api_key=session.key)
+            with client:
+                answer = client.chat.completions.create(model="tiny", messages=USER)
+            return str(answer.choices[0].message.content)
+
+        assert await asyncio.to_thread(agent) == "over http"
+        assert len(session.calls) == 1
+        assert session.base_url == gateway.base_url
+
+
+async def test_subprocess_is_answered_while_the_workflow_waits_for_it() -> None:
+    async with gateway_of(StubEngine(["from afar"])) as gateway:
+        session = gateway.open_session("r")
+        script = (
+            "import json, sys, urllib.request as u\n"
+            "url, key = sys.argv[1:]\n"
+            "body = json.dumps({'model': 'tiny', 'messages': [{'role': 'user', 'content': 'x'}]})\n"
+            "r = u.Request(url + '/chat/completions', body.encode(), "
+            "{'Authorization': 'Bearer ' + key})\n"
+            "print(json.load(u.urlopen(r))['choices'][0]['message']['content'])\n"
+        )
+        arguments = [sys.executable, "-c", script, session.base_url, session.key]
+        process = await asyncio.to_thread(
+            subprocess.run, arguments, capture_output=True, text=True, timeout=20, check=True
+        )
+        assert process.stdout.strip() == "from afar"
+
+
+async def test_first_use_from_another_thread_opens_the_door() -> None:
+    async with gateway_of(StubEngine()) as gateway:
+        session = gateway.open_session("r")
+        url = await asyncio.to_thread(lambda: session.base_url)
+        async with httpx.AsyncClient() as client:
+            answer = await client.get(
+                f"{url}/models", headers={"Authorization": f"Bearer {session.key}"}
+            )
+        assert answer.json()["data"][0]["id"] == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "key", "status", "sentence"),
+    [
+        ("POST", "/chat/completions", "wrong", 401, "no open session"),
+        ("POST", "/chat/completions", "", 401, "no open session"),
+        ("POST", "/responses", None, 404, "POST /v1/responses is not served"),
+        ("GET", "/chat/completions", None, 404, "GET /v1/chat/completions is not served"),
+    ],
+)
+async def test_refusals_have_openais_error_body(method, path, key, status, sentence) -> None:
+    async with gateway_of(StubEngine()) as gateway:
+        session = gateway.open_session("r")
+        headers = {"Authorization": f"Bearer {session.key if key is None else key}".strip()}
+        async with httpx.AsyncClient() as client:
+            answer = await client.request(
+                method,
+                gateway.base_url + path,
+                headers=headers,
+                json={} if method == "POST" else None,
+            )
+        assert answer.status_code == status
+        assert sentence in answer.json()["error"]["message"]
+
+
+async def test_body_over_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "MAX_BODY_BYTES", 1000)
+    async with gateway_of(StubEngine()) as gateway:
+        session = gateway.open_session("r")
+        body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "x" * 2000}]})
+        async with httpx.AsyncClient() as client:
+            answer = await client.post(
+                gateway.base_url + "/chat/completions",
+                content=body,
+                headers={"Authorization": f"Bearer {session.key}"},
+            )
+        assert answer.status_code == 413
+        assert "1000 bytes" in answer.json()["error"]["message"]
+
+
+async def test_client_that_goes_away_frees_its_slot() -> None:
+    engine = StubEngine()
+    engine.gate.clear()
+    async with gateway_of(engine) as gateway:
+        session = gateway.open_session("r")
+        client = openai.AsyncOpenAI(
+            base_url=session.base_url, api_key=session.key, max_retries=0, timeout=0.2
+        )
+        async with client:
+            with pytest.raises(openai.APITimeoutError):
+                await client.chat.completions.create(model="tiny", messages=USER)
+        for _ in range(200):
+            if engine.cancelled:
+                break
+            await asyncio.sleep(0.01)
+        assert (engine.cancelled, session.calls) == (1, ())
+
+
+async def test_closing_the_gateway_closes_the_door_and_seals_its_sessions() -> None:
+    async with gateway_of(StubEngine()) as gateway:
+        session = gateway.open_session("r")
+        url = session.base_url
+        await gateway.aclose()
+        assert session.sealed
+        async with httpx.AsyncClient() as client:
+            with pytest.raises(httpx.ConnectError):
+                await client.get(url + "/models")

@@ -1,0 +1,321 @@
+"""Every field of a request is honoured, without effect, or refused with a 400 that names it."""
+
+from __future__ import annotations
+
+import json
+import re
+import typing
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from openai.types.chat import completion_create_params
+
+from tests.gateway.toy import ADD_TOOL, StubEngine, gateway_of
+from tuner.gateway.gateway import Gateway
+from tuner.gateway.request import _FIELDS
+
+USER = [{"role": "user", "content": "hi"}]
+CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+
+
+async def send(gateway: Gateway, body: object, *, raw: bytes | None = None) -> tuple[int, dict]:
+    session = gateway.open_session("r")
+    headers = {"authorization": f"Bearer {session.key}"}
+    payload = json.dumps(body).encode() if raw is None else raw
+    reply = await gateway.handle("POST", "/v1/chat/completions", headers, payload)
+    assert session.errors == []
+    return reply.status, json.loads(reply.body)
+
+
+def test_the_table_has_every_field_of_openais_api() -> None:
+    base = completion_create_params.CompletionCreateParamsBase
+    fields = set(typing.get_type_hints(base)) | {"stream"}
+    assert fields <= set(_FIELDS)
+
+
+HARMLESS = [
+    {"stream": False},
+    {"stream_options": None},
+    {"n": 1},
+    {"user": "u"},
+    {"metadata": {"a": "b"}},
+    {"safety_identifier": "s"},
+    {"prompt_cache_key": "k"},
+    {"service_tier": "auto"},
+    {"store": False},
+    {"parallel_tool_calls": True},
+    {"response_format": {"type": "text"}},
+    {"logit_bias": {}},
+    {"presence_penalty": 0},
+    {"frequency_penalty": 0.0},
+    {"repetition_penalty": 1.0},
+    {"modalities": ["text"]},
+    {"tools": []},
+    {"tool_choice": "auto"},
+    {"tools": [ADD_TOOL], "tool_choice": "auto"},
+    {"temperature": 0},
+    {"top_k": 0},
+    {"top_logprobs": 0},
+    {"chat_template_kwargs": {"enable_thinking": False}},
+    {"max_tokens": 5, "max_completion_tokens": 5},
+    {"max_tokens": 10**400},
+]
+
+
+@pytest.mark.parametrize("fields", HARMLESS, ids=lambda fields: next(iter(fields)))
+async def test_value_that_asks_nothing_unusual_is_accepted(fields: dict) -> None:
+    async with gateway_of(StubEngine()) as gateway:
+        status, answer = await send(gateway, {"model": "tiny", "messages": USER, **fields})
+        assert (status, answer.get("error")) == (200, None)
+
+
+async def test_null_means_left_out_for_every_optional_field() -> None:
+    async with gateway_of(StubEngine()) as gateway:
+        nulls = dict.fromkeys(_FIELDS)
+        status, answer = await send(gateway, {**nulls, "model": "tiny", "messages": USER})
+        assert (status, answer.get("error")) == (200, None)
+
+
+REFUSED = [
+    # field, value, what the sentence says
+    ("stream", True, "not streamed"),
+    ("stream", "yes", "not streamed"),
+    ("stream_options", {"include_usage": True}, "not streamed"),
+    ("store", True, "trace"),
+    ("parallel_tool_calls", False, "number of tool calls"),
+    ("response_format", {"type": "json_object"}, "constrained"),
+    ("response_format", {"type": "json_schema", "json_schema": {}}, "constrained"),
+    ("tool_choice", "required", "tool_choice is \"required\".*'auto'"),
+    ("tool_choice", {"type": "function", "function": {"name": "add"}}, "tool_choice.*'auto'"),
+    ("logit_bias", {"5": 1}, "biased"),
+    ("presence_penalty", 0.5, "training cannot recompute"),
+    ("presence_penalty", False, "training cannot recompute"),
+    ("frequency_penalty", -1, "training cannot recompute"),
+    ("repetition_penalty", 1.1, "training cannot recompute"),
+    ("min_p", 0.1, "top_p"),
+    ("min_tokens", 4, "end of a turn"),
+    ("ignore_eos", True, "end of a turn"),
+    ("modalities", ["text", "audio"], "text only"),
+    ("audio", {"voice": "x"}, "text only"),
+    ("prediction", {"type": "content", "content": "x"}, "leave it out"),
+    ("moderation", {"model": "x"}, "moderation"),
+    ("web_search_options", {}, "tool"),
+    ("functions", [{"name": "f"}], "use tools"),
+    ("function_call", "auto", "use tools"),
+    ("reasoning_effort", "low", "chat_template_kwargs"),
+    ("enable_thinking", True, "chat_template_kwargs"),
+    ("verbosity", "low", "chat_template_kwargs"),
+    ("temperature", 2.5, "from 0 to 2"),
+    ("temperature", -0.1, "from 0 to 2"),
+    ("temperature", "hot", "not a string"),
+    ("temperature", True, "not a boolean"),
+    ("top_p", 0, "above 0 to 1"),
+    ("top_p", 1.5, "above 0 to 1"),
+    ("top_k", -2, "-1"),
+    ("top_k", 1.5, "integer"),
+    ("n", 0, "1 to 128"),
+    ("n", 129, "1 to 128"),
+    ("n", 1.0, "integer"),
+    ("seed", 2**63, "integer"),
+    ("seed", "x", "integer"),
+    ("stop", ["a", "b", "c", "d", "e"], "at most 4"),
+    ("stop", [""], "empty"),
+    ("stop", [1], "strings"),
+    ("max_tokens", 0, "at least 1"),
+    ("max_completion_tokens", -3, "at least 1"),
+    ("max_tokens", "10", "not a string"),
+    ("logprobs", 1, "true or false"),
+    ("top_logprobs", 3, "logprobs: true"),
+    ("top_logprobs", 21, "0 to 20"),
+    ("user", 5, "must be a string"),
+    ("metadata", [], "must be an object"),
+    ("chat_template_kwargs", "x", "must be an object"),
+    ("return_token_ids", "x", "true or false"),
+    ("temprature", 1, "did you mean 'temperature'"),
+    ("max_new_tokens", 5, "did you mean"),
+    ("xyzzy", 5, "leave it out"),
+    ("model", 5, "must be a string"),
+    ("model", None, "required"),
+    ("messages", None, "required"),
+    ("messages", [], "at least one"),
+    ("messages", "hi", "must be an array"),
+    ("messages", [5], r"messages\[0\] must be an object"),
+    ("messages", [{"content": "x"}], r"messages\[0\].role is null"),
+    ("messages", [{"role": "function", "content": "x"}], 'role is "function"'),
+    ("messages", [{"role": "user"}], r"messages\[0\].content is missing"),
+    ("messages", [{"role": "user", "content": 5}], "text parts"),
+    ("messages", [{"role": "user", "content": ["x"]}], r"content\[0\] must be an object"),
+    ("messages", [{"role": "user", "content": [{"type": "image_url"}]}], "image_url.*text parts"),
+    ("messages", [{"role": "user", "content": [{"type": "text"}]}], "text must be a string"),
+    ("messages", [{"role": "user", "content": "x", "name": 5}], "name must be a string"),
+    ("messages", [{"role": "user", "content": "x", "colour": 5}], "colour.*leave it out"),
+    ("messages", [{"role": "user", "content": "x", "tool_calls": [CALL]}], "role 'user'"),
+    ("messages", [{"role": "tool", "content": "x"}], "tool_call_id is missing"),
+    ("messages", [{"role": "assistant", "refusal": "no"}], "refusal"),
+    ("messages", [{"role": "assistant", "tool_calls": {}}], "must be an array"),
+    ("messages", [{"role": "assistant", "tool_calls": [5]}], r"tool_calls\[0\] must be"),
+    (
+        "messages",
+        [{"role": "assistant", "tool_calls": [{"id": "c"}]}],
+        "function must be an object",
+    ),
+    (
+        "messages",
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}],
+        "arguments must be a string, not an object",
+    ),
+    ("messages", [{"role": "user", "content": "forbidden"}], "no such word here"),
+    ("tools", {}, "must be an array"),
+    ("tools", [5], r"tools\[0\] must be"),
+    ("tools", [{"type": "web_search"}], "only functions"),
+    ("tools", [{"type": "function"}], "function must be an object"),
+    ("tools", [{"type": "function", "function": {}}], "name must be"),
+    ("tools", [{"type": "function", "function": {"name": "f", "parameters": 5}}], "an object"),
+    ("tools", [{"type": "function", "function": {"name": "f", "strict": True}}], "strict"),
+    ("chat_template_kwargs", {"colour": 1}, "does not read 'colour'"),
+    ("chat_template_kwargs", {"tokenize": True}, "set by the gateway"),
+    ("chat_template_kwargs", {"messages": []}, "set by the gateway"),
+    ("chat_template_kwargs", {"add_generation_prompt": False}, "set by the gateway"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "sentence"), REFUSED)
+async def test_refusal_names_the_field_and_what_to_do(field, value, sentence) -> None:
+    engine = StubEngine()
+    async with gateway_of(engine) as gateway:
+        status, answer = await send(gateway, {"model": "tiny", "messages": USER, field: value})
+        error = answer["error"]
+        assert status == 400
+        assert error["type"] == "invalid_request_error"
+        assert field in error["message"] or field in (error["param"] or "")
+        assert (error["param"] or "").startswith(field)
+        assert re.search(sentence, error["message"])
+        assert engine.requests == []
+
+
+async def test_another_models_name_is_404_and_names_the_served_one() -> None:
+    async with gateway_of(StubEngine()) as gateway:
+        status, answer = await send(gateway, {"model": "gpt-4", "messages": USER})
+        assert (status, answer["error"]["code"]) == (404, "model_not_found")
+        assert "'tiny'" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"max_tokens": 4, "max_completion_tokens": 5}, "send one"),
+        ({"logprobs": True, "top_logprobs": 6}, "at most 5"),
+    ],
+)
+async def test_fields_that_disagree_are_refused(fields: dict, sentence: str) -> None:
+    async with gateway_of(StubEngine()) as gateway:
+        status, answer = await send(gateway, {"model": "tiny", "messages": USER, **fields})
+        assert status == 400
+        assert sentence in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"5",
+        b"null",
+        b"\xff\xfe\x00",
+        b'{"model": "tiny", "temperature": NaN}',
+        b'{"model": "tiny", "temperature": 1' + b"0" * 5000 + b"}",
+        b"[" * 200_000,
+        b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+        b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}',
+    ],
+    ids=range(11),
+)
+async def test_body_that_is_no_json_object_is_refused(raw: bytes) -> None:
+    async with gateway_of(StubEngine()) as gateway:
+        status, answer = await send(gateway, None, raw=raw)
+        assert status == 400
+        assert "body" in answer["error"]["message"]
+
+
+async def test_infinite_number_is_refused() -> None:
+    raw = b'{"model": "tiny", "messages": [{"role": "user", "content": "x"}], "temperature": 1e999}'
+    async with gateway_of(StubEngine()) as gateway:
+        assert (await send(gateway, None, raw=raw))[0] == 400
+
+
+async def test_message_echoed_with_every_field_of_the_clients_type_is_accepted() -> None:
+    echoed = {
+        "role": "assistant",
+        "content": "x",
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+    }
+    async with gateway_of(StubEngine()) as gateway:
+        messages = [*USER, {**echoed, "function_call": None, "tool_calls": None}, *USER]
+        assert (await send(gateway, {"model": "tiny", "messages": messages}))[0] == 200
+
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["auto", "none", "text", "function", "user", "assistant", "tool", "tiny"])
+)
+anything = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(["type", "function", "name", "text", "role", "content"])
+            | st.text(max_size=4),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+texts = st.text(max_size=20) | st.sampled_from(["<think>", "<|im_end|>", "<tool_call>"])
+messages = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "user", "assistant", "tool", "developer"])},
+    optional={
+        "content": texts
+        | st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": texts})),
+        "name": texts,
+        "tool_calls": st.just([CALL]) | anything,
+        "tool_call_id": texts,
+        "reasoning_content": texts,
+        "anything": anything,
+    },
+)
+bodies = st.fixed_dictionaries(
+    {"model": st.just("tiny"), "messages": st.lists(messages, min_size=1, max_size=4) | anything},
+    optional={name: anything for name in _FIELDS if name not in ("model", "messages")}
+    | {"n": st.integers(0, 3), "tools": st.just([ADD_TOOL]) | anything, "zzz": anything},
+)
+
+
+@settings(
+    max_examples=400, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(bodies | anything)
+async def test_fuzzed_body_never_gets_a_5xx(body: object) -> None:
+    async with gateway_of(StubEngine(["<think>a</think>b<tool_call>"])) as gateway:
+        try:
+            payload = json.dumps(body).encode()
+        except (ValueError, UnicodeError):
+            return
+        status, answer = await send(gateway, None, raw=payload)
+        assert status in (200, 400, 404)
+        assert ("error" in answer) == (status != 200)
+
+
+@settings(max_examples=100, deadline=2000)
+@given(st.binary(max_size=200))
+async def test_fuzzed_bytes_never_get_a_5xx(raw: bytes) -> None:
+    async with gateway_of(StubEngine()) as gateway:
+        assert (await send(gateway, None, raw=raw))[0] == 400

@@ -1,0 +1,225 @@
+"""Keys, sealing, cancellation, replay and many sessions at once."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import openai
+import pytest
+
+from tests.gateway.toy import StubEngine, gateway_of, text_of
+from tuner.gateway import Gateway, Session
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+def ask(session: Session, **fields):
+    client = session.async_client()
+    return client.chat.completions.create(model="tiny", messages=USER, **fields)
+
+
+async def test_keys_differ_and_a_wrong_one_gets_a_sentence() -> None:
+    async with gateway_of(StubEngine()) as gateway:
+        session = gateway.open_session("r")
+        assert session.key != gateway.open_session("r").key
+        stranger = session.async_client().with_options(api_key="sk-guess")
+        with pytest.raises(openai.AuthenticationError, match="no open session"):
+            await stranger.chat.completions.create(model="tiny", messages=USER)
+
+
+async def test_sealed_session_refuses_later_calls_with_a_sentence() -> None:
+    async with gateway_of(StubEngine()) as gateway:
+        session = gateway.open_session("train-1-2-3")
+        await ask(session)
+        calls = session.seal()
+        assert len(calls) == 1
+        with pytest.raises(openai.AuthenticationError, match=r"train-1-2-3.*has ended"):
+            await ask(session)
+        assert session.calls == session.seal() == calls
+
+
+async def test_sealing_cancels_what_is_in_flight_and_keeps_it_out_of_the_trace() -> None:
+    engine = StubEngine()
+    engine.gate.clear()
+    async with gateway_of(engine) as gateway:
+        session = gateway.open_session("r")
+        late = asyncio.ensure_future(ask(session))
+        await engine.until_waiting()
+        assert session.seal() == ()
+        with pytest.raises(openai.AuthenticationError, match="has ended"):
+            await late
+        assert engine.cancelled == 1
+        assert session.calls == ()
+
+
+async def test_a_completion_that_arrives_while_sealing_is_refused_not_recorded() -> None:
+    engine = StubEngine()
+    engine.gate.clear()
+    async with gateway_of(engine) as gateway:
+        session = gateway.open_session("r")
+        late = asyncio.ensure_future(ask(session))
+        await engine.until_waiting()
+        engine.gate.set()
+        await asyncio.sleep(0)  # the engine runs on, the answer is not yet committed
+        session.seal()
+        with pytest.raises(openai.AuthenticationError, match="has ended"):
+            await late
+        assert session.calls == ()
+
+
+async def test_cancelled_client_call_cancels_generation_and_records_nothing() -> None:
+    engine = StubEngine()
+    engine.gate.clear()
+    async with gateway_of(engine) as gateway:
+        session = gateway.open_session("r")
+        call = asyncio.ensure_future(ask(session))
+        await engine.until_waiting()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert (engine.cancelled, engine.waiting, session.calls) == (1, 0, ())
+        engine.gate.set()
+        assert (await ask(session)).choices[0].message.content == "ok"
+
+
+async def test_the_clients_timeout_is_honoured() -> None:
+    engine = StubEngine()
+    engine.gate.clear()
+    async with gateway_of(engine) as gateway:
+        session = gateway.open_session("r")
+        with pytest.raises(openai.APITimeoutError):
+            await ask(session, timeout=0.02)
+        assert engine.cancelled == 1
+
+
+async def test_call_is_committed_before_the_agent_sees_the_answer() -> None:
+    async with gateway_of(StubEngine()) as gateway:
+        session = gateway.open_session("r")
+        seen: list[int] = []
+        handle = gateway.handle
+
+        async def watched(*arguments):
+            reply = await handle(*arguments)
+            seen.append(len(session.calls))
+            return reply
+
+        gateway.handle = watched  # type: ignore[method-assign]
+        await ask(session)
+        assert seen == [1]
+
+
+async def test_retry_with_the_idempotency_key_replays_the_committed_call() -> None:
+    engine = StubEngine(["first", "second"])
+    async with gateway_of(engine) as gateway:
+        session = gateway.open_session("r")
+        headers = {"Idempotency-Key": "k1"}
+        first = await ask(session, extra_headers=headers)
+        again = await ask(session, extra_headers=headers)
+        assert first == again
+        assert len(session.calls) == len(engine.requests) == 1
+        other = await ask(session)
+        assert other.choices[0].message.content == "second"
+        with pytest.raises(openai.BadRequestError, match=r"idempotency key 'k1'"):
+            await ask(session, extra_headers=headers, temperature=0.5)
+
+
+async def test_retry_that_overtakes_the_first_attempt_waits_for_it() -> None:
+    engine = StubEngine(["first", "second"])
+    engine.gate.clear()
+    async with gateway_of(engine) as gateway:
+        session = gateway.open_session("r")
+        headers = {"Idempotency-Key": "k1"}
+        both = [asyncio.ensure_future(ask(session, extra_headers=headers)) for _ in range(2)]
+        await engine.until_waiting()
+        engine.gate.set()
+        one, two = await asyncio.gather(*both)
+        assert one == two
+        assert len(engine.requests) == 1
+
+
+async def test_failed_attempt_leaves_its_idempotency_key_free() -> None:
+    engine = StubEngine([RuntimeError("once"), "fine"])
+    async with gateway_of(engine) as gateway:
+        session = gateway.open_session("r")
+        headers = {"Idempotency-Key": "k1"}
+        with pytest.raises(openai.InternalServerError):
+            await ask(session, extra_headers=headers)
+        assert (await ask(session, extra_headers=headers)).choices[0].message.content == "fine"
+
+
+async def test_calls_of_many_sessions_at_once_stay_apart() -> None:
+    def echo(prompt: str, sampling: object) -> str:
+        return prompt.split("user\n")[-1].split("<|im_end|>")[0]
+
+    async with gateway_of(StubEngine(answer=echo)) as gateway:
+
+        async def rollout(number: int) -> Session:
+            session = gateway.open_session(f"r{number}", seed=number)
+            client = session.async_client()
+            for turn in range(3):
+                message = {"role": "user", "content": f"{number}/{turn}"}
+                answer = await client.chat.completions.create(model="tiny", messages=[message])
+                assert answer.choices[0].message.content == f"{number}/{turn}"
+            return session
+
+        sessions = await asyncio.gather(*(rollout(number) for number in range(40)))
+        for number, session in enumerate(sessions):
+            texts = [text_of(call.completion_ids) for call in session.calls]
+            assert texts == [f"{number}/{turn}<|im_end|>" for turn in range(3)]
+
+
+async def test_clients_in_other_threads_and_loops_reach_the_engines_loop() -> None:
+    loops = set()
+
+    class Watched(StubEngine):
+        async def generate(self, *arguments):
+            loops.add(asyncio.get_running_loop())
+            return await super().generate(*arguments)
+
+    async with gateway_of(Watched()) as gateway:
+        session = gateway.open_session("r")
+        await ask(session)
+
+        def elsewhere() -> str:
+            answer = asyncio.run(_answer(session))
+            return str(answer.choices[0].message.content)
+
+        assert await asyncio.to_thread(elsewhere) == "ok"
+        assert loops == {asyncio.get_running_loop()}
+        assert len(session.calls) == 2
+
+
+async def _answer(session: Session):
+    return await ask(session)
+
+
+async def test_generation_seconds_count_overlapping_calls_once() -> None:
+    engine = StubEngine()
+    engine.gate.clear()
+    async with gateway_of(engine) as gateway:
+        session = gateway.open_session("r")
+        calls = [asyncio.ensure_future(ask(session)) for _ in range(4)]
+        await engine.until_waiting(4)
+        await asyncio.sleep(0.05)
+        engine.gate.set()
+        await asyncio.gather(*calls)
+        assert 0.05 <= session.generation_seconds < 0.19
+        before = session.generation_seconds
+        await asyncio.sleep(0.02)
+        assert session.generation_seconds == before
+
+
+async def test_closing_one_sessions_client_leaves_the_others_open() -> None:
+    async with gateway_of(StubEngine()) as gateway:
+        one, two = (gateway.open_session(name).async_client() for name in "ab")
+        await one.close()
+        answer = await two.chat.completions.create(model="tiny", messages=USER)
+        assert answer.choices[0].message.content == "ok"
+
+
+def test_gateway_without_a_loop_says_so() -> None:
+    gateway = Gateway(StubEngine(), None, model_name="tiny")  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="event loop"):
+        _ = gateway.base_url
+    assert threading.active_count() >= 1
