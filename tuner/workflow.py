@@ -9,8 +9,11 @@ by position.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import contextvars
 import functools
 import inspect
+import threading
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -176,9 +179,42 @@ async def call_function(func: Callable[..., Any], arguments: Mapping[str, Any]) 
     taken = {name: value for name, value in arguments.items() if takes_any or name in parameters}
     if is_async(func):
         return await func(**taken)
-    value = await asyncio.to_thread(func, **taken)
+    value = await _in_thread(functools.partial(func, **taken))
     # A plain function may hand over to an async one: `lambda task, model: run(task, model)`.
     return await value if inspect.isawaitable(value) else value
+
+
+async def _in_thread(func: Callable[[], Any]) -> Any:
+    """Run `func` in a thread of its own.
+
+    Unlike `asyncio.to_thread` there are as many threads as calls, so that plain functions run as
+    concurrently as async ones, and one that hangs does not keep the process from ending.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def settle(value: Any, error: BaseException | None) -> None:
+        if future.done():  # the caller was cancelled
+            return
+        if error is None:
+            future.set_result(value)
+        elif isinstance(error, StopIteration):
+            future.set_exception(RuntimeError("the function raised StopIteration"))
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        value, error = None, None
+        try:
+            value = context.run(func)
+        except BaseException as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, value, error)
+
+    threading.Thread(target=run, daemon=True, name="tuner-function").start()
+    return await future
 
 
 def is_async(func: Callable[..., Any]) -> bool:
@@ -193,8 +229,8 @@ def where(func: Callable[..., Any]) -> str:
     """`name (file:line)` of a function, for error messages."""
     inner = _unwrapped(func)
     name = getattr(inner, "__qualname__", None) or type(inner).__qualname__
-    target = inner if hasattr(inner, "__code__") else getattr(type(inner), "__call__", None)
-    code = getattr(inspect.unwrap(target) if target is not None else None, "__code__", None)
+    target = inner if inspect.isroutine(inner) else vars(type(inner)).get("__call__", inner)
+    code = getattr(inspect.unwrap(target), "__code__", None)
     return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code is not None else str(name)
 
 

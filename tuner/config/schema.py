@@ -149,7 +149,7 @@ class RunConfig(Section):
     )
     continue_from_checkpoint: bool = Field(
         default=True,
-        description="Go on where a run of this name stopped. false: a new run beside it, with a number.",
+        description="Go on where a run of this name stopped. false: a new run beside it.",
     )
     algorithm: AlgorithmSection = AlgorithmSection()
     model: ModelSection = ModelSection()
