@@ -11,6 +11,7 @@ from tuner.errors import FunctionError
 from tuner.workflow import (
     FunctionOutput,
     Signature,
+    TaskRow,
     call_function,
     check_function,
     where,
@@ -60,7 +61,7 @@ async def call_judge(
         FunctionError: It returned something that is not a judge's output, or no reward.
     """
     arguments = {
-        "task": task,
+        "task": TaskRow(task),
         "response": response,
         "auxiliary_models": auxiliary_models,
         "logger": logger,

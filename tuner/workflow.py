@@ -12,15 +12,24 @@ import asyncio
 import contextlib
 import contextvars
 import functools
+import hashlib
+import importlib
+import importlib.util
 import inspect
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tuner.errors import FunctionError
+from tuner.errors import ConfigError, DatasetError, FunctionError
+
+# Begins the names of modules that were loaded from a file given by its path.
+FILE_MODULE = "tuner_file_"
 
 
 class FunctionOutput(BaseModel):
@@ -50,6 +59,22 @@ class WorkflowOutput(FunctionOutput):
     reward: float | None = Field(default=None)
     response: Any | None = Field(default=None)
     metrics: dict[str, float] | None = Field(default=None)
+
+
+class MissingFieldError(DatasetError, FunctionError, KeyError):
+    """A function asked for a field that the dataset's rows do not have."""
+
+    # KeyError would show the message in quotes.
+    __str__ = Exception.__str__
+
+
+class TaskRow(dict[str, Any]):
+    """A row that says which fields it has when it is asked for another."""
+
+    def __missing__(self, key: str) -> Any:
+        raise MissingFieldError(
+            f"the task has no field {key!r}; the fields of its dataset are: {', '.join(self)}"
+        )
 
 
 WorkflowType = Callable[..., Awaitable[WorkflowOutput]]
@@ -104,7 +129,7 @@ async def call_workflow(
         FunctionError: It returned something that is not a workflow's output.
     """
     arguments = {
-        "task": task,
+        "task": TaskRow(task),
         "model": model,
         "auxiliary_models": auxiliary_models,
         "logger": logger,
@@ -142,9 +167,7 @@ def check_function(func: Callable[..., Any], signature: Signature) -> None:
     problems = list(_problems(parameters, signature))
     if isinstance(func, type):
         problems.append("it is a class: pass an instance with __call__, or a function")
-    if inspect.isasyncgenfunction(_unwrapped(func)) or inspect.isgeneratorfunction(
-        _unwrapped(func)
-    ):
+    if inspect.isasyncgenfunction(unwrapped(func)) or inspect.isgeneratorfunction(unwrapped(func)):
         problems.append("it yields; it must return")
     if problems:
         found = ", ".join(str(parameter) for parameter in parameters.values())
@@ -217,9 +240,67 @@ async def _in_thread(func: Callable[[], Any]) -> Any:
     return await future
 
 
+def load_function(reference: str, *, setting: str) -> Callable[..., Any]:
+    """The function that a configuration names.
+
+    Args:
+        reference: `package.module:function` (the current folder is looked in as well) or
+            `path/file.py:function`.
+        setting: The key that holds it, for error messages.
+
+    Raises:
+        ConfigError: It cannot be imported, or is not there.
+    """
+    module_name, colon, name = reference.rpartition(":")
+    if not colon or not module_name or not name:
+        raise ConfigError(
+            f"{setting} is {reference!r}: write package.module:function or path/file.py:function"
+        )
+    try:
+        module = _load_file(module_name) if module_name.endswith(".py") else _load(module_name)
+    except FileNotFoundError:
+        raise ConfigError(f"{setting} is {reference!r}: there is no file {module_name}") from None
+    except Exception as error:
+        raise ConfigError(
+            f"{setting} is {reference!r}: importing {module_name} failed: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        what = "has no" if function is None else "has something else as"
+        raise ConfigError(f"{setting} is {reference!r}: {module_name} {what} function {name!r}")
+    return cast("Callable[..., Any]", function)
+
+
+def _load(module: str) -> ModuleType:
+    if (folder := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.import_module(module)
+
+
+def _load_file(file: str) -> ModuleType:
+    """A file as a module, always the same one; it can import its neighbours, as a script can."""
+    path = Path(file).resolve(strict=True)
+    name = f"{FILE_MODULE}{hashlib.sha1(str(path).encode()).hexdigest()[:12]}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        if str(path.parent) not in sys.path:
+            sys.path.insert(0, str(path.parent))
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
 def is_async(func: Callable[..., Any]) -> bool:
     """Whether calling `func` gives something to await."""
-    inner = _unwrapped(func)
+    inner = unwrapped(func)
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(
         getattr(inner, "__call__", None)  # noqa: B004
     )
@@ -227,7 +308,7 @@ def is_async(func: Callable[..., Any]) -> bool:
 
 def where(func: Callable[..., Any]) -> str:
     """`name (file:line)` of a function, for error messages."""
-    inner = _unwrapped(func)
+    inner = unwrapped(func)
     name = getattr(inner, "__qualname__", None) or type(inner).__qualname__
     target = inner if inspect.isroutine(inner) else vars(type(inner)).get("__call__", inner)
     code = getattr(inspect.unwrap(target), "__code__", None)
@@ -247,7 +328,8 @@ def wrong_return(value: Any, func: Callable[..., Any], signature: Signature) -> 
     )
 
 
-def _unwrapped(func: Callable[..., Any]) -> Any:
+def unwrapped(func: Callable[..., Any]) -> Any:
+    """The function inside `functools.partial`s."""
     while isinstance(func, functools.partial):
         func = func.func
     return func

@@ -29,6 +29,9 @@ from tuner.config.schema import RunConfig
 from tuner.config.source import Override, YamlFile, parse_override, read_yaml, register_resolvers
 from tuner.errors import ConfigError
 
+TOTAL_STEPS = "buffer.total_steps"
+OTHER_TOTAL_STEPS = "trainer.total_steps"
+
 
 def load_config(
     path: Path | str | None = None,
@@ -56,9 +59,12 @@ def load_config(
     parsed: list[Override] = []
     for text in overrides:
         try:
-            parsed.append(parse_override(text))
+            override = parse_override(text)
         except ConfigError as error:
             problems.append(Problem("", str(error)))
+        else:
+            key = TOTAL_STEPS if override.key == OTHER_TOTAL_STEPS else override.key
+            parsed.append(Override(key, override.value, text))
     tree = _merge(file, given, parsed, problems)
     split = split_keys(tree)
     own, foreign = split.own, split.foreign
@@ -66,11 +72,14 @@ def load_config(
         meant = nearest(key)
         hint = f"did you mean {meant}?" if meant else "see docs/configuration.md for the keys"
         problems.append(Problem(key, f"unknown key {key}; {hint}"))
-    problems += _merge_total_steps(own, foreign)
     try:
         config = RunConfig.model_validate(own)
     except ValidationError as error:
-        problems += describe(error, RunConfig, schema_paths())
+        problems += [
+            problem
+            for problem in describe(error, RunConfig, schema_paths())
+            if not any(key.startswith(f"{problem.path}.") for key in split.unknown)
+        ]
         config = None
     if config is not None:
         effective = config.model_dump(mode="json")
@@ -94,6 +103,7 @@ def _merge(
     """All layers as one nested dict, interpolations resolved and paths absolute."""
     here = Path.cwd()
     in_file = _without_empty_sections(file.tree) if file is not None else {}
+    in_file = _with_one_total_steps(in_file, problems)
     merged = OmegaConf.merge(in_file, absolute_paths(_by_name(settings, in_file), here))
     decided: set[str] = set()
     for override in overrides:
@@ -133,6 +143,9 @@ def _by_name(settings: dict[str, Any], in_file: dict[str, Any]) -> dict[str, Any
     if isinstance(given, dict):
         there = in_file.get("buffer", {}).get("explorer_input", {}).get("eval_tasksets") or []
         known = {item.get("name", "eval"): item for item in there if isinstance(item, dict)}
+        if "" in given:
+            # One set without a name is the only one of the file.
+            given = {next(iter(known)) if len(known) == 1 else "eval": given[""]}
         inputs["eval_tasksets"] = [
             {**known.get(name, {}), "name": name, **item} for name, item in given.items()
         ]
@@ -172,21 +185,20 @@ def _resolve(node: Any, path: str, problems: list[Problem]) -> Any:
     return list(items.values()) if OmegaConf.is_list(node) else items
 
 
-def _merge_total_steps(own: dict[str, Any], foreign: dict[str, Any]) -> list[Problem]:
-    """`trainer.total_steps` is another name of `buffer.total_steps`."""
-    other = foreign.pop("trainer.total_steps", None)
-    if other is None:
-        return []
-    buffer = own.setdefault("buffer", {})
-    if not isinstance(buffer, dict):
-        return []
-    steps = buffer.setdefault("total_steps", other)
+def _with_one_total_steps(tree: dict[str, Any], problems: list[Problem]) -> dict[str, Any]:
+    """A file's settings with `trainer.total_steps` under its other name, `buffer.total_steps`."""
+    trainer, buffer = tree.get("trainer"), tree.get("buffer", {})
+    if not isinstance(trainer, dict) or not isinstance(buffer, dict):
+        return tree
+    steps = trainer.get("total_steps")
     if steps is None:
-        buffer["total_steps"] = other
-    elif str(steps) != str(other):
-        text = f"trainer.total_steps is {other}, but buffer.total_steps is {steps}: set one of them"
-        return [Problem("trainer.total_steps", text)]
-    return []
+        return tree
+    own = buffer.get("total_steps")
+    if own is not None and str(own) != str(steps):
+        text = f"{OTHER_TOTAL_STEPS} is {steps}, but {TOTAL_STEPS} is {own}: set one of them"
+        problems.append(Problem(OTHER_TOTAL_STEPS, text))
+    without = {key: value for key, value in trainer.items() if key != "total_steps"}
+    return {**tree, "trainer": without, "buffer": {**buffer, "total_steps": steps}}
 
 
 def _report(

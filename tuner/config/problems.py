@@ -60,7 +60,9 @@ def _description(model: type[BaseModel], pattern: str) -> str:
     for name in pattern.split("."):
         if name == "*" or section is None:
             continue
-        info = section.model_fields[name]
+        info = section.model_fields.get(name)
+        if info is None:
+            return ""
         description = info.description or ""
         section = section_of(info.annotation)
     return description
@@ -70,6 +72,8 @@ def _sentence(detail: ErrorDetails, path: str, description: str) -> str:
     hint = f" ({description})" if description else ""
     if detail["type"] == "missing":
         return f"{path} is missing{hint}"
+    if detail["type"] == "extra_forbidden":
+        return f"{path} is unknown"
     if detail["type"] in ("model_type", "dict_type"):
         return f"{path} is {detail['input']!r}: must have keys under it{hint}"
     message = detail["msg"].removeprefix("Value error, ")

@@ -1,0 +1,298 @@
+"""Datasets: rows as dicts, from files, the Hugging Face Hub, or memory.
+
+Plain JSON and JSON Lines are read here, without importing `datasets`, which takes about a second;
+everything else is read by `datasets`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tuner.config.paths import DATA_FILES, path_or_name
+from tuner.errors import ConfigError, DatasetError
+
+logger = logging.getLogger("tuner")
+
+# One row: what the workflow and the judge get as `task`.
+Task: TypeAlias = dict[str, Any]
+JSON_FILES = (".jsonl", ".json")
+# Of several subsets, these are taken when none is named.
+MAIN_SUBSETS = ("default", "main")
+
+
+class PublicSettings(BaseModel):
+    """Base of the settings given in Python: unknown fields are refused, as in the file."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    # Type checkers see pydantic's own constructor, with the fields as parameters.
+    if not TYPE_CHECKING:
+
+        def __init__(self, **data: Any) -> None:
+            from tuner.config.problems import describe
+
+            try:
+                super().__init__(**data)
+            except ValidationError as error:
+                name, known = type(self).__name__, tuple(type(self).model_fields)
+                problems = describe(error, type(self), (*known, *data))
+                lines = "; ".join(f"{name}.{problem.text}" for problem in problems)
+                raise ConfigError(f"{lines} (fields: {', '.join(known)})") from None
+
+
+class DatasetConfig(PublicSettings):
+    """Which rows to take, as in AgentScope 1.x. `Dataset` is the same class.
+
+    Only `total_epochs` and `total_steps` that are given override the configuration file; `path`,
+    `name` and `split` belong together and replace the file's.
+    """
+
+    path: str = Field(
+        description="A folder, a .json, .jsonl, .csv or .parquet file, or a Hub name."
+    )
+    name: str | None = Field(default=None, description="Subset, where there are several.")
+    split: str | None = Field(
+        default="train", description="Split, in a folder or on the Hub; a file has only one."
+    )
+    total_epochs: int = Field(default=1, ge=1, description="How often to go through the rows.")
+    total_steps: int | None = Field(
+        default=None, ge=1, description="Steps to run; wins over `total_epochs`."
+    )
+
+    def preview(self, n: int = 5) -> list[Task]:
+        """Print the first `n` rows as JSON, column by column, and return them.
+
+        Raises:
+            DatasetError: The dataset cannot be read.
+        """
+        rows = list(islice(read_rows(self.path, self.name, self.split), n))
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        table = {column: [row.get(column) for row in rows] for column in columns}
+        print(json.dumps(table, indent=2, ensure_ascii=False, default=str))
+        return rows
+
+
+Dataset = DatasetConfig
+
+
+def load_tasks(source: Any, *, role: str) -> list[Task]:
+    """All rows of a dataset.
+
+    Args:
+        source: A `Dataset`, a `datasets.Dataset`, a list of dicts, or a path.
+        role: What the rows are for, as the user calls it; begins every error.
+
+    Raises:
+        DatasetError: There is no such dataset, subset or split, it cannot be read, or it has no
+            rows, or a row is not a dict.
+    """
+    if isinstance(source, (str, Path)):
+        source = DatasetConfig(path=str(source))
+    try:
+        rows = _rows_of(source)
+    except DatasetError as error:
+        raise DatasetError(f"{role}: {error}") from None
+    if not rows:
+        raise DatasetError(f"{role}: {described(source)} is empty; it needs at least one row")
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise DatasetError(
+                f"{role}: row {index} of {described(source)} is {row!r:.80} "
+                f"({type(row).__name__}); every row must be a dict"
+            )
+    return rows
+
+
+def check_fills_a_batch(tasks: Sequence[Task], batch_size: int, name: str) -> None:
+    """Refuse a dataset with fewer rows than one step takes.
+
+    Raises:
+        DatasetError: It is smaller than one batch.
+    """
+    if len(tasks) < batch_size:
+        raise DatasetError(
+            f"{name} has {len(tasks)} rows but batch_size is {batch_size}: no step can run; "
+            "lower buffer.batch_size (AlgorithmConfig.batch_size) or add rows"
+        )
+
+
+def described(source: Any) -> str:
+    """A dataset as error messages name it."""
+    if hasattr(source, "path") and hasattr(source, "split"):
+        return f"dataset {source.path!r}"
+    if isinstance(source, (str, Path)):
+        return f"dataset {str(source)!r}"
+    return f"the {type(source).__name__} given as dataset"
+
+
+def _rows_of(source: Any) -> list[Any]:
+    if hasattr(source, "path") and hasattr(source, "split"):  # AgentScope's DatasetConfig too
+        return list(read_rows(source.path, source.name, source.split))
+    if type(source).__module__.split(".")[0] == "datasets":
+        if isinstance(source, dict):
+            splits = ", ".join(source)
+            raise DatasetError(f"it is a DatasetDict; pass one of its splits ({splits})")
+        if not hasattr(source, "__len__"):
+            raise DatasetError("it is a stream without end; pass a list, as in list(data.take(n))")
+        return list(source)
+    if isinstance(source, Sequence):
+        return list(source)
+    raise DatasetError(
+        f"it is {source!r:.80} ({type(source).__name__}); pass a Dataset, a datasets.Dataset, a "
+        "list of dicts or a path"
+    )
+
+
+def read_rows(path: str, subset: str | None, split: str | None) -> Iterator[Task]:
+    """The rows of one split, in order.
+
+    Args:
+        path: A folder or file, or a name on the Hub. A file is one split, whatever `split` says.
+        subset: Subset, or None for the only or main one.
+        split: Split, or None where there is only one.
+
+    Raises:
+        DatasetError: There is no such dataset, subset or split, or it cannot be read.
+    """
+    local = Path(path_or_name(path, Path.cwd())).expanduser()
+    if local.is_file():
+        return _read_file(local)
+    if local.is_dir():
+        return _read_folder(local, subset, split)
+    if local.is_absolute():
+        raise DatasetError(f"dataset {path!r} does not exist (looked for {local})")
+    return _read_hub(path, subset, split)
+
+
+def _read_file(path: Path) -> Iterator[Task]:
+    if path.suffix in JSON_FILES:
+        return _filled(_read_json(path))
+    kind = path.suffix.removeprefix(".")
+    if path.suffix not in DATA_FILES:
+        raise DatasetError(
+            f"dataset {str(path)!r} is a {kind or 'nameless'} file; .json, .jsonl, .csv and "
+            ".parquet can be read"
+        )
+    return _from_datasets(str(path), kind, data_files=str(path), split="train")
+
+
+def _read_folder(folder: Path, subset: str | None, split: str | None) -> Iterator[Task]:
+    inner = folder / subset if subset is not None and (folder / subset).is_dir() else folder
+    files = {
+        file.stem: file
+        for suffix in reversed(JSON_FILES)
+        for file in sorted(inner.glob(f"*{suffix}"))
+    }
+    others = any(inner.glob(f"**/*{suffix}") for suffix in DATA_FILES if suffix not in JSON_FILES)
+    if split is None and len(files) == 1 and not others:
+        (split,) = files
+    if split in files and (subset is None or inner != folder):
+        return _read_file(files[split])
+    if split is None or (files and not others and "[" not in split):
+        raise _no_split(str(folder), split, files)
+    return _from_datasets(str(folder), str(folder), name=subset, split=split)
+
+
+def _read_hub(path: str, subset: str | None, split: str | None) -> Iterator[Task]:
+    if subset is None:
+        subset = _main_subset(path)
+    if split is None:
+        raise DatasetError(f"dataset {path!r}: name a split, such as split='train'")
+    return _from_datasets(path, path, name=subset, split=split)
+
+
+def _main_subset(path: str) -> str | None:
+    """The subset to take when none is named; said aloud, since there was a choice."""
+    import datasets
+
+    with _as_dataset_error(path):
+        subsets = list(datasets.get_dataset_config_names(path))
+    if len(subsets) < 2:
+        return None
+    for name in MAIN_SUBSETS:
+        if name in subsets:
+            logger.warning("dataset %r: taking subset %r of %s", path, name, ", ".join(subsets))
+            return name
+    raise DatasetError(
+        f"dataset {path!r} has several subsets ({', '.join(subsets)}): name one "
+        "(Dataset(name=...) or subset_name)"
+    )
+
+
+def _from_datasets(shown: str, path: str, **options: Any) -> Iterator[Task]:
+    import datasets
+
+    with _as_dataset_error(shown):
+        loaded = datasets.load_dataset(path, **options)
+    return iter(loaded)
+
+
+class _as_dataset_error:
+    """Turns what `datasets` raises into a `DatasetError` that names the dataset."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if not isinstance(error, Exception) or isinstance(error, DatasetError):
+            return
+        name = type(error).__name__
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else name
+        if "NotFound" in name and not isinstance(error, ConnectionError):
+            text = f"does not exist, as a path or on the Hugging Face Hub ({reason})"
+        elif isinstance(error, ConnectionError) or "Offline" in name or "Connect" in name:
+            text = (
+                f"is no path here, and the Hugging Face Hub cannot be reached ({reason}); check "
+                "the path, or download the dataset and give its folder"
+            )
+        else:
+            text = f"cannot be read: {reason}"
+        raise DatasetError(f"dataset {self._path!r} {text}") from error
+
+
+def _no_split(path: str, split: str | None, files: dict[str, Path]) -> DatasetError:
+    if split is None:
+        return DatasetError(f"dataset {path!r}: name a split ({', '.join(sorted(files))})")
+    there = ", ".join(sorted(files))
+    return DatasetError(f"dataset {path!r} has no split {split!r}; it has: {there}")
+
+
+def _read_json(path: Path) -> list[Any]:
+    """A JSON file that holds a list, or one value per line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DatasetError(f"dataset {str(path)!r} cannot be read: {error}") from None
+    if path.suffix == ".json" and text.lstrip().startswith("["):
+        try:
+            rows = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise DatasetError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
+        assert isinstance(rows, list)
+        return rows
+    rows = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise DatasetError(f"{path}:{number}: not valid JSON: {error.msg}") from None
+    return rows
+
+
+def _filled(rows: list[Any]) -> Iterator[Any]:
+    """Rows that all have the same columns, None where a row says nothing, as in `datasets`."""
+    columns = dict.fromkeys(key for row in rows if isinstance(row, dict) for key in row)
+    for row in rows:
+        yield {**dict.fromkeys(columns), **row} if isinstance(row, dict) else row

@@ -1,0 +1,343 @@
+"""`tune()`: check the functions, resolve the configuration, read the data, run a backend."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tuner.algorithm import AlgorithmConfig
+from tuner.config import RemoteModel, RunConfig, load_config
+from tuner.dataset import (
+    DatasetConfig,
+    Task,
+    check_fills_a_batch,
+    described,
+    load_tasks,
+)
+from tuner.errors import ConfigError, DatasetError
+from tuner.judge import check_judge_function
+from tuner.model import TunerModelConfig
+from tuner.workflow import FILE_MODULE, check_workflow_function, unwrapped
+
+if TYPE_CHECKING:
+    from tuner.result import TuneResult
+
+T = TypeVar("T")
+
+TINY_MODEL = Path(__file__).resolve().parent.parent / "models" / "tiny_math"
+# What AgentScope's tune() starts from when it gets no file; the rest is in the schema.
+WITHOUT_FILE = {
+    "explorer.runner_per_model": 16,
+    "explorer.max_timeout": 3600,
+    "trainer.save_interval": 100,
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything a backend needs, checked.
+
+    Attributes:
+        config: The effective configuration.
+        workflow, judge: The user's functions.
+        train_tasks: Rows to train on.
+        eval_tasks: Rows of each evaluation set, by its name in the configuration.
+    """
+
+    config: RunConfig
+    workflow: Callable[..., Any]
+    judge: Callable[..., Any] | None
+    train_tasks: list[Task]
+    eval_tasks: dict[str, list[Task]]
+
+
+def tune(
+    workflow_func: Callable[..., Any],
+    judge_func: Callable[..., Any] | None = None,
+    train_dataset: Any = None,
+    *,
+    eval_dataset: Any = None,
+    model: TunerModelConfig | None = None,
+    auxiliary_models: Mapping[str, TunerModelConfig | RemoteModel | Mapping[str, Any]]
+    | None = None,
+    algorithm: AlgorithmConfig | None = None,
+    project_name: str | None = None,
+    experiment_name: str | None = None,
+    monitor_type: str | Sequence[str] | None = None,
+    config_path: str | Path | None = None,
+    backend: str | None = None,
+    overrides: Sequence[str] = (),
+) -> TuneResult:
+    """Train the model inside an agent.
+
+    What is set here wins over the file, and `overrides` win over both; a field that is not set
+    changes nothing. Also works inside a running event loop, as in a notebook.
+
+    Args:
+        workflow_func: Runs the agent on one task: `(task, model, auxiliary_models, logger)`, the
+            last two optional; returns a `WorkflowOutput`.
+        judge_func: Scores the response: `(task, response, auxiliary_models, logger)`, the last two
+            optional; returns a `JudgeOutput`. None: the workflow gives the reward.
+        train_dataset: A `Dataset`, a `datasets.Dataset`, a list of dicts or a path. None: the
+            file's `buffer.explorer_input.taskset`.
+        eval_dataset: One dataset or a dict of them by name; replaces the file's. One dataset is
+            named "eval", or as the only one in the file.
+        model: The model to train. None: the file's, else the tiny model of the repository.
+        auxiliary_models: Frozen models by name: a `TunerModelConfig` to be served here, or a
+            `RemoteModel` (or its fields as a dict) behind an OpenAI-compatible URL.
+        algorithm: Settings of the algorithm.
+        project_name: Folder of related runs.
+        experiment_name: Name of the run; a run of this name that was interrupted goes on.
+        monitor_type: tensorboard, wandb, mlflow, swanlab, or several.
+        config_path: YAML file in Trinity-RFT's form.
+        backend: "auto" or "local".
+        overrides: `key=value` strings with the file's keys, as on the command line.
+
+    Returns:
+        Rewards before and after, counts of everything that happened, and where things are.
+
+    Raises:
+        FunctionError: A function cannot be called or returned something of the wrong type.
+        ConfigError: A setting is unknown, unsupported, of the wrong type or in conflict.
+        DatasetError: A dataset is missing, empty or smaller than one batch.
+        TrainingError: Training failed; the message is the diagnosis.
+    """
+    run = prepare(
+        workflow_func,
+        judge_func,
+        train_dataset,
+        eval_dataset=eval_dataset,
+        model=model,
+        auxiliary_models=auxiliary_models,
+        algorithm=algorithm,
+        project_name=project_name,
+        experiment_name=experiment_name,
+        monitor_type=monitor_type,
+        config_path=config_path,
+        backend=backend,
+        overrides=overrides,
+    )
+    from tuner.backends.local import run_local
+
+    return outside_event_loop(
+        lambda: run_local(
+            run.config,
+            workflow=run.workflow,
+            judge=run.judge,
+            train_tasks=run.train_tasks,
+            eval_tasks=run.eval_tasks,
+        )
+    )
+
+
+def prepare(
+    workflow_func: Callable[..., Any],
+    judge_func: Callable[..., Any] | None = None,
+    train_dataset: Any = None,
+    *,
+    eval_dataset: Any = None,
+    model: TunerModelConfig | None = None,
+    auxiliary_models: Mapping[str, TunerModelConfig | RemoteModel | Mapping[str, Any]]
+    | None = None,
+    algorithm: AlgorithmConfig | None = None,
+    project_name: str | None = None,
+    experiment_name: str | None = None,
+    monitor_type: str | Sequence[str] | None = None,
+    config_path: str | Path | None = None,
+    backend: str | None = None,
+    overrides: Sequence[str] = (),
+) -> Run:
+    """Everything that `tune()` does before the backend starts: check, resolve, read.
+
+    Takes and raises what `tune()` does.
+    """
+    check_workflow_function(workflow_func)
+    if judge_func is not None:
+        check_judge_function(judge_func)
+    given: dict[str, Any] = {} if config_path is not None else dict(WITHOUT_FILE)
+    if algorithm is not None:
+        given |= algorithm.settings()
+    if model is not None:
+        given |= model.policy_settings()
+    given |= _train_settings(train_dataset)
+    given |= _eval_settings(eval_dataset)
+    given |= _auxiliary_settings(auxiliary_models or {})
+    named = {
+        "project": project_name,
+        "name": experiment_name,
+        "monitor.monitor_type": [monitor_type] if isinstance(monitor_type, str) else monitor_type,
+        "tuner.backend": backend,
+    }
+    given |= {key: value for key, value in named.items() if value is not None}
+    given["tuner.workflow"] = _reference(workflow_func)
+    given["tuner.judge"] = None if judge_func is None else _reference(judge_func)
+    config = load_config(config_path, settings=_nested(given), overrides=overrides)
+    config = with_default_model(config)
+    train_tasks = _train_tasks(config, train_dataset)
+    return Run(config, workflow_func, judge_func, train_tasks, _eval_tasks(config, eval_dataset))
+
+
+def with_default_model(config: RunConfig) -> RunConfig:
+    """The configuration with the repository's tiny model where no model is named.
+
+    Raises:
+        ConfigError: The tiny model is not here either.
+    """
+    if config.model.model_path:
+        return config
+    if not (TINY_MODEL / "config.json").is_file():
+        raise ConfigError(
+            "no model is named: set model.model_path (TunerModelConfig.model_path) to the folder "
+            "or Hub name of a causal language model"
+        )
+    model = config.model.model_copy(update={"model_path": str(TINY_MODEL)})
+    return config.model_copy(update={"model": model})
+
+
+def outside_event_loop(call: Callable[[], T]) -> T:
+    """`call()`, in a thread of its own if an event loop is running here, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return call()
+    results: list[T] = []
+    errors: list[BaseException] = []
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            results.append(context.run(call))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="tuner", daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def _train_settings(dataset: Any) -> dict[str, Any]:
+    taskset = "buffer.explorer_input.taskset"
+    if dataset is None:
+        return {}
+    settings = {f"{taskset}.{key}": value for key, value in _location(dataset).items()}
+    fields: frozenset[str] = getattr(dataset, "model_fields_set", frozenset())
+    if "total_epochs" in fields:
+        # Steps from the file would win over these epochs.
+        settings |= {"buffer.total_epochs": dataset.total_epochs, "buffer.total_steps": None}
+    if "total_steps" in fields:
+        settings["buffer.total_steps"] = dataset.total_steps
+    return settings
+
+
+def _eval_settings(dataset: Any) -> dict[str, Any]:
+    if dataset is None:
+        return {}
+    named = dataset if _is_by_name(dataset) else {"": dataset}
+    for one in named.values():
+        for field in ("total_epochs", "total_steps"):
+            if field in getattr(one, "model_fields_set", frozenset()):
+                raise ConfigError(
+                    f"eval_dataset: {field} is set, but an evaluation goes through its rows once; "
+                    "remove it"
+                )
+    return {
+        "buffer.explorer_input.eval_tasksets": {name: _location(one) for name, one in named.items()}
+    }
+
+
+def _location(dataset: Any) -> dict[str, Any]:
+    """Where a dataset is, as settings of a taskset; nowhere for rows in memory."""
+    if isinstance(dataset, (str, Path)):
+        dataset = DatasetConfig(path=str(dataset))
+    if hasattr(dataset, "path") and hasattr(dataset, "split"):
+        return {"path": dataset.path, "split": dataset.split, "subset_name": dataset.name}
+    return {"path": None, "subset_name": None}
+
+
+def _is_by_name(dataset: Any) -> bool:
+    return isinstance(dataset, dict)
+
+
+def _auxiliary_settings(models: Mapping[str, Any]) -> dict[str, Any]:
+    served: dict[str, Any] = {}
+    remote: dict[str, Any] = {}
+    for name, model in models.items():
+        if isinstance(model, TunerModelConfig):
+            served[name] = model.auxiliary_settings()
+        elif isinstance(model, RemoteModel):
+            remote[name] = model.model_dump()
+        elif isinstance(model, Mapping):
+            remote[name] = dict(model)
+        else:
+            raise ConfigError(
+                f"auxiliary_models[{name!r}] is {model!r:.80} ({type(model).__name__}); pass a "
+                "TunerModelConfig, or a RemoteModel(base_url=..., model_name=...)"
+            )
+    settings: dict[str, Any] = {}
+    if served:
+        settings["explorer.auxiliary_models"] = served
+    if remote:
+        settings["tuner.auxiliary_models"] = remote
+    return settings
+
+
+def _train_tasks(config: RunConfig, dataset: Any) -> list[Task]:
+    taskset = config.buffer.explorer_input.taskset
+    if taskset.path is not None:
+        dataset = DatasetConfig(path=taskset.path, name=taskset.subset_name, split=taskset.split)
+    if dataset is None:
+        raise DatasetError(
+            "there is nothing to train on: pass train_dataset, or set "
+            "buffer.explorer_input.taskset.path"
+        )
+    tasks = load_tasks(dataset, role="train_dataset")
+    check_fills_a_batch(tasks, config.buffer.batch_size, described(dataset))
+    return tasks
+
+
+def _eval_tasks(config: RunConfig, dataset: Any) -> dict[str, list[Task]]:
+    in_memory = dataset if _is_by_name(dataset) else None
+    tasks = {}
+    for taskset in config.buffer.explorer_input.eval_tasksets:
+        source: Any = dataset if in_memory is None else in_memory.get(taskset.name)
+        if taskset.path is not None:
+            source = DatasetConfig(path=taskset.path, name=taskset.subset_name, split=taskset.split)
+        if source is None:
+            raise DatasetError(
+                f"evaluation set {taskset.name!r} has no rows: set its path in "
+                "buffer.explorer_input.eval_tasksets"
+            )
+        tasks[taskset.name] = load_tasks(source, role=f"eval_dataset {taskset.name!r}")
+    return tasks
+
+
+def _reference(func: Callable[..., Any]) -> str | None:
+    """How a configuration names a function, or None for one that a file cannot name."""
+    inner = unwrapped(func)
+    name = getattr(inner, "__qualname__", "")
+    if inner is not func or not name.isidentifier():
+        return None
+    if inner.__module__ != "__main__" and not inner.__module__.startswith(FILE_MODULE):
+        return f"{inner.__module__}:{name}"
+    file = inspect.getsourcefile(inner)
+    return f"{file}:{name}" if file is not None and Path(file).suffix == ".py" else None
+
+
+def _nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, value in dotted.items():
+        node = tree
+        *sections, last = key.split(".")
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[last] = value
+    return tree
