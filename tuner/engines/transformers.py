@@ -326,7 +326,7 @@ class TransformersEngine:
                 return
             self._take_in()
             computed = self._stats.prompt_tokens_computed
-            started = time.perf_counter()
+            started, busy = time.perf_counter(), time.thread_time()
             try:
                 finished = self._forward()
             except BaseException as error:
@@ -334,8 +334,10 @@ class TransformersEngine:
                 if not isinstance(error, Exception):
                     raise
                 return
+            self._stats.steps += 1
+            self._stats.step_seconds += time.perf_counter() - started
             computed = self._stats.prompt_tokens_computed - computed
-            self._measure(computed, time.perf_counter() - started)
+            self._measure(computed, time.thread_time() - busy)
             for request in finished:
                 _resolve(request, request.generation())
             self._stats.requests += len(finished)
@@ -352,9 +354,11 @@ class TransformersEngine:
             return self._runner.step(self._version)
 
     def _measure(self, computed: int, seconds: float) -> None:
-        """Learn from a step how long the next one of its kind will take."""
-        self._stats.steps += 1
-        self._stats.step_seconds += seconds
+        """Learn from a step how long the next one of its kind will take.
+
+        In seconds of this thread, not of the clock: beside busy agents a step in the worker thread
+        waits for the interpreter most of the time, and would look too long for the event loop.
+        """
         if computed:
             now = seconds / max(computed, _FEW_TOKENS)
             self._prompt_token_seconds = _average(self._prompt_token_seconds, now)

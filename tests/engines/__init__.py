@@ -1,0 +1,1 @@
+"""Tests of the engines, on small random models of several shapes."""

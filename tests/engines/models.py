@@ -1,0 +1,159 @@
+"""Small random models and a tokenizer for tests of the engines, and plain forward passes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE
+from torch import Tensor
+from transformers import (
+    BloomConfig,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3NextConfig,
+)
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from tuner.engines import Generation, SamplingParams
+from tuner.engines.sampling import sampled_logprobs
+from tuner.engines.transformers import TransformersEngine
+
+VOCABULARY = 300
+
+_SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+
+CONFIGS = {
+    "qwen3": lambda: Qwen3Config(**_SMALL, head_dim=8, tie_word_embeddings=True),
+    "llama": lambda: LlamaConfig(**_SMALL),
+    "mistral": lambda: MistralConfig(**_SMALL, head_dim=8, sliding_window=6),
+    "gemma3": lambda: Gemma3TextConfig(
+        **_SMALL,
+        head_dim=8,
+        sliding_window=6,
+        query_pre_attn_scalar=8,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "qwen3_next": lambda: Qwen3NextConfig(
+        **_SMALL,
+        head_dim=8,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        num_experts=0,
+        mlp_only_layers=[0, 1],
+    ),
+    "mamba": lambda: MambaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, state_size=4, num_hidden_layers=2
+    ),
+    "bloom": lambda: BloomConfig(
+        vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.2
+    ),
+}
+
+
+def make_model(kind: str = "qwen3", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A random model of this shape, the same one every time."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[kind](), dtype=dtype)
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+@cache
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE with 300 tokens: 256 bytes, some longer ones, an end-of-sequence token."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    text = ["the answer is 12, the stop word is halt and the rest is noise"] * 9
+    tokenizer.train_from_iterator(text, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+
+
+def make_engine(model: PreTrainedModel, **options: object) -> TransformersEngine:
+    """An engine with room for 256 tokens that never meets an end-of-sequence token by chance."""
+    engine = TransformersEngine(
+        model,
+        make_tokenizer(),
+        **{"max_model_len": 256, **options},  # type: ignore[arg-type]
+    )
+    engine._end_ids = frozenset()
+    return engine
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Random token ids."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()
+
+
+async def generate_all(
+    engine: TransformersEngine, requests: Iterable[tuple[Sequence[int], SamplingParams]]
+) -> list[Generation]:
+    """Generate for all requests at once."""
+    return await asyncio.gather(*(engine.generate(p, s, "session") for p, s in requests))
+
+
+@torch.no_grad()
+def fresh_logprobs(
+    model: PreTrainedModel, prompt_ids: Sequence[int], got: Generation, sampling: SamplingParams
+) -> Tensor:
+    """Log-probs of the sampled ids by one plain forward pass of prompt and completion: [T]."""
+    completion = torch.tensor(got.completion_ids)
+    ids = torch.tensor([*prompt_ids, *got.completion_ids])[None]
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt_ids) - 1 : -1]
+    logprobs = sampled_logprobs(logits, sampling.temperature, sampling.top_k, sampling.top_p)
+    return logprobs.gather(-1, completion[:, None])[:, 0]
+
+
+def error(
+    model: PreTrainedModel, prompt_ids: Sequence[int], got: Generation, sampling: SamplingParams
+) -> float:
+    """Largest difference between recorded log-probs and those of a plain forward pass."""
+    wanted = fresh_logprobs(model, prompt_ids, got, sampling)
+    return float((wanted - torch.tensor(got.logprobs)).abs().max())
+
+
+@torch.no_grad()
+def change_weights(model: PreTrainedModel, scale: float = 0.3) -> None:
+    """What an optimizer does: change every parameter in place."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        parameter.add_(noise * parameter.std(correction=0).clamp(min=0.1) * scale)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the event loop run until the condition holds, ten seconds at most."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110  # an engine has no event for this
+            await asyncio.sleep(0.001)

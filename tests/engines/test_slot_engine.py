@@ -1,0 +1,299 @@
+"""Log-probs, prefix reuse and weight updates of the batched engine, against plain passes."""
+
+import asyncio
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.engines.models import (
+    VOCABULARY,
+    change_weights,
+    error,
+    generate_all,
+    make_engine,
+    make_model,
+    prompt,
+    until,
+)
+from tuner.engines import SamplingParams
+from tuner.engines.slots import SlotRunner
+
+SETTINGS = [
+    SamplingParams(max_tokens=12, temperature=1.0),
+    SamplingParams(max_tokens=12, temperature=0.7),
+    SamplingParams(max_tokens=12, temperature=1.0, top_p=0.8),
+    SamplingParams(max_tokens=12, temperature=0.7, top_k=20),
+    SamplingParams(max_tokens=12, temperature=0.7, top_k=30, top_p=0.9),
+    SamplingParams(max_tokens=12, temperature=0.0),
+]
+BATCHED = ["qwen3", "llama", "mistral", "gemma3"]
+
+
+def crowd():
+    """Requests of all settings, on prompts that share prefixes and on some that do not."""
+    shared = prompt(40)
+    for seed, sampling in enumerate(SETTINGS * 2):
+        ids = shared[:25] + prompt(3 + seed, seed) if seed % 3 else shared[: 20 + seed]
+        yield ids, SamplingParams(**{**sampling.__dict__, "seed": seed})
+
+
+@pytest.mark.parametrize("kind", BATCHED)
+async def test_log_probs_equal_a_fresh_forward_before_and_after_an_update(kind):
+    model = make_model(kind)
+    engine = make_engine(model)
+    assert engine.batched
+    for version in range(2):
+        for _ in range(2):
+            requests = list(crowd())
+            results = await generate_all(engine, requests)
+            for (ids, sampling), got in zip(requests, results, strict=True):
+                assert error(model, ids, got, sampling) < 1e-5
+                assert set(got.versions) == {version}
+        assert engine.stats.prompt_tokens_reused > 0
+        async with engine.pause():
+            change_weights(model)
+            await engine.update_weights(version + 1)
+    assert engine.stats.unannounced_updates == 0
+
+
+@pytest.mark.parametrize("announced", [True, False])
+async def test_without_eviction_log_probs_would_be_wrong_after_an_update(announced, monkeypatch):
+    """The proof that the test above can fail: with the eviction cut out, errors are large."""
+    model = make_model()
+    engine = make_engine(model)
+    ids, sampling = prompt(40), SamplingParams(max_tokens=8)
+    await engine.generate(ids, sampling, "session")
+    change_weights(model)
+    monkeypatch.setattr(SlotRunner, "evict", lambda self: None)
+    if announced:
+        await engine.update_weights(1)
+    got = await engine.generate(ids, sampling, "session")
+    assert got.cached_tokens == 39
+    assert error(model, ids, got, sampling) > 1e-3
+
+
+@pytest.mark.parametrize("fused", [True, False])
+async def test_a_forgotten_update_still_evicts(fused):
+    model = make_model()
+    engine = make_engine(model)
+    ids, sampling = prompt(40), SamplingParams(max_tokens=8)
+    await engine.generate(ids, sampling, "session")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=fused)
+    model.train()
+    model(input_ids=torch.tensor([ids])).logits.logsumexp(-1).sum().backward()
+    optimizer.step()
+    got = await engine.generate(ids, sampling, "session")
+    assert got.cached_tokens == 0
+    assert error(model, ids, got, sampling) < 1e-5
+    assert engine.stats.unannounced_updates == 1
+
+
+@pytest.mark.parametrize("announced", [True, False])
+async def test_an_update_in_flight_changes_version_and_distribution_at_one_token(announced):
+    before, model = make_model(), make_model()
+    engine = make_engine(model)
+    requests = [
+        (prompt(30), SamplingParams(max_tokens=40, seed=seed, stop=("never",))) for seed in range(5)
+    ]
+    running = asyncio.ensure_future(generate_all(engine, requests))
+    await until(lambda: engine.stats.sampled_tokens >= 60)
+    async with engine.pause():
+        change_weights(model)
+        if announced:
+            await engine.update_weights(7)
+        sampled = engine.stats.sampled_tokens
+        so_far = {r.sampling.seed: len(r.completion_ids) for r in engine._in_flight}
+        await asyncio.sleep(0.01)
+        assert engine.stats.sampled_tokens == sampled
+    results = await running
+    assert engine.stats.unannounced_updates == (not announced)
+    for (ids, sampling), got in zip(requests, results, strict=True):
+        change = so_far[sampling.seed]
+        assert 0 < change < 40
+        assert got.versions == (0,) * change + (7 if announced else 0,) * (40 - change)
+        for network, part in ((before, slice(0, change)), (model, slice(change, 40))):
+            logits = network(input_ids=torch.tensor([[*ids, *got.completion_ids]])).logits
+            wanted = logits[0, len(ids) - 1 : -1].log_softmax(-1)
+            wanted = wanted.gather(-1, torch.tensor(got.completion_ids)[:, None])[part, 0]
+            torch.testing.assert_close(torch.tensor(got.logprobs[part]), wanted, atol=1e-5, rtol=0)
+
+
+async def test_weights_changed_during_a_forward_pass_spoil_no_token():
+    """A change in the middle of a pass leaves a mixture behind: the pass is thrown away."""
+    model = make_model()
+    engine = make_engine(model)
+    ids, sampling = prompt(20), SamplingParams(max_tokens=6)
+    passes = 0
+
+    def change_once(*_):
+        nonlocal passes
+        passes += 1
+        if passes == 4:
+            change_weights(model)
+
+    handle = model.model.layers[0].register_forward_hook(change_once)
+    got = await engine.generate(ids, sampling, "session")
+    handle.remove()
+    assert engine.stats.unannounced_updates == 1
+    logits = model(input_ids=torch.tensor([[*ids, *got.completion_ids]])).logits
+    wanted = logits[0, len(ids) - 1 : -1].log_softmax(-1)
+    wanted = wanted.gather(-1, torch.tensor(got.completion_ids)[:, None])[3:, 0]
+    torch.testing.assert_close(torch.tensor(got.logprobs[3:]), wanted, atol=1e-5, rtol=0)
+
+
+async def test_one_of_a_group_computes_the_prompt_and_the_others_copy():
+    model = make_model()
+    engine = make_engine(model)
+    ids = prompt(100)
+    results = await generate_all(
+        engine, [(ids, SamplingParams(max_tokens=4, seed=seed)) for seed in range(8)]
+    )
+    assert sorted(got.cached_tokens for got in results) == [0] + [99] * 7
+    assert engine.stats.prompt_tokens_computed == 100
+    assert engine.stats.prompt_tokens_reused == 7 * 99
+    assert len({got.completion_ids for got in results}) > 1
+
+
+async def test_the_next_turn_reuses_the_conversation_so_far():
+    model = make_model()
+    engine = make_engine(model)
+    ids = prompt(30)
+    for turn in range(4):
+        sampling = SamplingParams(max_tokens=10, seed=turn)
+        got = await engine.generate(ids, sampling, "session")
+        assert error(model, ids, got, sampling) < 1e-5
+        # The last sampled token was never computed, so it is not there to be reused.
+        assert got.cached_tokens == (0 if turn == 0 else len(ids) - 6)
+        ids = [*ids, *got.completion_ids, *prompt(5, seed=turn + 1)]
+
+
+async def test_a_shorter_prompt_of_a_finished_conversation_is_right():
+    model = make_model()
+    engine = make_engine(model)
+    await engine.generate(prompt(60), SamplingParams(max_tokens=10), "session")
+    ids, sampling = prompt(60)[:20], SamplingParams(max_tokens=10, seed=3)
+    got = await engine.generate(ids, sampling, "session")
+    assert got.cached_tokens == 19
+    assert error(model, ids, got, sampling) < 1e-5
+
+
+async def test_more_requests_than_slots_take_turns():
+    model = make_model()
+    engine = make_engine(model, max_slots=3)
+    requests = list(crowd())
+    results = await generate_all(engine, requests)
+    for (ids, sampling), got in zip(requests, results, strict=True):
+        assert error(model, ids, got, sampling) < 1e-5
+    assert engine._runner._cache.slots == 3
+
+
+async def test_a_long_prompt_is_computed_in_parts():
+    model = make_model("gemma3")
+    engine = make_engine(model, prefill_tokens=16)
+    steps = []
+    model.register_forward_pre_hook(
+        lambda _, __, kwargs: steps.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    ids, sampling = prompt(100), SamplingParams(max_tokens=5)
+    got = await engine.generate(ids, sampling, "session")
+    assert steps == [16] * 6 + [4] + [1] * 4
+    assert error(model, ids, got, sampling) < 1e-5
+
+
+async def test_no_memory_is_taken_ahead_of_need():
+    engine = make_engine(make_model(), max_model_len=100_000, max_slots=1000)
+    await engine.generate(prompt(20), SamplingParams(max_tokens=5), "session")
+    assert (engine._runner._cache.slots, engine._runner._cache.capacity) == (4, 128)
+
+
+@pytest.mark.parametrize("kind", BATCHED)
+async def test_bfloat16_log_probs_are_those_of_its_own_float32_logits(kind):
+    model = make_model(kind, torch.bfloat16)
+    engine = make_engine(model)
+    assert engine.batched
+    requests = list(crowd())
+    for (ids, sampling), got in zip(requests, await generate_all(engine, requests), strict=True):
+        if sampling.top_p == 1.0 and sampling.top_k == -1 and sampling.temperature:
+            assert error(model, ids, got, sampling) < 0.5
+
+
+async def test_eager_attention_takes_the_same_masks():
+    model = make_model("gemma3")
+    model.set_attn_implementation("eager")
+    engine = make_engine(model)
+    assert engine.batched
+    for ids, sampling in list(crowd())[:3]:
+        got = await engine.generate(ids, sampling, "session")
+        assert error(model, ids, got, sampling) < 1e-5
+
+
+async def test_the_same_seed_gives_the_same_completion_alone_and_in_a_crowd():
+    model = make_model()
+    requests = list(crowd())
+    together = await generate_all(make_engine(model), requests)
+    for (ids, sampling), got in zip(requests, together, strict=True):
+        alone = await make_engine(model).generate(ids, sampling, "session")
+        assert alone.completion_ids == got.completion_ids
+        torch.testing.assert_close(
+            torch.tensor(alone.logprobs), torch.tensor(got.logprobs), atol=1e-5, rtol=0
+        )
+
+
+async def test_training_works_beside_the_engine():
+    """Nothing that a forward pass of the engine leaves in the model is unfit for autograd."""
+    model = make_model("gemma3")
+    engine = make_engine(model)
+    await engine.generate(prompt(20), SamplingParams(max_tokens=5), "session")
+    model.train()
+    model(input_ids=torch.tensor([prompt(20)])).logits.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+requests_and_times = st.lists(
+    st.tuples(
+        st.integers(0, 3),  # which conversation the prompt is a prefix of
+        st.integers(1, 60),  # prompt length
+        st.sampled_from(SETTINGS),
+        st.integers(1, 25),  # max_tokens
+        st.integers(0, 12),  # steps to wait before the request is made
+        st.one_of(st.none(), st.integers(0, 10)),  # steps after which it is cancelled
+    ),
+    min_size=1,
+    max_size=14,
+)
+_MODEL = make_model("gemma3")
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(requests_and_times, st.integers(1, 6), st.sampled_from([8, 64, 4096]))
+def test_any_order_of_arrivals_and_cancellations_gives_right_log_probs(plan, slots, budget):
+    async def one(engine, conversation, length, base, max_tokens, wait, cancel, seed):
+        ids = prompt(10)[: min(length, 10)] + prompt(60, conversation)[10:length]
+        sampling = SamplingParams(**{**base.__dict__, "max_tokens": max_tokens, "seed": seed})
+        for _ in range(wait):
+            await asyncio.sleep(0)
+        task = asyncio.ensure_future(engine.generate(ids, sampling, "session"))
+        if cancel is not None:
+            for _ in range(cancel):
+                await asyncio.sleep(0)
+            task.cancel()
+        try:
+            got = await task
+        except asyncio.CancelledError:
+            return
+        assert len(got.completion_ids) == max_tokens
+        assert all(0 <= token < VOCABULARY for token in got.completion_ids)
+        assert error(_MODEL, ids, got, sampling) < 1e-5
+
+    async def main():
+        engine = make_engine(_MODEL, max_slots=slots, prefill_tokens=budget)
+        engine._prompt_token_seconds = engine._decode_seconds = 0.0  # stay on the event loop
+        async with asyncio.timeout(30):
+            await asyncio.gather(*(one(engine, *item, n) for n, item in enumerate(plan)))
+            await asyncio.sleep(0.001)
+        stats = engine.stats
+        assert (stats.running, stats.waiting) == (0, 0)
+
+    asyncio.run(main())
