@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
+from pydantic import BaseModel
 
 os.environ["AGENTSCOPE_DISABLE_CONSOLE_OUTPUT"] = "true"
 
 from tests.gateway.toy import StubEngine, gateway_of, text_of
-from tuner.chat_models import chat_model, trinity_chat_model_class
+from tuner.chat_models import PlainChatModel, chat_model, trinity_chat_model_class
+from tuner.chat_models.agentscope1 import trinity_chat_model
+from tuner.errors import MissingDependencyError
 
 pytest.importorskip("agentscope")
 
@@ -94,3 +98,58 @@ async def test_model_is_an_openai_chat_model_with_the_ways_in_for_other_framewor
         assert model.base_url.startswith("http://127.0.0.1:")
         assert model.base_url.endswith("/v1")
         assert not model.stream
+
+
+class Verdict(BaseModel):
+    """A verdict."""
+
+    good: bool
+
+
+async def test_structured_output_falls_back_to_a_tool_the_model_may_call() -> None:
+    name = "generate_structured_output"
+    text = f'<tool_call>\n{{"name": "{name}", "arguments": {{"good": true}}}}\n</tool_call>'
+    async with gateway_of(StubEngine([text])) as gateway:
+        session = gateway.open_session("r")
+        model = chat_model(session, kind="agentscope1")
+        response = await model([{"role": "user", "content": "Good?"}], structured_model=Verdict)
+        assert response.metadata == {"good": True}
+        assert len(session.calls) == 1
+
+
+async def test_a_call_may_set_its_own_sampling() -> None:
+    engine = StubEngine()
+    async with gateway_of(engine) as gateway:
+        model = chat_model(gateway.open_session("r"), kind="agentscope1")
+        await model([{"role": "user", "content": "x"}], temperature=0.3, max_tokens=5)
+        assert engine.requests[0][1].temperature == 0.3
+        assert engine.requests[0][1].max_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [(None, "not installed"), ("2.0.10", r"2\.0\.10 is installed")],
+)
+def test_missing_agentscope_names_the_extra(monkeypatch, found, sentence) -> None:
+    monkeypatch.setattr("tuner.chat_models.agentscope1.agentscope_version", lambda: found)
+    monkeypatch.setattr("tuner.chat_models.agentscope_version", lambda: found)
+    trinity_chat_model.cache_clear()
+    try:
+        with pytest.raises(MissingDependencyError, match=sentence) as error:
+            trinity_chat_model()
+        assert "agentscope-tuner[agentscope1]" in str(error.value)
+        assert trinity_chat_model_class() is PlainChatModel
+    finally:
+        trinity_chat_model.cache_clear()
+
+
+def test_agentscope_that_does_not_import_is_reported_with_its_cause(monkeypatch, caplog) -> None:
+    monkeypatch.setitem(sys.modules, "agentscope.model", None)
+    trinity_chat_model.cache_clear()
+    try:
+        with pytest.raises(MissingDependencyError, match="does not import"):
+            trinity_chat_model()
+        assert trinity_chat_model_class() is PlainChatModel
+        assert "does not import" in caplog.text
+    finally:
+        trinity_chat_model.cache_clear()

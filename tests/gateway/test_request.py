@@ -7,7 +7,7 @@ import re
 import typing
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import completion_create_params
 
@@ -280,29 +280,39 @@ anything = st.recursive(
     max_leaves=12,
 )
 texts = st.text(max_size=20) | st.sampled_from(["<think>", "<|im_end|>", "<tool_call>"])
-messages = st.fixed_dictionaries(
-    {"role": st.sampled_from(["system", "user", "assistant", "tool", "developer"])},
-    optional={
-        "content": texts
-        | st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": texts})),
-        "name": texts,
-        "tool_calls": st.just([CALL]) | anything,
-        "tool_call_id": texts,
-        "reasoning_content": texts,
-        "anything": anything,
-    },
+parts = st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": texts}))
+content = texts | parts
+
+
+def role(role_name: str, needed: dict, **optional: st.SearchStrategy) -> st.SearchStrategy:
+    return st.fixed_dictionaries({"role": st.just(role_name), **needed}, optional=optional)
+
+
+messages = (
+    role("system", {"content": content}, name=texts)
+    | role("developer", {"content": content})
+    | role("user", {"content": content}, name=texts)
+    | role("tool", {"content": content, "tool_call_id": texts}, name=texts)
+    | role("assistant", {}, content=content, reasoning_content=texts, tool_calls=st.just([CALL]))
 )
-bodies = st.fixed_dictionaries(
-    {"model": st.just("tiny"), "messages": st.lists(messages, min_size=1, max_size=4) | anything},
-    optional={name: anything for name in _FIELDS if name not in ("model", "messages")}
-    | {"n": st.integers(0, 3), "tools": st.just([ADD_TOOL]) | anything, "zzz": anything},
+mixed = messages.flatmap(
+    lambda message: st.dictionaries(st.sampled_from([*message, "zzz"]), anything, max_size=1).map(
+        lambda wrong: {**message, **wrong}
+    )
+)
+fields = st.sampled_from([*HARMLESS, {"n": 2}, {"stop": "b"}, {"tools": [ADD_TOOL]}])
+fields |= st.dictionaries(st.sampled_from([*_FIELDS, "zzz"]), anything, min_size=1, max_size=1)
+bodies = st.builds(
+    lambda chat, extras: (
+        {"model": "tiny", "messages": chat} | {k: v for e in extras for k, v in e.items()}
+    ),
+    st.just(USER) | st.lists(messages | mixed, min_size=1, max_size=3),
+    st.lists(fields, max_size=3),
 )
 
 
-@settings(
-    max_examples=400, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(bodies | anything)
+@settings(max_examples=300, deadline=2000)
+@given(bodies)
 async def test_fuzzed_body_never_gets_a_5xx(body: object) -> None:
     async with gateway_of(StubEngine(["<think>a</think>b<tool_call>"])) as gateway:
         try:
@@ -312,6 +322,17 @@ async def test_fuzzed_body_never_gets_a_5xx(body: object) -> None:
         status, answer = await send(gateway, None, raw=payload)
         assert status in (200, 400, 404)
         assert ("error" in answer) == (status != 200)
+
+
+@settings(max_examples=100, deadline=2000)
+@given(anything)
+async def test_fuzzed_json_never_gets_a_5xx(body: object) -> None:
+    async with gateway_of(StubEngine()) as gateway:
+        try:
+            payload = json.dumps(body).encode()
+        except (ValueError, UnicodeError):
+            return
+        assert (await send(gateway, None, raw=payload))[0] == 400
 
 
 @settings(max_examples=100, deadline=2000)

@@ -38,9 +38,7 @@ def chat_model(session: Session, *, kind: ChatModelKind) -> Any:
     return model_class(session)
 
 
-def remote_chat_model(
-    *, base_url: str, api_key: str, model_name: str, kind: ChatModelKind
-) -> Any:
+def remote_chat_model(*, base_url: str, api_key: str, model_name: str, kind: ChatModelKind) -> Any:
     """A model behind an OpenAI-compatible URL, in the form of the framework.
 
     Raises:

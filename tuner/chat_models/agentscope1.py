@@ -61,13 +61,15 @@ def trinity_chat_model() -> type[Any]:
         """
 
         def __init__(self, session: Session) -> None:
-            options = session.client_options()
+            client: Any = session.async_client()
+            # AgentScope makes a client of its own here; given ours, it opens no connections.
             super().__init__(
                 model_name=session.model_name,
-                api_key=options.pop("api_key"),
+                api_key=session.key,
                 stream=False,
-                client_kwargs=options,
+                client_kwargs={"http_client": client._client},
             )
+            self.client = client
             self._session = session
             self.api_key = session.key
 

@@ -208,7 +208,7 @@ class Gateway:
             return replay.answer
         finally:
             if replay.answer is None:
-                del session.replays[key]
+                session.replays.pop(key, None)
             replay.done.set()
 
     def _models(self) -> bytes:

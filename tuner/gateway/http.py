@@ -47,9 +47,12 @@ class HttpDoor:
         self._task = asyncio.get_running_loop().create_task(self._server.serve([self._socket]))
 
     async def aclose(self) -> None:
-        """Stop serving; requests in flight get a second to end."""
-        self._server.should_exit = True
+        """Stop serving, on the loop that serves; requests in flight get a second to end."""
+        await asyncio.sleep(0)  # a door that was opened this very moment has not started yet
         if self._task is not None:
+            while not (self._server.started or self._task.done()):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            self._server.should_exit = True
             await self._task
         self._socket.close()
 

@@ -31,8 +31,8 @@ class ChatRenderer:
         chat_template: Jinja source; None takes the tokenizer's own.
         enable_thinking: Given to the template of every prompt, unless a request's
             `chat_template_kwargs` says otherwise; None leaves it to the template.
-        tool_call_parser: "hermes" or "none".
-        reasoning_parser: "deepseek_r1" or "none".
+        tool_call_parser: "hermes"; "none" or None leaves calls in the text.
+        reasoning_parser: "deepseek_r1"; "none" or None leaves reasoning in the text.
 
     Raises:
         ConfigError: A parser is unknown, there is no template, or it knows no thinking.
@@ -44,8 +44,8 @@ class ChatRenderer:
         *,
         chat_template: str | None = None,
         enable_thinking: bool | None = None,
-        tool_call_parser: str = "hermes",
-        reasoning_parser: str = "deepseek_r1",
+        tool_call_parser: str | None = "hermes",
+        reasoning_parser: str | None = "deepseek_r1",
     ) -> None:
         self.tokenizer = tokenizer
         self._parse_tool_calls = _named(TOOL_CALL_PARSERS, "tool_call_parser", tool_call_parser)
@@ -188,7 +188,9 @@ class ChatRenderer:
         return tail.rstrip().endswith("<think>")
 
 
-def _named(table: Mapping[str, Any], setting: str, name: str) -> Any:
+def _named(table: Mapping[str, Any], setting: str, name: str | None) -> Any:
+    if name is None:
+        name = "none"
     if name in table:
         return table[name]
     near = difflib.get_close_matches(name, table, n=1)

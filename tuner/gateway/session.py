@@ -117,15 +117,9 @@ class Session:
 
     def async_client(self) -> openai.AsyncOpenAI:
         """An OpenAI client of this session that reaches the gateway without a socket."""
-        import openai
+        from tuner.gateway.in_process import in_process_client
 
-        return openai.AsyncOpenAI(**self.client_options())
-
-    def client_options(self) -> dict[str, Any]:
-        """Keyword arguments that make an `openai.AsyncOpenAI` this session's client."""
-        from tuner.gateway.in_process import client_options
-
-        return client_options(self._gateway, self.key)
+        return in_process_client(self._gateway, self.key)
 
     def seal(self) -> tuple[Call, ...]:
         """End the session: cancel what is in flight, refuse what comes later.
@@ -136,6 +130,7 @@ class Session:
         if not self._sealed:
             self._sealed = True
             self._gateway.forget(self)
+            self.replays.clear()
             for task in list(self._in_flight):
                 task.get_loop().call_soon_threadsafe(task.cancel)
         return self.calls
