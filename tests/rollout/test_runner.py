@@ -278,9 +278,7 @@ async def test_collect_runs_only_what_is_not_on_disk(make_runner, tmp_path):
     assert ran[6:] == [2, 2]
     assert [t.id for t in second] == [t.id for t in first] == plan().ids
     assert second[:4] == first[:4]
-    assert [t.calls[0].completion_ids for t in second] == [
-        t.calls[0].completion_ids for t in first
-    ]
+    assert [t.calls[0].completion_ids for t in second] == [t.calls[0].completion_ids for t in first]
 
 
 async def test_collect_keeps_to_its_limit(make_runner, tmp_path):

@@ -19,7 +19,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from tuner.backends.metrics import (
@@ -29,6 +28,7 @@ from tuner.backends.metrics import (
     rollout_metrics,
     time_split,
 )
+from tuner.backends.models import save_model
 from tuner.backends.resume import check_same_run
 from tuner.backends.run_directory import (
     TRAINER_STATE,
@@ -142,7 +142,6 @@ class _Loop:
             metrics = await self._evaluate(stack, step=0)
             self._log(0, {**metrics, "time/step": time.perf_counter() - started})
         for step in range(self._start + 1, self._total_steps + 1):
-            seed_everything(derive_seed(config.tuner.seed, "step", step))
             started = time.perf_counter()
             traces, metrics = await self._train_step(step, stack, trainer)
             last = step == self._total_steps
@@ -213,13 +212,14 @@ class _Loop:
             if trace.final:
                 self._console.rollout_done()
 
-        training = plan.split == "train"
+        config, training = self._config, plan.split == "train"
         return await collect(
             plan,
             stack.runner,
             self._store,
-            max_running=self._config.explorer.runner_per_model,
-            abort_on_failure=training and self._config.tuner.on_failure == "abort",
+            # One after the other, the global random states belong to one rollout at a time.
+            max_running=1 if config.tuner.deterministic else config.explorer.runner_per_model,
+            abort_on_failure=training and config.tuner.on_failure == "abort",
             on_trace=count,
         )
 
@@ -246,8 +246,7 @@ class _Loop:
 
     def _save(self, step: int, stack: Stack, trainer: PolicyTrainer) -> None:
         def write(folder: Path) -> None:
-            stack.model.save_pretrained(folder)
-            stack.tokenizer.save_pretrained(folder)
+            save_model(stack.model, stack.tokenizer, folder)
             trainer.save(folder / TRAINER_STATE)
             write_atomically(folder / "version.json", json.dumps({"version": trainer.step}))
 
@@ -367,13 +366,6 @@ def _permutation(rows: int, seed: int) -> tuple[int, ...]:
     order = list(range(rows))
     random.Random(seed).shuffle(order)
     return tuple(order)
-
-
-def seed_everything(seed: int) -> None:
-    """Set the global random states, which the user's functions may draw from."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
 
 
 class deterministic_torch:

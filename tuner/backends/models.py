@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,8 @@ def load_model(path: str, *, device: torch.device, setting: str = "model.model_p
 
     _check_path(path, setting)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        with quiet_transformers():
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     except Exception as error:
         raise ModelLoadError(_reason(path, setting, "a causal language model", error)) from error
     return model.to(device).eval()  # type: ignore[no-any-return]
@@ -50,6 +53,27 @@ def load_tokenizer(path: str, *, setting: str = "model.model_path") -> Any:
             "would ever end; set eos_token in its tokenizer_config.json"
         )
     return tokenizer
+
+
+def save_model(model: nn.Module, tokenizer: Any, folder: Path) -> None:
+    """A Hugging Face folder that `load_model` and `load_tokenizer` read."""
+    with quiet_transformers():
+        model.save_pretrained(folder)  # type: ignore[operator]
+        tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars of transformers' own between the lines of a run."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def choose_device(name: str) -> torch.device:

@@ -84,6 +84,7 @@ def build_stack(
             timeout=config.explorer.max_timeout,
             max_retries=config.explorer.max_retry_times,
             seed=config.tuner.seed,
+            deterministic=config.tuner.deterministic,
         ),
     )
     return Stack(model, tokenizer, engine, gateway, auxiliary, runner)

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from tuner.result import TuneResult
+from tuner.traces import Outcome
 
 _PARTS = ("generation", "agent", "judge", "training")
 
@@ -73,23 +74,14 @@ class ConsoleMonitor:
         parts = [f"step {step}/{self._total}"] if step else ["start"]
         if "reward/mean" in metrics:
             parts.append(f"reward {metrics['reward/mean']:.3f}")
-        parts += [
-            f"{name.removeprefix('eval/').removesuffix('/reward')} {value:.3f}"
-            for name, value in metrics.items()
-            if name.startswith("eval/") and name.endswith("/reward")
-        ]
+        parts += _evaluations(metrics)
         if step:
             self._seconds.append(metrics["time/step"])
-            parts.append(
-                f"{metrics['calls/completion_tokens']:.0f} tokens/call"
-                if "calls/completion_tokens" in metrics
-                else "no calls"
-            )
+            if "calls/completion_tokens" in metrics:
+                parts.append(f"{metrics['calls/completion_tokens']:.0f} tokens/call")
             parts.append(f"{metrics['tokens_per_second']:.0f} tokens/s")
             parts.append(f"{metrics['time/step']:.1f} s ({_split(metrics)})")
-            failed = metrics.get("rollouts/failed", 0)
-            if failed:
-                parts.append(f"{failed:.0f} rollouts failed")
+            parts += _failures(metrics)
             parts.append(self._left(step))
         self.say("  ".join(part for part in parts if part))
 
@@ -138,6 +130,24 @@ def thin(values: list[float], limit: int) -> list[float]:
     if len(values) <= limit:
         return values
     return [values[round(i * (len(values) - 1) / (limit - 1))] for i in range(limit)]
+
+
+def _evaluations(metrics: Mapping[str, float]) -> list[str]:
+    parts = []
+    for name, value in metrics.items():
+        if name.startswith("eval/") and name.endswith("/reward"):
+            parts.append(f"{name.removeprefix('eval/').removesuffix('/reward')} {value:.3f}")
+        elif name.startswith("eval/") and name.endswith("/failed") and value:
+            what = name.removeprefix("eval/").removesuffix("/failed")
+            parts.append(f"{what}: {value:.0f} failed")
+    return parts
+
+
+def _failures(metrics: Mapping[str, float]) -> list[str]:
+    """Rollouts that gave no reward, by how they ended."""
+    outcomes = sorted(outcome for outcome in Outcome if outcome is not Outcome.COMPLETED)
+    counts = {name: metrics.get(f"rollouts/{name}", 0) for name in outcomes}
+    return [f"{count:.0f} {name}" for name, count in counts.items() if count]
 
 
 def _split(metrics: Mapping[str, float]) -> str:

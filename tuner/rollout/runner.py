@@ -14,7 +14,7 @@ from typing import Any
 from tuner.errors import FunctionError
 from tuner.gateway import Gateway, SamplingDefaults, Session
 from tuner.judge import call_judge
-from tuner.rollout.seeds import derive_seed
+from tuner.rollout.seeds import derive_seed, seed_everything
 from tuner.traces import Outcome, RolloutId, Trace
 from tuner.workflow import call_workflow
 
@@ -30,11 +30,14 @@ class RolloutSettings:
         max_retries: Further attempts after a workflow error or a timeout; a judge that fails is
             asked again as often, with the same response.
         seed: Seed of the run; each rollout derives its own from it.
+        deterministic: Set the global random states of Python, NumPy and torch at the start of
+            each attempt; only one may then run at a time.
     """
 
     timeout: float
     max_retries: int
     seed: int
+    deterministic: bool = False
 
 
 @dataclass
@@ -101,6 +104,8 @@ class RolloutRunner:
         self, task: dict[str, Any], id: RolloutId, number: int, defaults: SamplingDefaults
     ) -> Trace:
         seed = derive_seed(self._settings.seed, id, number)
+        if self._settings.deterministic:
+            seed_everything(seed)
         session = self._gateway.open_session(f"{id}-{number}", seed=seed, defaults=defaults)
         state, metrics = _Attempt(), dict[str, float]()
         try:

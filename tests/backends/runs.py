@@ -1,0 +1,110 @@
+"""A small run in a process of its own, which may be made to kill itself at a named moment.
+
+    python -m tests.backends.runs MODEL ROOT [MOMENT:COUNT]
+
+The moment is one of `workflow`, `judge`, `update`, `log`, `checkpoint`, `rename`: the process kills itself
+with SIGKILL when it gets there for the COUNTth time.
+"""
+
+import functools
+import os
+import random
+import signal
+import sys
+
+from tuner.backends import run_directory
+from tuner.backends.local import run_local
+from tuner.config.load import load_config
+from tuner.judge import JudgeOutput
+from tuner.monitors import base
+from tuner.training import PolicyTrainer
+from tuner.workflow import WorkflowOutput
+
+TRAIN = [{"question": f"train {i}"} for i in range(7)]
+EVAL = [{"question": f"eval {i}"} for i in range(2)]
+
+
+def config(model, root, *overrides, name="run"):
+    return load_config(
+        None,
+        settings={
+            "project": "p",
+            "name": name,
+            "checkpoint_root_dir": str(root),
+            "model": {"model_path": str(model), "max_response_tokens": 6},
+            "algorithm": {"repeat_times": 3, "optimizer": {"lr": 0.01}},
+            "buffer": {
+                "batch_size": 2,
+                "total_steps": 6,
+                "explorer_input": {
+                    "taskset": {"data_selector": {"selector_type": "shuffle"}},
+                    "eval_tasksets": [{"name": "held-out"}],
+                },
+            },
+            "explorer": {"eval_interval": 3},
+            "trainer": {"save_interval": 2},
+            "tuner": {"deterministic": True},
+        },
+        overrides=overrides,
+    )
+
+
+async def ask(model, text):
+    messages = [{"role": "user", "content": text}]
+    completion = await model.client.chat.completions.create(
+        model=model.model_name, messages=messages
+    )
+    return completion.choices[0].message.content or ""
+
+
+async def workflow(task, model):
+    text = await ask(model, task["question"])
+    if random.random() < 0.3:  # some rollouts make a second call
+        text += await ask(model, text)
+    return WorkflowOutput(response=text)
+
+
+async def judge(task, response):
+    return JudgeOutput(reward=sum(map(ord, response)) % 17 / 17)
+
+
+def killing_itself(function, count):
+    left = [count]
+
+    @functools.wraps(function)
+    def wrapped(*args, **kwargs):
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def main(model, root, moment="never:0"):
+    what, count = moment.split(":")
+    functions = {"workflow": workflow, "judge": judge}
+    if what in functions:
+        functions[what] = killing_itself(functions[what], int(count))
+    elif what == "update":
+        PolicyTrainer.step_lr_scheduler = killing_itself(
+            PolicyTrainer.step_lr_scheduler, int(count)
+        )
+    elif what == "log":
+        base.JsonlMonitor.log = killing_itself(base.JsonlMonitor.log, int(count))
+    elif what == "checkpoint":
+        # Between the files of a checkpoint: the model is written, the trainer's state is not.
+        PolicyTrainer.save = killing_itself(PolicyTrainer.save, int(count))
+    elif what == "rename":
+        run_directory.os.replace = killing_itself(os.replace, int(count))
+    run_local(
+        config(model, root),
+        workflow=functions["workflow"],
+        judge=functions["judge"],
+        train_tasks=TRAIN,
+        eval_tasks={"held-out": EVAL},
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
