@@ -2,8 +2,8 @@
 
     python -m tests.backends.runs MODEL ROOT [MOMENT:COUNT]
 
-The moment is one of `workflow`, `judge`, `update`, `log`, `checkpoint`, `rename`: the process kills itself
-with SIGKILL when it gets there for the COUNTth time.
+The moment is one of `workflow`, `judge`, `update`, `log`, `checkpoint`, `rename`: the process
+kills itself with SIGKILL when it gets there for the COUNTth time.
 """
 
 import functools

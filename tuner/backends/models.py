@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from tuner.errors import ModelLoadError
 
 
-def load_model(path: str, *, device: torch.device, setting: str = "model.model_path") -> nn.Module:
+def load_model(
+    path: str, *, device: torch.device, setting: str = "model.model_path"
+) -> PreTrainedModel:
     """A transformers causal LM in float32 on `device`, in eval mode.
 
     Args:
@@ -28,10 +30,12 @@ def load_model(path: str, *, device: torch.device, setting: str = "model.model_p
     _check_path(path, setting)
     try:
         with quiet_transformers():
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     except Exception as error:
         raise ModelLoadError(_reason(path, setting, "a causal language model", error)) from error
-    return model.to(device).eval()  # type: ignore[no-any-return]
+    model.to(device)  # type: ignore[arg-type]
+    model.eval()
+    return model
 
 
 def load_tokenizer(path: str, *, setting: str = "model.model_path") -> Any:
@@ -55,10 +59,10 @@ def load_tokenizer(path: str, *, setting: str = "model.model_path") -> Any:
     return tokenizer
 
 
-def save_model(model: nn.Module, tokenizer: Any, folder: Path) -> None:
+def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
     """A Hugging Face folder that `load_model` and `load_tokenizer` read."""
     with quiet_transformers():
-        model.save_pretrained(folder)  # type: ignore[operator]
+        model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
 

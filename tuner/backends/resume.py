@@ -66,7 +66,7 @@ def check_same_run(
 def _may_change(key: str, now: Mapping[str, Any]) -> bool:
     if key in ("buffer.total_steps", "buffer.total_epochs", "trainer.total_steps"):
         # A schedule that ends at the last step would bend for the steps already taken.
-        return now["algorithm.optimizer.lr_scheduler_type"] == "constant"
+        return bool(now["algorithm.optimizer.lr_scheduler_type"] == "constant")
     return any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from tuner.backends.auxiliary import AuxiliaryModels
 from tuner.backends.models import choose_device, load_model, load_tokenizer
@@ -26,7 +26,7 @@ class Stack:
     """The parts of a run on one machine. One copy of the weights: `model` is in both the
     engine and the trainer."""
 
-    model: nn.Module
+    model: PreTrainedModel
     tokenizer: Any
     engine: TransformersEngine
     gateway: Gateway
@@ -155,8 +155,9 @@ def _add_auxiliary_models(
         where = f"explorer.auxiliary_models[{index}]"
         model = load_model(settings.model_path, device=device, setting=f"{where}.model_path")
         tokenizer = load_tokenizer(settings.model_path, setting=f"{where}.model_path")
+        model.requires_grad_(False)
         engine = TransformersEngine(
-            model.requires_grad_(False),
+            model,
             tokenizer,
             max_model_len=_context_length(settings.max_model_len, model, f"{where}.max_model_len"),
             max_slots=config.tuner.max_slots,
@@ -188,7 +189,7 @@ def _add_auxiliary_models(
         )
 
 
-def _context_length(wanted: int | None, model: nn.Module, setting: str) -> int:
+def _context_length(wanted: int | None, model: PreTrainedModel, setting: str) -> int:
     positions = int(getattr(model.config, "max_position_embeddings", 0) or 0)
     if wanted is None:
         if not positions:

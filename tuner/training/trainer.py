@@ -230,7 +230,7 @@ class PolicyTrainer:
         if settings.entropy_coef:
             loss_T = loss_T - settings.entropy_coef * current.entropy_T
         loss = loss_T.sum() * weight
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         parts["loss"] = loss.detach()
         difference_T = (logp_T.detach() - old_T).abs()
         parts["logprob_mismatch_mean"] = difference_T.sum() * weight
