@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.gateway.toy import ADD_TOOL, ids_of, tokenizer
@@ -106,6 +106,7 @@ json_values = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(st.text("abc", max_size=3), json_values, max_size=4),
     st.sampled_from([None, 2]),
@@ -127,6 +128,7 @@ fragments = st.lists(
 ).map("".join)
 
 
+@settings(deadline=None)
 @given(fragments)
 def test_nothing_but_white_space_and_well_formed_calls_is_lost(text: str) -> None:
     rest, calls, malformed = parse_hermes(text)

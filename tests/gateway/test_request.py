@@ -311,7 +311,7 @@ bodies = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=2000)
+@settings(max_examples=300, deadline=10_000)
 @given(bodies)
 async def test_fuzzed_body_never_gets_a_5xx(body: object) -> None:
     async with gateway_of(StubEngine(["<think>a</think>b<tool_call>"])) as gateway:
@@ -324,7 +324,7 @@ async def test_fuzzed_body_never_gets_a_5xx(body: object) -> None:
         assert ("error" in answer) == (status != 200)
 
 
-@settings(max_examples=100, deadline=2000)
+@settings(max_examples=100, deadline=10_000)
 @given(anything)
 async def test_fuzzed_json_never_gets_a_5xx(body: object) -> None:
     async with gateway_of(StubEngine()) as gateway:
@@ -335,7 +335,7 @@ async def test_fuzzed_json_never_gets_a_5xx(body: object) -> None:
         assert (await send(gateway, None, raw=payload))[0] == 400
 
 
-@settings(max_examples=100, deadline=2000)
+@settings(max_examples=100, deadline=10_000)
 @given(st.binary(max_size=200))
 async def test_fuzzed_bytes_never_get_a_5xx(raw: bytes) -> None:
     async with gateway_of(StubEngine()) as gateway:

@@ -190,6 +190,21 @@ async def test_clients_in_other_threads_and_loops_reach_the_engines_loop() -> No
         assert len(session.calls) == 2
 
 
+async def test_cancelling_a_client_in_another_loop_cancels_generation() -> None:
+    engine = StubEngine()
+    engine.gate.clear()
+    async with gateway_of(engine) as gateway:
+        session = gateway.open_session("r")
+
+        async def impatient() -> None:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(_answer(session), 0.05)
+
+        await asyncio.to_thread(lambda: asyncio.run(impatient()))
+        await asyncio.sleep(0.01)
+        assert (engine.cancelled, engine.waiting, session.calls) == (1, 0, ())
+
+
 async def _answer(session: Session):
     return await ask(session)
 
