@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from tuner.errors import MissingDependencyError
+from tuner.errors import ConfigError, MissingDependencyError
 
 
 class Monitor(Protocol):
@@ -87,6 +88,12 @@ class MlflowMonitor:
     def __init__(
         self, project: str, name: str, config: dict[str, Any], args: dict[str, Any]
     ) -> None:
+        for name, variable in (
+            ("username", "MLFLOW_TRACKING_USERNAME"),
+            ("password", "MLFLOW_TRACKING_PASSWORD"),
+        ):
+            if name in args:
+                os.environ[variable] = str(args[name])
         self._mlflow = _require("mlflow")
         if "uri" in args:
             self._mlflow.set_tracking_uri(args["uri"])
@@ -131,7 +138,15 @@ def open_tracker(
 
     Raises:
         MissingDependencyError: Its library is not installed; names the extra.
+        ConfigError: `monitor.monitor_args` holds something that this tracker does not take.
     """
+    taken = {"tensorboard": set[str](), "mlflow": {"uri", "username", "password"}}
+    surplus = sorted(args.keys() - taken.get(kind, args.keys()))
+    if surplus:
+        raise ConfigError(
+            f"monitor.monitor_args: {kind} takes no {', '.join(surplus)}"
+            + (f" (it takes {', '.join(sorted(taken[kind]))})" if taken[kind] else "; remove it")
+        )
     if kind == "tensorboard":
         return TensorBoardMonitor(folder / "tensorboard", first_step)
     if kind == "wandb":

@@ -1,0 +1,82 @@
+"""The numbers of a step, and what a run that cannot learn says."""
+
+import pytest
+
+from tests.builders import call, trace
+from tuner.backends.metrics import (
+    batch_metrics,
+    diagnosis,
+    has_signal,
+    rollout_metrics,
+    time_split,
+)
+from tuner.traces import Outcome
+from tuner.training import build_batch
+
+
+def group(task, rewards):
+    return [
+        trace(task, i, [call(f"{task}-{i}", [1, 2], [3], [-1.0])], reward=reward)
+        for i, reward in enumerate(rewards)
+    ]
+
+
+def failed(task, rollout, error="KeyError: 'x'"):
+    return trace(task, rollout, [], outcome=Outcome.WORKFLOW_ERROR, error=error)
+
+
+def test_rollout_metrics_count_outcomes_and_average_what_there_is():
+    traces = [
+        *group(0, [0.0, 1.0]),
+        failed(0, 2),
+        trace(0, 2, [], outcome=Outcome.TIMEOUT, final=False, attempt=0),
+        trace(1, 0, [call("m", [1], [2, 3, 4], [-1] * 3)], reward=0.5, metrics={"turns": 3}),
+    ]
+    metrics = rollout_metrics(traces)
+    assert metrics["reward/mean"] == 0.5
+    assert metrics["rollouts/completed"] == 3
+    assert metrics["rollouts/workflow_error"] == 1
+    assert metrics["rollouts/retried"] == 1
+    assert metrics["calls/completion_tokens"] == pytest.approx(5 / 3)
+    assert metrics["workflow/turns"] == 3
+
+
+def test_batch_metrics_say_where_every_token_went():
+    batch = build_batch([*group(0, [1.0, 1.0]), *group(1, [0.0, 1.0]), *group(2, [1.0])])
+    metrics = batch_metrics(batch)
+    assert metrics["tokens/sampled"] == 5
+    assert metrics["tokens/trained"] == 4
+    assert metrics["tokens/row"] == 12
+    assert metrics["tokens/dropped/group_of_one"] == 1
+    assert metrics["groups/zero_variance"] == 0.5
+    assert has_signal(batch)
+
+
+@pytest.mark.parametrize("traces", [group(0, [1.0, 1.0]), [failed(0, 0), failed(0, 1)]])
+def test_no_signal_without_different_rewards_in_a_group(traces):
+    assert not has_signal(build_batch(traces))
+
+
+def test_time_is_split_over_the_parts_and_adds_up():
+    traces = [
+        trace(0, i, [], reward=1, seconds={"workflow": 4, "generation": 3, "judge": 1})
+        for i in range(2)
+    ]
+    split = time_split(traces, collecting=5.0, training=2.0)
+    assert split == {
+        "time/generation": 3.0,
+        "time/agent": 1.0,
+        "time/judge": 1.0,
+        "time/training": 2.0,
+    }
+
+
+def test_diagnosis_names_the_most_frequent_failure():
+    text = diagnosis([failed(0, 0), failed(0, 1), failed(1, 0, "OSError: gone")], 3)
+    assert "3 of 3 rollouts" in text
+    assert "(2 times) with workflow_error: KeyError: 'x'" in text
+
+
+def test_diagnosis_of_equal_rewards_says_what_to_change():
+    assert "the same reward, 0:" in diagnosis(group(0, [0.0, 0.0]), 3)
+    assert "repeat_times" in diagnosis([*group(0, [0.0, 0.0]), *group(1, [1.0, 1.0])], 3)
