@@ -169,6 +169,39 @@ async def test_the_next_turn_reuses_the_conversation_so_far():
         ids = [*ids, *got.completion_ids, *prompt(5, seed=turn + 1)]
 
 
+async def test_conversations_that_end_at_different_times_are_all_continued_rightly():
+    model = make_model()
+    engine = make_engine(model)
+    conversations = [prompt(10 + n, n) for n in range(5)]
+    for turn in range(3):
+        requests = [
+            (ids, SamplingParams(max_tokens=3 + (7 * n + turn) % 5, seed=turn))
+            for n, ids in enumerate(conversations)
+        ]
+        results = await generate_all(engine, requests)
+        for (ids, sampling), got in zip(requests, results, strict=True):
+            assert error(model, ids, got, sampling) < 1e-5
+            assert (got.cached_tokens > 0) == (turn > 0)
+        conversations = [
+            [*ids, *got.completion_ids, *prompt(3, turn)]
+            for ids, got in zip(conversations, results, strict=True)
+        ]
+
+
+async def test_the_prefix_unused_for_longest_gives_way_first():
+    engine = make_engine(make_model(), max_slots=3)
+
+    async def cached(conversation):
+        sampling = SamplingParams(max_tokens=1)
+        return (await engine.generate(prompt(20, conversation), sampling, "s")).cached_tokens
+
+    assert [await cached(n) for n in (1, 2, 3)] == [0, 0, 0]
+    assert await cached(1) == 19
+    assert await cached(4) == 0
+    assert await cached(1) == 19
+    assert await cached(2) == 0
+
+
 async def test_a_shorter_prompt_of_a_finished_conversation_is_right():
     model = make_model()
     engine = make_engine(model)
