@@ -190,7 +190,11 @@ def _read_folder(folder: Path, subset: str | None, split: str | None) -> Iterato
         for suffix in reversed(JSON_FILES)
         for file in sorted(inner.glob(f"*{suffix}"))
     }
-    others = any(inner.glob(f"**/*{suffix}") for suffix in DATA_FILES if suffix not in JSON_FILES)
+    others = [
+        file
+        for file in inner.rglob("*")
+        if file.suffix in DATA_FILES and file not in files.values()
+    ]
     if split is None and len(files) == 1 and not others:
         (split,) = files
     if split in files and (subset is None or inner != folder):
@@ -246,7 +250,8 @@ class _as_dataset_error:
         if not isinstance(error, Exception) or isinstance(error, DatasetError):
             return
         name = type(error).__name__
-        lines = str(error).strip().splitlines()
+        # The cause says more than "an error occurred while generating the dataset".
+        lines = str(error.__cause__ or error).strip().splitlines()
         reason = lines[0] if lines else name
         if "NotFound" in name and not isinstance(error, ConnectionError):
             text = f"does not exist, as a path or on the Hugging Face Hub ({reason})"

@@ -21,6 +21,7 @@ SAME_SECTION = 0.15
 # What AgentScope's objects call some keys.
 OTHER_NAMES = {
     "learning_rate": "algorithm.optimizer.lr",
+    "max_tokens": "model.max_response_tokens",
     "group_size": "algorithm.repeat_times",
     "save_interval_steps": "trainer.save_interval",
     "eval_interval_steps": "explorer.eval_interval",

@@ -1,0 +1,405 @@
+"""Layers, keys, values and messages of the configuration."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tuner.config import RunConfig, load_config
+from tuner.config.keys import known_paths, nearest
+from tuner.errors import ConfigError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+# AgentScope's official example but for the number of GPUs and engines.
+OFFICIAL = """\
+project: AgentScope
+name: GSM8K-Qwen3-0.6B
+checkpoint_root_dir: ${oc.env:TRINITY_CHECKPOINT_ROOT_DIR,./checkpoints}
+algorithm:
+  algorithm_type: multi_step_grpo
+  repeat_times: 8
+model:
+  model_path: ${oc.env:TRINITY_MODEL_PATH,Qwen/Qwen3-0.6B}
+  max_response_tokens: 16384
+  max_model_len: 24576
+  temperature: 1.0
+cluster:
+  node_num: 1
+  gpu_per_node: 1
+buffer:
+  total_epochs: 1
+  batch_size: 32
+  train_batch_size: 256
+  explorer_input:
+    taskset:
+      name: gsm8k
+      path: 'openai/gsm8k'
+      subset_name: 'main'
+      split: 'train'
+explorer:
+  runner_per_model: 16
+  max_timeout: 600
+  rollout_model:
+    engine_num: 1
+    tensor_parallel_size: 1
+    enable_openai_api: true
+    enable_history: true
+    enable_auto_tool_choice: true
+    tool_call_parser: hermes
+    reasoning_parser: deepseek_r1
+synchronizer:
+  sync_style: dynamic_by_explorer
+  sync_method: 'nccl'
+  sync_interval: 1
+  sync_timeout: 1800
+trainer:
+  save_interval: 100
+  use_dynamic_bsz: true
+  ulysses_sequence_parallel_size: 1
+monitor:
+  monitor_type: tensorboard
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write(text: str, name: str = "config.yaml") -> Path:
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def refusal(path: Path | None = None, **options: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, **options)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_agentscopes_example_file_is_read(write):
+    config = load_config(write(OFFICIAL))
+    assert config.model.model_path == "Qwen/Qwen3-0.6B"
+    assert config.model.max_response_tokens == 16384
+    assert config.buffer.explorer_input.taskset.subset_name == "main"
+    assert config.monitor.monitor_type == ("tensorboard",)
+
+
+def test_values_that_need_a_cluster_are_refused_together_with_file_and_line(write):
+    path = write(
+        OFFICIAL.replace("gpu_per_node: 1", "gpu_per_node: 8").replace("num: 1\n", "num: 4\n")
+    )
+    message = refusal(path)
+    assert message.startswith("3 problems")
+    assert (
+        f"{path}:14: cluster.gpu_per_node is 8: the local backend uses at most one GPU" in message
+    )
+    assert "cluster.node_num is 4" in message
+    assert "explorer.rollout_model.engine_num is 4" in message
+    assert "set it to 1, or remove it" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("synchronizer.sync_interval=2", "has the new weights after every step"),
+        ("synchronizer.sync_style=fully_async", "always has the newest weights"),
+        ("explorer.rollout_model.enable_openai_api=false", "set it to true"),
+        ("explorer.rollout_model.tensor_parallel_size=2", "one copy of the weights"),
+        ("explorer.rollout_model.gpu_memory_utilization=0.9", "tuner.max_slots"),
+        ("explorer.rollout_model.dtype=bfloat16", "set tuner.dtype (now float32)"),
+        ("explorer.rollout_model.max_model_len=5", "set model.max_model_len (now not set)"),
+        ("trainer.use_dynamic_bsz=false", "max_token_len_per_gpu"),
+        ("model.lora_configs=[{lora_rank: 8}]", "trains all weights"),
+        ("model.tinker.enable=true", "does not use Tinker"),
+        ("buffer.explorer_input.taskset.repeat_times=4", "set algorithm.repeat_times (now 8)"),
+        ("data_processor.task_pipeline.num_process=2", "not in this version"),
+        ("algorithm.advantage_fn_args.enable_step_norm=true", "set it to false"),
+    ],
+)
+def test_trinity_keys_are_refused_where_they_would_ask_for_something_else(override, text):
+    message = refusal(overrides=[override])
+    key = override.partition("=")[0]
+    assert message.startswith(f"override {override!r}: {key} is ")
+    assert text in message
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "synchronizer.sync_method=checkpoint",
+        "cluster.node_num=1",
+        "cluster.gpu_per_node=0",
+        "buffer.train_batch_size=256",
+        "buffer.train_batch_size=0",
+        "explorer.rollout_model.dtype=float32",
+        "explorer.rollout_model.seed=42",
+        "algorithm.kl_penalty_fn=none",
+        "trainer.ulysses_sequence_parallel_size=1",
+        "explorer.dynamic_timeout={enable: false, ratio: 3}",
+        "stages=[]",
+    ],
+)
+def test_trinity_keys_are_accepted_where_this_backend_does_what_they_ask(override):
+    load_config(overrides=[override])
+
+
+def test_train_batch_size_must_be_all_rollouts_of_a_step():
+    message = refusal(overrides=["buffer.train_batch_size=100"])
+    assert "buffer.batch_size 32 x algorithm.repeat_times 8 = 256" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("algorithm.repeat_time", "algorithm.repeat_times"),
+        ("algorithm.batch_size", "buffer.batch_size"),
+        ("algorithm.lr", "algorithm.optimizer.lr"),
+        ("algorithm.learning_rate", "algorithm.optimizer.lr"),
+        ("group_size", "algorithm.repeat_times"),
+        ("model.path", "model.model_path"),
+        ("model.max_tokens", "model.max_response_tokens"),
+        ("algoritm", "algorithm"),
+        ("explorer.eval_intervall", "explorer.eval_interval"),
+        ("explorer.auxiliary_models.0.path", "explorer.auxiliary_models.0.model_path"),
+        ("tuner.on_failure.penalise", "tuner.on_failure.penalize"),
+        ("cluster.gpus_per_node", "cluster.gpu_per_node"),
+    ],
+)
+def test_unknown_keys_get_the_key_that_was_meant(key, meant):
+    assert nearest(key) == meant
+
+
+def test_unknown_key_in_a_file_names_the_line(write):
+    path = write("project: x\nmodel:\n  temprature: 1\n")
+    assert (
+        refusal(path) == f"{path}:3: unknown key model.temprature; did you mean model.temperature?"
+    )
+
+
+def test_nothing_is_suggested_for_a_key_like_no_other():
+    assert "docs/configuration.md" in refusal(overrides=["xyzzy=1"])
+
+
+def test_wrong_types_name_key_value_and_meaning(write):
+    message = refusal(write("algorithm: {optimizer: {lr: fast}, repeat_times: 1}\nbuffer: 3\n"))
+    assert "algorithm.optimizer.lr is 'fast': must be a valid number" in message
+    assert "(Learning rate after the warmup.)" in message
+    assert "algorithm.repeat_times is 1: must be greater than or equal to 2" in message
+    assert "buffer is 3: must have keys under it" in message
+    assert "true or false" in refusal(overrides=["model.temperature=true"])
+    assert "must be 'multi_step_grpo'" in refusal(overrides=["algorithm.algorithm_type=ppo"])
+    assert "{penalize: value}" in refusal(overrides=["tuner.on_failure=explode"])
+    assert "'auto' or 'local'" in refusal(overrides=["tuner.backend=trinity"])
+
+
+def test_overrides_that_do_not_parse():
+    assert "override 'a.b' has no '='" in refusal(overrides=["a.b"])
+    assert "has no key before '='" in refusal(overrides=["=3"])
+    assert "does not parse as YAML" in refusal(overrides=["model.top_p=[1"])
+    both = refusal(overrides=["a.b", "model.top_p=2"])
+    assert both.startswith("2 problems")
+
+
+def test_bad_yaml_names_file_and_line(write):
+    path = write("project: x\nmodel:\n  a: [1\nb: 2\n")
+    assert refusal(path).startswith(f"{path}:4: not valid YAML")
+    path = write("model:\n  top_p: 1\n  top_p: 2\n")
+    assert refusal(path).startswith(f"{path}:3: not valid YAML: found duplicate key")
+    assert "expected keys" in refusal(write("- a\n- b\n"))
+    assert "expected keys" in refusal(write("just text\n"))
+    assert "does not exist" in refusal(Path("nowhere.yaml"))
+
+
+def test_environment_is_read_and_a_missing_variable_is_named(write, monkeypatch):
+    path = write("buffer:\n  batch_size: ${oc.env:TUNER_TEST_BATCH}\nmodel:\n  top_p: 2\n")
+    message = refusal(path)
+    assert f"{path}:2: buffer.batch_size cannot be resolved" in message
+    assert "TUNER_TEST_BATCH is not set" in message
+    assert "${oc.env:TUNER_TEST_BATCH,default}" in message
+    assert "model.top_p is 2" in message
+    monkeypatch.setenv("TUNER_TEST_BATCH", "4")
+    assert load_config(path, overrides=["model.top_p=1"]).buffer.batch_size == 4
+
+
+def test_interpolations_see_overrides(write):
+    path = write(
+        "model: {max_model_len: 100}\ntrainer: {max_token_len_per_gpu: '${model.max_model_len}'}"
+    )
+    assert (
+        load_config(path, overrides=["model.max_model_len=50"]).trainer.max_token_len_per_gpu == 50
+    )
+
+
+def test_when_set_chooses_by_environment(write, monkeypatch):
+    path = write("buffer: {batch_size: '${tuner.when_set:TUNER_TEST_GPU,32,4}'}")
+    monkeypatch.delenv("TUNER_TEST_GPU", raising=False)
+    assert load_config(path).buffer.batch_size == 4
+    monkeypatch.setenv("TUNER_TEST_GPU", "yes")
+    assert load_config(path).buffer.batch_size == 32
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    layers=st.tuples(*[st.none() | st.integers(1, 1000) for _ in range(3)]),
+    key=st.sampled_from(["buffer.batch_size", "explorer.runner_per_model", "tuner.max_slots"]),
+)
+def test_later_layers_win_and_absent_ones_change_nothing(tmp_path_factory, layers, key):
+    in_file, in_python, on_line = layers
+    section, name = key.split(".")
+    path = tmp_path_factory.mktemp("c") / "c.yaml"
+    path.write_text("" if in_file is None else f"{section}:\n  {name}: {in_file}\n")
+    config = load_config(
+        path,
+        settings={} if in_python is None else {section: {name: in_python}},
+        overrides=[] if on_line is None else [f"{key}={on_line}"],
+    )
+    default = RunConfig.model_fields[section].default.model_dump()[name]
+    given_values = [value for value in (on_line, in_python, in_file, default) if value is not None]
+    assert getattr(getattr(config, section), name) == given_values[0]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    name=st.text(min_size=1).filter(lambda t: t.isprintable() and t.strip() == t),
+    template=st.none() | st.sampled_from(["${x}", "{{ a }}", "null", "1e6", "a: b\nc"]),
+    lr=st.floats(1e-9, 1),
+    steps=st.none() | st.integers(1, 100),
+    monitors=st.lists(st.sampled_from(["wandb", "tensorboard"]), unique=True),
+    failure=st.sampled_from(["drop", "abort", {"penalize": -0.5}]),
+)
+def test_effective_configuration_reads_back_unchanged(
+    tmp_path_factory, name, template, lr, steps, monitors, failure
+):
+    folder = tmp_path_factory.mktemp("c")
+    tree = {
+        "name": name,
+        "checkpoint_root_dir": str(folder / "runs"),
+        "algorithm": {"optimizer": {"lr": lr}},
+        "model": {"custom_chat_template": template, "model_path": "Qwen/Qwen3-0.6B"},
+        "buffer": {"total_steps": steps, "explorer_input": {"eval_tasksets": [{"path": "a/b"}]}},
+        "monitor": {"monitor_type": monitors},
+        "tuner": {"on_failure": failure},
+    }
+    config = RunConfig.model_validate(tree)
+    saved = folder / "config.yaml"
+    saved.write_text(config.to_yaml(), encoding="utf-8")
+    assert load_config(saved) == config
+
+
+def test_total_steps_has_two_names(write):
+    path = write("trainer: {total_steps: 7}")
+    assert load_config(path).buffer.total_steps == 7
+    assert load_config(path, overrides=["buffer.total_steps=9"]).buffer.total_steps == 9
+    assert load_config(path, overrides=["trainer.total_steps=9"]).buffer.total_steps == 9
+    in_python = {"buffer": {"total_steps": None}}
+    assert load_config(path, settings=in_python).buffer.total_steps is None
+    path = write("trainer: {total_steps: 7}\nbuffer: {total_steps: 8}")
+    assert "trainer.total_steps is 7, but buffer.total_steps is 8" in refusal(path)
+
+
+def test_relative_paths_start_where_they_are_written(write, tmp_path, monkeypatch):
+    here = tmp_path / "here"
+    for folder in (tmp_path / "data", tmp_path / "model", here / "other"):
+        folder.mkdir(parents=True)
+    path = write(
+        "checkpoint_root_dir: runs\nmodel: {model_path: model}\n"
+        "buffer: {explorer_input: {taskset: {path: data}, eval_tasksets: [{path: no/such}]}}\n"
+        "tuner: {workflow: 'agent.py:run', judge: 'pkg.mod:judge'}"
+    )
+    monkeypatch.chdir(here)
+    config = load_config(path)
+    assert config.checkpoint_root_dir == tmp_path / "runs"
+    assert config.model.model_path == str(tmp_path / "model")
+    assert config.buffer.explorer_input.taskset.path == str(tmp_path / "data")
+    assert config.buffer.explorer_input.eval_tasksets[0].path == "no/such"
+    assert config.tuner.workflow == f"{tmp_path / 'agent.py'}:run"
+    assert config.tuner.judge == "pkg.mod:judge"
+    config = load_config(path, overrides=["model.model_path=other", "checkpoint_root_dir=x"])
+    assert config.model.model_path == str(here / "other")
+    assert config.checkpoint_root_dir == here / "x"
+    in_python = {"buffer": {"explorer_input": {"taskset": {"path": "other"}}}}
+    taskset = load_config(path, settings=in_python).buffer.explorer_input.taskset
+    assert taskset.path == str(here / "other")
+
+
+def test_evaluation_is_greedy_unless_said_otherwise(write):
+    path = write(
+        "model: {temperature: 0.7, max_response_tokens: 9}\n"
+        "buffer: {explorer_input: {eval_tasksets: "
+        "[{}, {name: b, rollout_args: {temperature: null}}]}}"
+    )
+    config = load_config(path)
+    inputs = config.buffer.explorer_input
+    assert config.rollout_args(inputs.taskset).temperature == 0.7
+    assert config.rollout_args(inputs.taskset).max_tokens == 9
+    assert config.rollout_args(inputs.eval_tasksets[0]).temperature == 0
+    assert config.rollout_args(inputs.eval_tasksets[1]).temperature == 0.7
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["model.max_model_len=64", "model.max_response_tokens=64"], "leaves no room for a prompt"),
+        (
+            ["model.custom_chat_template=x", "model.chat_template_path=y"],
+            "set one of the two|set one of them",
+        ),
+        (
+            [
+                "algorithm.optimizer.lr_warmup_steps=3",
+                "algorithm.optimizer.lr_warmup_steps_ratio=0.1",
+            ],
+            "set one of them",
+        ),
+        (["buffer.explorer_input.eval_tasksets=[{}, {}]"], "eval_tasksets.1.name is 'eval'"),
+        (["buffer.explorer_input.eval_tasksets=[{name: train}]"], "which is taken"),
+        (["buffer.explorer_input.taskset.rollout_args.temperature=0"], "nothing to learn from"),
+    ],
+)
+def test_contradictions_are_refused(overrides, text):
+    message = refusal(overrides=overrides)
+    assert any(part in message for part in text.split("|"))
+
+
+def test_empty_sections_say_nothing(write):
+    assert load_config(
+        write("name: a\nmodel:\ncluster:\nbuffer:\n  explorer_input:\n")
+    ) == load_config(overrides=["name=a"])
+
+
+def test_run_without_a_name_is_a_new_run():
+    assert load_config().name.startswith("Experiment-2")
+
+
+def test_root_config_trains_the_tiny_model_or_the_real_one(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("TUNER_")]:
+        monkeypatch.delenv(name)
+    path = REPOSITORY / "config.yaml"
+    tiny = load_config(path)
+    assert tiny.model.model_path.endswith("models/tiny_math")
+    assert tiny.buffer.explorer_input.taskset.path == str(REPOSITORY / "examples/gsm8k/data")
+    monkeypatch.setenv("TUNER_MODEL_PATH", "Qwen/Qwen3-1.7B")
+    monkeypatch.setenv("TUNER_DATASET", "openai/gsm8k")
+    real = load_config(path)
+    assert real.model.model_path == "Qwen/Qwen3-1.7B"
+    assert real.buffer.explorer_input.taskset.path == "openai/gsm8k"
+    assert real.buffer.explorer_input.eval_tasksets[0].path == "openai/gsm8k"
+    assert real.algorithm.optimizer.lr < tiny.algorithm.optimizer.lr
+    assert real.name != tiny.name
+
+
+def test_no_key_is_listed_twice():
+    paths = known_paths()
+    assert len(paths) == len(set(paths))
+
+
+def test_documentation_is_current():
+    from tuner.config.document import PAGE, page
+
+    assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m tuner.config.document"

@@ -1,0 +1,199 @@
+"""Checking and calling workflows and judges."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tuner.errors import ConfigError, DatasetError, FunctionError
+from tuner.judge import JudgeOutput, as_judge_output, call_judge, check_judge_function
+from tuner.workflow import (
+    WorkflowOutput,
+    as_workflow_output,
+    call_workflow,
+    check_workflow_function,
+    load_function,
+)
+
+
+async def workflow(task, model):
+    return WorkflowOutput(response=(task["question"], model))
+
+
+async def call(func: Any, task: dict[str, Any] | None = None) -> WorkflowOutput:
+    return await call_workflow(
+        func,
+        task=task or {"question": "q"},
+        model="m",
+        auxiliary_models={"a": 1},
+        logger="log",
+    )
+
+
+async def score(func: Any) -> JudgeOutput:
+    return await call_judge(func, task={}, response="r", auxiliary_models={"a": 1}, logger="log")
+
+
+class Agent:
+    """An object that is called."""
+
+    async def __call__(self, task, model, *, extra=3):
+        return WorkflowOutput(response=extra)
+
+    async def method(self, task, model, auxiliary_models):
+        return WorkflowOutput(response=auxiliary_models)
+
+
+def plain(task, model):
+    return WorkflowOutput(response=threading.current_thread().name)
+
+
+async def with_more(task, model, style, **rest):
+    return WorkflowOutput(response=(style, sorted(rest)))
+
+
+@pytest.mark.parametrize(
+    ("func", "response"),
+    [
+        (workflow, ("q", "m")),
+        (Agent(), 3),
+        (Agent().method, {"a": 1}),
+        (plain, "tuner-function"),
+        (functools.partial(with_more, style="x"), ("x", ["auxiliary_models", "logger"])),
+        (lambda task, model: workflow(task, model), ("q", "m")),
+        (lambda **everything: WorkflowOutput(response=sorted(everything)),
+         ["auxiliary_models", "logger", "model", "task"]),
+    ],
+    ids=["async", "object", "method", "plain", "partial", "lambda", "kwargs"],
+)  # fmt: skip
+async def test_functions_of_every_kind_are_called_with_what_they_take(func, response):
+    check_workflow_function(func)
+    assert (await call(func)).response == response
+
+
+async def test_plain_functions_run_at_the_same_time():
+    together = threading.Barrier(20, timeout=20)
+
+    def waits(task, model):
+        together.wait()
+        return WorkflowOutput()
+
+    await asyncio.gather(*(call(waits) for _ in range(20)))
+
+
+async def test_error_of_a_plain_function_reaches_the_caller():
+    def breaks(task, model):
+        raise StopIteration
+
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await call(breaks)
+
+
+def missing_model(task, auxiliary_models): ...
+def unknown_parameter(task, model, prompt): ...
+def positional(*args): ...
+def positional_only(task, /, model): ...
+def generator(task, model):
+    yield 1
+
+
+@pytest.mark.parametrize(
+    ("func", "text"),
+    [
+        (missing_model, "parameter model is missing"),
+        (unknown_parameter, "nothing is passed for prompt"),
+        (positional, "parameter task, model is missing; *args never receives anything"),
+        (positional_only, "task takes no keyword"),
+        (generator, "it yields"),
+        (Agent, "it is a class"),
+        ("run_agent", "not a function"),
+    ],
+)
+def test_wrong_parameters_name_function_place_and_expectation(func, text):
+    with pytest.raises(FunctionError) as caught:
+        check_workflow_function(func)
+    message = str(caught.value)
+    assert text in message
+    assert "async def workflow(task, model, auxiliary_models (optional)" in message
+    if callable(func) and not isinstance(func, type):
+        assert f"{func.__name__} ({__file__}:" in message
+        assert "found:" in message
+
+
+def test_judge_needs_task_and_response():
+    check_judge_function(lambda task, response, logger: None)
+    with pytest.raises(FunctionError, match="parameter response is missing"):
+        check_judge_function(lambda task, answer=None: None)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.5, r"returned 0.5 \(float\); a workflow returns WorkflowOutput: write .*\(reward=0.5\)"),
+        (None, "is a return statement missing"),
+        ({"reward": 1}, "returned {'reward': 1} .dict."),
+        (JudgeOutput(reward=1), "a workflow returns WorkflowOutput"),
+    ],
+)
+def test_wrong_return_type_names_function_and_value(value, text):
+    with pytest.raises(FunctionError, match=text) as caught:
+        as_workflow_output(value, workflow)
+    assert f"workflow ({__file__}:" in str(caught.value)
+
+
+def test_agentscopes_outputs_are_taken():
+    theirs = type("WorkflowOutput", (SimpleNamespace,), {})
+    output = as_workflow_output(theirs(reward=1, response="x", metrics=None), workflow)
+    assert output == WorkflowOutput(reward=1, response="x")
+    theirs = type("JudgeOutput", (SimpleNamespace,), {})
+    assert as_judge_output(theirs(reward=1, metrics={"a": 2}), workflow).metrics == {"a": 2}
+    with pytest.raises(FunctionError, match="JudgeOutput without a reward"):
+        as_judge_output(theirs(reward=None, metrics=None), workflow)
+
+
+async def test_judge_without_reward_and_wrong_judge_have_their_own_messages():
+    with pytest.raises(FunctionError, match="it needs a reward: a judge must score"):
+        JudgeOutput(reward=None)  # type: ignore[arg-type]
+    with pytest.raises(FunctionError, match=r"a judge returns JudgeOutput: write JudgeOutput"):
+        await score(lambda task, response: 1.0)
+    assert (await score(lambda task, response: JudgeOutput(reward=True))).reward == 1.0
+
+
+def test_unknown_fields_of_an_output_are_refused():
+    with pytest.raises(FunctionError, match=r"no field 'rewards'"):
+        WorkflowOutput(rewards=1)  # type: ignore[call-arg]
+    with pytest.raises(FunctionError, match=r"metrics.a is 'x' \(str\), expected a number"):
+        JudgeOutput(reward=1, metrics={"a": "x"})  # type: ignore[dict-item]
+
+
+async def test_missing_field_of_a_row_is_named_with_the_fields_there_are():
+    with pytest.raises(
+        FunctionError, match=r"no field 'question'; .* are: problem, answer$"
+    ) as caught:
+        await call(workflow, {"problem": "p", "answer": "a"})
+    assert isinstance(caught.value, DatasetError)
+    assert isinstance(caught.value, KeyError)
+
+
+def test_functions_are_loaded_from_modules_and_files(tmp_path, monkeypatch):
+    file = tmp_path / "my_agent.py"
+    file.write_text("import neighbour\nasync def run(task, model): ...\nx = 1\n")
+    (tmp_path / "neighbour.py").write_text("")
+    monkeypatch.syspath_prepend("")
+    function = load_function(f"{file}:run", setting="tuner.workflow")
+    assert function is load_function(f"{file}:run", setting="tuner.workflow")
+    assert load_function("json:dumps", setting="s").__name__ == "dumps"
+    for reference, text in [
+        ("json", "write package.module:function"),
+        ("no_such_module:f", "importing no_such_module failed"),
+        (f"{tmp_path}/none.py:f", "there is no file"),
+        (f"{file}:walk", "has no function 'walk'"),
+        (f"{file}:x", "something else as function 'x'"),
+    ]:
+        with pytest.raises(ConfigError, match=text):
+            load_function(reference, setting="tuner.workflow")

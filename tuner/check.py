@@ -1,0 +1,239 @@
+"""`tuner check`: two rollouts of the first task, without training, and what they say.
+
+Nothing is written to the run directory, and the weights are not changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tuner.backends.local import planned_steps
+from tuner.backends.stack import Stack, build_stack, build_trainer
+from tuner.config import RunConfig
+from tuner.gateway import SamplingDefaults
+from tuner.rollout import StepPlan, collect
+from tuner.traces import Call, Outcome, Trace, TraceStore
+from tuner.training import build_batch
+from tuner.tune import Run
+from tuner.workflow import where
+
+ROLLOUTS = 2
+# Tokens of a call that are shown: the end of the prompt, both ends of the answer.
+SHOWN_PROMPT, SHOWN_START, SHOWN_END = 4, 10, 3
+# A backward pass costs about two forward passes.
+FORWARDS_PER_UPDATE = 3
+# Weights, gradients and Adam's two averages.
+FLOATS_PER_PARAMETER = 4
+BYTES_PER_FLOAT = 4
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the check found, on one page; `ready` is whether training can begin."""
+
+    ready: bool
+    text: str
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """What was measured: seconds of one rollout beside the others, of one forward pass over all.
+
+    The faster rollout counts: the first one also warms up.
+    """
+
+    rollout: float
+    forward: float
+
+
+def check_run(run: Run) -> Verdict:
+    """Load the model, run two rollouts of the first task, and describe the run.
+
+    Must be called where no event loop is running.
+
+    Raises:
+        ModelLoadError: The model cannot be loaded.
+        FunctionError: A function returned something of the wrong type.
+    """
+    return asyncio.run(_check(run))
+
+
+async def _check(run: Run) -> Verdict:
+    config = run.config
+    stack = build_stack(config, workflow=run.workflow, judge=run.judge)
+    try:
+        taskset = config.buffer.explorer_input.taskset
+        plan = StepPlan(
+            split="train",
+            step=1,
+            tasks=run.train_tasks[:1],
+            repeat=ROLLOUTS,
+            defaults=SamplingDefaults(**config.rollout_args(taskset).model_dump()),
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            traces = await collect(
+                plan, stack.runner, TraceStore(Path(folder)), max_running=ROLLOUTS
+            )
+        final = [trace for trace in traces if trace.final]
+        costs = _Costs(min(map(_seconds, final)), _forward_seconds(run, stack, traces))
+        ready = all(trace.outcome is Outcome.COMPLETED for trace in final)
+        sections = [
+            _inputs(run, stack),
+            _one_call(stack, final),
+            _rewards(final),
+            _plan(run, stack, final, costs),
+            _last_words(ready, final),
+        ]
+        return Verdict(ready, "\n\n".join("\n".join(section) for section in sections))
+    finally:
+        await stack.aclose()
+
+
+def _forward_seconds(run: Run, stack: Stack, traces: Sequence[Trace]) -> float:
+    """Seconds of a forward pass over the calls of the rollouts; 0 where there is none."""
+    batch = build_batch(traces)
+    if not batch.rows:
+        return 0.0
+    trainer = build_trainer(run.config, stack, total_steps=1)
+    started = time.perf_counter()
+    trainer.compute_logp(batch)
+    return time.perf_counter() - started
+
+
+def _seconds(trace: Trace) -> float:
+    return sum(trace.seconds.get(part, 0.0) for part in ("workflow", "judge"))
+
+
+def _inputs(run: Run, stack: Stack) -> Iterator[str]:
+    config = run.config
+    parameters = sum(p.numel() for p in stack.model.parameters())
+    device = next(stack.model.parameters()).device
+    context = stack.engine.capabilities.max_model_len
+    judge = "none: the workflow gives the reward" if run.judge is None else where(run.judge)
+    evaluated = ", ".join(f"{name}: {len(rows)}" for name, rows in run.eval_tasks.items())
+    yield "SETTINGS"
+    yield f"  run directory  {config.run_dir}"
+    yield f"  workflow       {where(run.workflow)}"
+    yield f"  judge          {judge}"
+    yield f"  rows           train: {len(run.train_tasks)}{', ' + evaluated if evaluated else ''}"
+    yield f"  model          {config.model.model_path}"
+    yield f"                 {parameters / 1e6:.2f}M parameters on {device}, context {context}"
+
+
+def _one_call(stack: Stack, traces: Sequence[Trace]) -> Iterator[str]:
+    """The prompt of the first call as text, and the tokens around the start of its answer."""
+    calls = next((trace.calls for trace in traces if trace.calls), ())
+    yield "PROMPT, as the model sees it"
+    if not calls:
+        yield "  none: the workflow never called `model`"
+        return
+    call = calls[0]
+    yield from (f"  | {line}" for line in stack.tokenizer.decode(call.prompt_ids).split("\n"))
+    yield ""
+    yield "TOKENS AND MASK of this call (1: sampled, so trained; 0: prompt)"
+    yield f"  {'mask':>4}  {'id':>7}  {'log-prob':>8}  text"
+    yield from _token_lines(stack, call)
+    yield (
+        f"  {len(call.prompt_ids)} prompt tokens, {len(call.completion_ids)} sampled, "
+        f"finish_reason {call.finish_reason}; {len(calls)} calls in this rollout"
+    )
+
+
+def _token_lines(stack: Stack, call: Call) -> Iterator[str]:
+    skipped = len(call.prompt_ids) - SHOWN_PROMPT
+    if skipped > 0:
+        yield f"     0  ... {skipped} more"
+    for id in call.prompt_ids[-SHOWN_PROMPT:]:
+        yield f"     0  {id:>7}  {'':>8}  {stack.tokenizer.decode([id])!r}"
+    sampled = list(zip(call.completion_ids, call.logprobs, strict=True))
+    hidden = len(sampled) - SHOWN_START - SHOWN_END
+    for index, (id, logprob) in enumerate(sampled):
+        if hidden > 0 and SHOWN_START <= index < SHOWN_START + hidden:
+            if index == SHOWN_START:
+                yield f"     1  ... {hidden} more"
+            continue
+        yield f"     1  {id:>7}  {logprob:>8.3f}  {stack.tokenizer.decode([id])!r}"
+
+
+def _rewards(traces: Sequence[Trace]) -> Iterator[str]:
+    yield "ROLLOUTS"
+    for trace in traces:
+        size = f"{trace.sampled_tokens} tokens in {len(trace.calls)} calls"
+        reward = "no reward" if trace.reward is None else f"reward {trace.reward:g}"
+        yield f"  {trace.outcome.value}, {reward}, {size}, {_seconds(trace):.1f} s"
+        if trace.error is not None:
+            yield f"    {trace.error}"
+        elif trace.response:
+            yield f"    {' '.join(trace.response.split())[:90]}"
+    cut = sum(call.finish_reason == "length" for trace in traces for call in trace.calls)
+    if cut:
+        yield f"  {cut} answers were cut off by the token limit (model.max_response_tokens)"
+    rewards = [trace.reward for trace in traces if trace.reward is not None]
+    if rewards:
+        mean, variance = statistics.fmean(rewards), statistics.pvariance(rewards)
+        meaning = "they differ" if variance else "they agree; larger groups may differ"
+        yield f"  mean {mean:g}, variance {variance:g}: {meaning}"
+
+
+def _plan(run: Run, stack: Stack, traces: Sequence[Trace], costs: _Costs) -> Iterator[str]:
+    config = run.config
+    batch, group = config.buffer.batch_size, config.algorithm.repeat_times
+    rollouts, steps = batch * group, planned_steps(config, len(run.train_tasks))
+    sampled = sum(trace.sampled_tokens for trace in traces) / len(traces)
+    yield "TRAINING"
+    yield (
+        f"  {steps} steps x {batch} tasks x {group} rollouts = {steps * rollouts} rollouts, about "
+        f"{steps * rollouts * sampled:.0f} trained tokens"
+    )
+    yield f"  all weights, {_algorithm(config)}"
+    yield f"  memory  about {_memory(config, stack) / 2**30:.2f} GiB, and that of one micro-batch"
+    concurrent = min(config.explorer.runner_per_model, config.tuner.max_slots, rollouts)
+    train = FORWARDS_PER_UPDATE * costs.forward * rollouts / len(traces)
+    slow = costs.rollout * rollouts / len(traces) + train
+    fast = costs.rollout * rollouts / concurrent + train
+    yield (
+        f"  time    {fast:.1f} to {slow:.1f} s per step, {_duration(fast * steps)} to "
+        f"{_duration(slow * steps)} in all, evaluations not counted"
+    )
+    yield (
+        f"          (if {concurrent} rollouts at a time take as long as {len(traces)}, "
+        "or if they take turns)"
+    )
+
+
+def _algorithm(config: RunConfig) -> str:
+    algorithm = config.algorithm
+    kl = algorithm.kl_loss_fn
+    penalty = "no KL" if kl == "none" else f"KL {kl} x {algorithm.kl_loss_fn_args.kl_coef:g}"
+    return f"{algorithm.algorithm_type}, lr {algorithm.optimizer.lr:g}, {penalty}"
+
+
+def _memory(config: RunConfig, stack: Stack) -> float:
+    """Bytes of weights, gradients, optimizer and reference model."""
+    parameters = sum(p.numel() for p in stack.model.parameters())
+    algorithm = config.algorithm
+    reference = algorithm.kl_loss_fn != "none" and algorithm.kl_loss_fn_args.kl_coef > 0
+    return BYTES_PER_FLOAT * parameters * (FLOATS_PER_PARAMETER + reference)
+
+
+def _last_words(ready: bool, traces: Sequence[Trace]) -> Iterator[str]:
+    if ready:
+        yield "READY: both rollouts completed with a reward."
+        return
+    failed = [trace for trace in traces if trace.outcome is not Outcome.COMPLETED]
+    yield f"NOT READY: {len(failed)} of {len(traces)} rollouts did not complete."
+    for outcome in sorted({trace.outcome.value for trace in failed}):
+        error = next(trace.error for trace in failed if trace.outcome == outcome)
+        yield f"  {outcome}: {error}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,97 @@
+"""The command line: `tuner run` and `tuner check`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from tuner.errors import ConfigError, TrainingError, TunerError
+
+BAD_INPUT = 2
+FAILED = 1
+INTERRUPTED = 130
+
+app = typer.Typer(
+    help="Train the model inside an agent.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigFile = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="YAML file in Trinity-RFT's form.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Settings that win over the file's."),
+]
+
+
+@app.command()
+def run(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Train with the functions that the file names under `tuner:`."""
+    from tuner.tune import tune
+
+    workflow, judge = _functions(config, overrides or [])
+    result = tune(workflow, judge, config_path=config, overrides=overrides or [])
+    typer.echo(result)
+
+
+@app.command()
+def check(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Validate everything, run two rollouts without training, and say what would happen."""
+    from tuner.tune import outside_event_loop, prepare
+
+    workflow, judge = _functions(config, overrides or [])
+    run = prepare(workflow, judge, config_path=config, overrides=overrides or [])
+    from tuner.check import check_run  # imports PyTorch: only once the rest is in order
+
+    verdict = outside_event_loop(lambda: check_run(run))
+    typer.echo(verdict.text)
+    if not verdict.ready:
+        raise typer.Exit(FAILED)
+
+
+def main() -> None:
+    """Entry point; errors that are the user's to mend are printed without a traceback."""
+    try:
+        app(standalone_mode=False)
+    except typer.Exit as stop:
+        sys.exit(stop.exit_code)
+    except TrainingError as error:
+        _fail(error, FAILED)
+    except TunerError as error:
+        _fail(error, BAD_INPUT)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(INTERRUPTED)
+
+
+def _functions(
+    path: Path, overrides: list[str]
+) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+    """The workflow and the judge that the file names."""
+    from tuner.config import load_config
+    from tuner.workflow import load_function
+
+    names = load_config(path, overrides=overrides).tuner
+    if names.workflow is None:
+        raise ConfigError(
+            f"{path}: tuner.workflow is not set: name the workflow as package.module:function or "
+            "path/file.py:function"
+        )
+    workflow = load_function(names.workflow, setting="tuner.workflow")
+    judge = None if names.judge is None else load_function(names.judge, setting="tuner.judge")
+    return workflow, judge
+
+
+def _fail(error: TunerError, code: int) -> NoReturn:
+    typer.echo(f"{type(error).__name__}: {error}", err=True)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
