@@ -1,0 +1,68 @@
+"""`tuner check` on a real (random) model."""
+
+from __future__ import annotations
+
+import pytest
+
+from tuner import JudgeOutput, WorkflowOutput
+from tuner.check import check_run
+from tuner.tune import prepare
+
+
+async def workflow(task, model):
+    completion = await model.client.chat.completions.create(
+        model=model.model_name, messages=[{"role": "user", "content": task["question"]}]
+    )
+    return WorkflowOutput(response=completion.choices[0].message.content or "")
+
+
+async def judge(task, response):
+    return JudgeOutput(reward=len(response))
+
+
+async def breaks(task, model):
+    raise RuntimeError("no such tool")
+
+
+@pytest.fixture
+def prepared(random_model_path, tmp_path):
+    def prepare_with(func):
+        return prepare(
+            func,
+            judge,
+            [{"question": "What is 2 + 2?"}] * 4,
+            overrides=[
+                f"model.model_path={random_model_path}",
+                f"checkpoint_root_dir={tmp_path / 'runs'}",
+                "model.max_response_tokens=20",
+                "buffer.batch_size=2",
+            ],
+        )
+
+    return prepare_with
+
+
+def test_verdict_shows_prompt_mask_rewards_and_costs_and_writes_nothing(prepared, tmp_path):
+    verdict = check_run(prepared(workflow))
+    assert verdict.ready
+    for text in (
+        "What is 2 + 2?",
+        "TOKENS AND MASK",
+        "sampled, finish_reason",
+        "completed, reward",
+        "variance",
+        "2 steps x 2 tasks x 8 rollouts = 32 rollouts",
+        "memory  about",
+        "s per step",
+        "READY",
+    ):
+        assert text in verdict.text
+    assert not (tmp_path / "runs").exists()
+
+
+def test_workflow_that_fails_is_not_ready_and_says_why(prepared):
+    verdict = check_run(prepared(breaks))
+    assert not verdict.ready
+    assert "NOT READY: 2 of 2 rollouts did not complete" in verdict.text
+    assert "RuntimeError: no such tool" in verdict.text
+    assert "none: the workflow never called `model`" in verdict.text

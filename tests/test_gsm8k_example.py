@@ -1,0 +1,46 @@
+"""The judge of the GSM8K example."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("agentscope")
+pytest.importorskip("math_verify")
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "gsm8k" / "main.py"
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("gsm8k_example", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("reply", "reward"),
+    [
+        ("#### 1200", 1.0),
+        ("The answer is 1,200.", 1.0),
+        ("It costs $1200.00.", 1.0),
+        (r"so \boxed{1200}", 1.0),
+        (r"\boxed{\frac{2400}{2}}", 1.0),
+        ("1200 is not it, 7 is", 0.0),
+        ("I do not know.", 0.0),
+        ("", 0.0),
+        (None, 0.0),
+        (r"\boxed{9^{9^{9^{9}}}}", 0.0),
+        (r"\boxed{", 0.0),
+    ],
+)
+async def test_judge_compares_final_answers(example, reply, reward):
+    task = {"answer": "Half of 2400 is <<2400/2=1200>>1200.\n#### 1,200"}
+    response = SimpleNamespace(get_text_content=lambda: reply)
+    assert (await example.judge_function(task, response, {})).reward == reward
