@@ -215,6 +215,20 @@ async def test_prompt_without_room_says_the_numbers_and_what_to_do() -> None:
         assert e.value.code == "context_length_exceeded"
 
 
+async def test_room_for_a_single_token_is_room() -> None:
+    async with gateway_of(StubEngine()) as gateway:
+        session = gateway.open_session("r")
+        prompt_tokens = (await ask(session)).usage.prompt_tokens
+    for max_model_len, fits in ((prompt_tokens, False), (prompt_tokens + 1, True)):
+        async with gateway_of(StubEngine(max_model_len=max_model_len)) as gateway:
+            session = gateway.open_session("r")
+            if fits:
+                assert (await ask(session)).usage.completion_tokens == 1
+            else:
+                with pytest.raises(openai.BadRequestError, match="no room"):
+                    await ask(session)
+
+
 async def test_the_engines_context_error_is_the_callers_too() -> None:
     async with gateway_of(StubEngine([ContextLengthError("the prompt has 9 tokens")])) as gateway:
         session = gateway.open_session("r")

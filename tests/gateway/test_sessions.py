@@ -36,6 +36,8 @@ async def test_sealed_session_refuses_later_calls_with_a_sentence() -> None:
         assert len(calls) == 1
         with pytest.raises(openai.AuthenticationError, match=r"train-1-2-3.*has ended"):
             await ask(session)
+        with pytest.raises(openai.AuthenticationError, match="has ended"):
+            await session.async_client().models.list()
         assert session.calls == session.seal() == calls
 
 
@@ -91,6 +93,16 @@ async def test_the_clients_timeout_is_honoured() -> None:
         with pytest.raises(openai.APITimeoutError):
             await ask(session, timeout=0.02)
         assert engine.cancelled == 1
+
+
+async def test_a_time_limit_set_on_the_client_is_honoured() -> None:
+    engine = StubEngine()
+    engine.gate.clear()
+    async with gateway_of(engine) as gateway:
+        client = gateway.open_session("r").async_client()
+        client.timeout = 0.02
+        with pytest.raises(openai.APITimeoutError):
+            await client.chat.completions.create(model="tiny", messages=USER)
 
 
 async def test_call_is_committed_before_the_agent_sees_the_answer() -> None:
