@@ -304,7 +304,9 @@ async def test_equal_runs_give_equal_seeds_and_ids_in_any_order_of_arrival() -> 
 
     one = await run(["a", "a", "b"])
     assert one == await run(["b", "a", "a"])
-    assert len({pair for pairs in one.values() for pair in pairs}) == 3
+    pairs = [pair for pairs in one.values() for pair in pairs]
+    assert len({tool_call for tool_call, _ in pairs}) == 3
+    assert len({seed for _, seed in pairs}) == 3
 
 
 async def test_another_sessions_seed_gives_other_samples() -> None:
