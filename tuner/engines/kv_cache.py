@@ -41,13 +41,13 @@ class Placement:
     source: Tensor | None
 
 
-class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+class SlotLayer(CacheLayerMixin):
     """One layer's rows; shape and dtype are those of the first keys and values written."""
 
     is_sliding = False
 
     def __init__(self, store: SlotCache) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._store = store
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

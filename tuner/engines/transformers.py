@@ -60,7 +60,9 @@ class TransformersEngine:
     results are bit-identical whoever else is in flight.
 
     Steps run on the event loop while they are short (an estimate below 20 ms) and in one worker
-    thread otherwise, so that agents stay responsive beside a large model.
+    thread otherwise, so that agents stay responsive beside a large model. A thread of its own for
+    short steps would have to win the interpreter from the agents at every tensor operation:
+    `benchmarks/engine.py` measures half the tokens per second beside busy agents.
 
     Any number of event loops may call `generate`, one after the other or at the same time from
     several threads; the weights may change only inside `pause()`.

@@ -18,6 +18,8 @@ of those as they were and touches no version counter goes unnoticed.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -29,7 +31,7 @@ class WeightsGuard:
     """Remembers the weights of `model` without copying them; about 20 us per look on a CPU."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._places = [
+        self._places: list[tuple[dict[str, Any], str]] = [
             (module._parameters, name)
             for module in model.modules()
             for name, parameter in module._parameters.items()
@@ -39,28 +41,23 @@ class WeightsGuard:
 
     def remember(self) -> None:
         """Take the weights as they are now for unchanged."""
+        # Held, so that the id of a parameter cannot become another one's.
         self._parameters = [place[name] for place, name in self._places]
         self._state = self._look()
-        present = [p for p in self._parameters if p is not None]
-        trained = [p for p in present if p.requires_grad]
-        self._views = [
-            p.detach().view(-1)[:_PROBE] for p in trained or present if p.is_contiguous()
-        ]
+        trained = [p for p in self._parameters if p.requires_grad] or self._parameters
+        self._views = [p.detach().view(-1)[:_PROBE] for p in trained if p.is_contiguous()]
         self._probe = self._values()
 
     def changed(self) -> bool:
         """Whether the weights differ from those last remembered."""
-        return (
-            any(
-                place[name] is not parameter
-                for (place, name), parameter in zip(self._places, self._parameters, strict=True)
-            )
-            or self._look() != self._state
-            or not torch.equal(self._values(), self._probe)
-        )
+        return self._look() != self._state or not torch.equal(self._values(), self._probe)
 
-    def _look(self) -> list[tuple[int, int]]:
-        return [(p._version, p.data_ptr()) for p in self._parameters if p is not None]
+    def _look(self) -> list[tuple[int, int, int]]:
+        return [
+            (id(p), p._version, p.data_ptr())
+            for place, name in self._places
+            for p in (place[name],)
+        ]
 
     def _values(self) -> Tensor:
         # Compared as bytes, because NaN is not equal to itself.
