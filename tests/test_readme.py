@@ -1,0 +1,21 @@
+"""The README's script runs as it is printed."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_the_fifteen_lines_train_a_model(tmp_path):
+    (script,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    assert len([line for line in script.splitlines() if line.strip()]) <= 15
+    (tmp_path / "script.py").write_text(script, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "step 5/5" in done.stdout
+    assert "sampled" in done.stdout
+    assert len(list((tmp_path / "checkpoints").glob("*/*/traces/step_*.jsonl"))) == 5
