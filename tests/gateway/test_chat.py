@@ -188,13 +188,6 @@ async def test_request_settings_win_over_the_sessions_defaults() -> None:
         assert second == SamplingParams(max_tokens=4, temperature=0.2, top_p=0.5, top_k=3, seed=42)
 
 
-async def test_greedy_session_takes_the_most_probable_tokens_whatever_is_asked() -> None:
-    async with gateway_of(StubEngine()) as gateway:
-        session = gateway.open_session("r", greedy=True)
-        await ask(session, temperature=0.9)
-        assert session.calls[0].sampling.temperature == 0
-
-
 async def test_max_tokens_is_capped_to_the_room_in_the_context() -> None:
     async with gateway_of(StubEngine(["x" * 100], max_model_len=60)) as gateway:
         session = gateway.open_session("r")

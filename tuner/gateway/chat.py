@@ -149,7 +149,6 @@ def _sampling(
     """The settings in force for one choice."""
     defaults = session.defaults
     limit = defaults.max_tokens if request.max_tokens is None else request.max_tokens
-    temperature = defaults.temperature if request.temperature is None else request.temperature
     seed = int.from_bytes(digest[:8], "big")
     if request.seed is not None:
         # Choices of one request differ; a single one has the very seed that was asked for.
@@ -157,7 +156,7 @@ def _sampling(
         seed = request.seed if choice == 0 else int.from_bytes(mixed, "big")
     return SamplingParams(
         max_tokens=room if limit is None else min(limit, room),
-        temperature=0.0 if session.greedy else temperature,
+        temperature=defaults.temperature if request.temperature is None else request.temperature,
         top_p=defaults.top_p if request.top_p is None else request.top_p,
         top_k=defaults.top_k if request.top_k is None else request.top_k,
         stop=request.stop,

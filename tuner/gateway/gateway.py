@@ -64,7 +64,6 @@ class Gateway:
         seed: int = 0,
         recorded: bool = True,
         defaults: SamplingDefaults | None = None,
-        greedy: bool = False,
     ) -> Session:
         """A new session with a key of its own, open until it is sealed.
 
@@ -73,7 +72,6 @@ class Gateway:
             seed: Equal seeds, ids and requests give equal completions on equal weights.
             recorded: Whether its calls are kept.
             defaults: What a request that does not say is sampled with.
-            greedy: Temperature 0 for every call, whatever its request says.
         """
         session = Session(
             self,
@@ -81,7 +79,6 @@ class Gateway:
             seed=seed,
             recorded=recorded,
             defaults=defaults or SamplingDefaults(),
-            greedy=greedy,
         )
         self._sessions[session.key] = session
         return session

@@ -58,7 +58,6 @@ class Session:
         seed: Where the seeds of its calls come from.
         recorded: Whether its calls are kept; False for models that are not trained.
         defaults: What a request that does not say is sampled with.
-        greedy: Every call takes the most probable tokens, whatever its request says.
         errors: What went wrong inside its calls that was not the caller's fault.
         malformed_tool_calls: Tool calls of its completions that could not be read.
     """
@@ -71,7 +70,6 @@ class Session:
         seed: int,
         recorded: bool,
         defaults: SamplingDefaults,
-        greedy: bool,
     ) -> None:
         self._gateway = gateway
         self.id = session_id
@@ -79,7 +77,6 @@ class Session:
         self.seed = seed
         self.recorded = recorded
         self.defaults = defaults
-        self.greedy = greedy
         self.errors: list[Exception] = []
         self.malformed_tool_calls = 0
         self.replays: dict[str, Replay] = {}
