@@ -47,7 +47,7 @@ class SlotLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, store: SlotCache) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._store = store
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
