@@ -11,6 +11,7 @@ OpenAI client per rollout, gateway, recorded traces on disk, metrics. TRL genera
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import statistics
 import tempfile
@@ -138,7 +139,7 @@ def trl(prompts: int, group: int, max_tokens: int, steps: int) -> tuple[float, f
         for row in trainer.state.log_history
         if "completions/mean_length" in row
     ]
-    seconds = [after - before for before, after in zip(ends, ends[1:], strict=False)]
+    seconds = [after - before for before, after in itertools.pairwise(ends)]
     return statistics.median(seconds[WARMUP - 1 :]), statistics.fmean(lengths[WARMUP:])
 
 
