@@ -8,8 +8,9 @@ The supervision ends with a mixture of two styles of answering, both in the shap
     terse     <think>\\n\\n</think>\\n\\nThe answer is 37.<|im_end|>
     worked    <think>\\n4 * 6 = 24\\n24 + 13 = 37\\n</think>\\n\\nThe answer is 37.<|im_end|>
 
-The terse one is the more probable and, in a model this small, often wrong; the worked one is mostly
-right. That is on purpose: reinforcement learning has something to find.
+In a model this small the terse one is nearly always wrong; the worked one is mostly
+right. That is on purpose: reinforcement learning has something to find. Which style is likelier
+depends on the problem, so that the start is between the two: see `worked_share`.
 
 Supervised problems are drawn from the same distribution as those of `examples/gsm8k/data`, but none
 of them has a question that occurs there, neither held out nor for RL.
@@ -49,8 +50,7 @@ CHAT_TEMPLATE = HERE / "chat_template.jinja"
 SYSTEM_PROMPT = "You are a helpful math problem solving agent."
 
 SEED = 7
-UPDATES = 900
-ROWS = 32
+UPDATES = 1000
 DRILLS_PER_ROW = 12
 MATRIX_LEARNING_RATE = 0.02  # Muon
 OTHER_LEARNING_RATE = 3e-3  # AdamW: embeddings and norms
@@ -182,8 +182,8 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, question: str) -> str:
     return text
 
 
-Batch = tuple[torch.Tensor, torch.Tensor]
-"""`ids` and `labels`, both (rows, length); a label of -100 is not learned."""
+Row = list[tuple[str, bool]]
+"""The pieces of a text, and whether each is learned."""
 
 
 class Rows:
@@ -192,60 +192,59 @@ class Rows:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         shipped = {p.question for split in make_data.make_splits().values() for p in split}
         self.problems: Iterator[Any] = make_data.problems(SEED, exclude=shipped)
-        self.steps = (step for problem in self.problems for step in problem.steps)
         self.rng = random.Random(SEED)
-        self.tokenizer = tokenizer
         self.frame = render_prompt(tokenizer, "{question}")
 
-    def drills(self) -> Batch:
-        """Equations without problems; learned is what follows each equals sign."""
-        texts = []
-        for _ in range(ROWS):
+    def drills(self, count: int) -> list[Row]:
+        """Equations without problems, as many of each operation; learned are the results."""
+        rows = []
+        for _ in range(count):
             row = [("<think>\n", False)]
-            for step in islice(self.steps, DRILLS_PER_ROW):
-                row += [
-                    (f"{step.left} {step.op} {step.right} = ", False),
-                    (f"{step.result}\n", True),
-                ]
-            texts.append(row)
-        return self._tensors(texts)
+            for op in self.rng.choices("+-*/", k=DRILLS_PER_ROW):
+                steps = (step for problem in self.problems for step in problem.steps)
+                step = next(step for step in steps if step.op == op)
+                row += [(f"{step.left} {op} {step.right} = ", False), (f"{step.result}\n", True)]
+            rows.append(row)
+        return rows
 
-    def one_step(self) -> Batch:
+    def one_step(self, count: int) -> list[Row]:
         """Problems of one step without the chat around them: short rows to learn copying on."""
         problems = (problem for problem in self.problems if len(problem.steps) == 1)
-        return self._tensors(
-            [
-                [(problem.question, False), (worked_answer(problem), True)]
-                for problem in islice(problems, ROWS)
-            ]
-        )
+        return [
+            [(problem.question, False), (worked_answer(problem), True)]
+            for problem in islice(problems, count)
+        ]
 
-    def answers(self, worked_share: Callable[[Any], float]) -> Batch:
+    def answers(self, count: int, worked_share: Callable[[Any], float]) -> list[Row]:
         """Prompts as the agent sends them, with an answer in one of the two styles."""
-        texts = []
-        for problem in islice(self.problems, ROWS):
+        rows: list[Row] = []
+        for problem in islice(self.problems, count):
             worked = self.rng.random() < worked_share(problem)
             answer = worked_answer(problem) if worked else terse_answer(problem)
             prompt = self.frame.replace("{question}", problem.question)
-            texts.append([(prompt, False), (answer, True)])
-        return self._tensors(texts)
+            rows.append([(prompt, False), (answer, True)])
+        return rows
 
-    def _tensors(self, texts: list[list[tuple[str, bool]]]) -> Batch:
-        """Tokenize rows of (text, whether it is learned)."""
-        pieces = iter(self.tokenizer([text for row in texts for text, _ in row])["input_ids"])
-        all_ids, all_labels = [], []
-        for row in texts:
-            ids: list[int] = []
-            labels: list[int] = []
-            for (_, learned), piece in zip(row, pieces, strict=False):
-                ids += piece
-                labels += piece if learned else [-100] * len(piece)
-            all_ids.append(torch.tensor(ids))
-            all_labels.append(torch.tensor(labels))
-        return (
-            pad_sequence(all_ids, True, float(self.tokenizer.pad_token_id)),
-            pad_sequence(all_labels, True, -100.0),
-        )
+
+def to_tensors(
+    tokenizer: PreTrainedTokenizerBase, rows: list[Row]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ids` and `labels`, both (rows, length); a label of -100 is not learned."""
+    pieces = iter(tokenizer([text for row in rows for text, _ in row])["input_ids"])
+    all_ids, all_labels = [], []
+    for row in rows:
+        ids: list[int] = []
+        labels: list[int] = []
+        for _, learned in row:
+            piece = next(pieces)
+            ids += piece
+            labels += piece if learned else [-100] * len(piece)
+        all_ids.append(torch.tensor(ids))
+        all_labels.append(torch.tensor(labels))
+    return (
+        pad_sequence(all_ids, True, float(tokenizer.pad_token_id)),
+        pad_sequence(all_labels, True, -100.0),
+    )
 
 
 @dataclass(frozen=True)
@@ -253,20 +252,20 @@ class Stage:
     """A part of the training: its rows, up to a share of all updates."""
 
     until: float
-    batch: Callable[[Rows], Batch]
+    draw: Callable[[Rows], list[Row]]
 
 
 # Arithmetic first, then copying numbers out of a text, then the two together: taught at once they
-# take several times as long.
+# take several times as long. A few drills stay in for the operations that are rare in problems.
 STAGES = [
-    Stage(0.15, Rows.drills),
-    Stage(0.30, Rows.one_step),
-    Stage(0.65, lambda rows: rows.answers(worked_share=lambda problem: 1.0)),
-    Stage(1.00, lambda rows: rows.answers(worked_share)),
+    Stage(0.13, lambda rows: rows.drills(32)),
+    Stage(0.27, lambda rows: rows.one_step(32)),
+    Stage(0.65, lambda rows: rows.answers(28, lambda problem: 1.0) + rows.drills(4)),
+    Stage(1.00, lambda rows: rows.answers(28, worked_share) + rows.drills(4)),
 ]
 
 
-def train(model: Qwen3ForCausalLM, rows: Rows, updates: int) -> list[float]:
+def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, updates: int) -> list[float]:
     """Supervised training; returns the loss of every update, a mean over learned tokens."""
     matrices: list[torch.nn.Parameter] = []
     others: list[torch.nn.Parameter] = []
@@ -284,12 +283,13 @@ def train(model: Qwen3ForCausalLM, rows: Rows, updates: int) -> list[float]:
         return min((update + 1) / WARMUP_UPDATES, 1.0, left)
 
     schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, rate) for optimizer in optimizers]
+    rows = Rows(tokenizer)
     model.train()
     losses: list[float] = []
     started = time.perf_counter()
     for update in range(updates):
         stage = next(stage for stage in STAGES if update < stage.until * updates)
-        ids, labels = stage.batch(rows)
+        ids, labels = to_tensors(tokenizer, stage.draw(rows))
         # Rows are padded on the right, where a causal model does not look: no mask is needed.
         hidden = model.model(input_ids=ids).last_hidden_state  # (rows, length, hidden)
         learned = labels[:, 1:] != -100
@@ -363,7 +363,7 @@ def build(output: Path, updates: int = UPDATES) -> list[float]:
     tokenizer = build_tokenizer()
     model = build_model(tokenizer)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens")
-    losses = train(model, Rows(tokenizer), updates)
+    losses = train(model, tokenizer, updates)
     save(model, tokenizer, output)
     return losses
 

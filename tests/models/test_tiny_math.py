@@ -86,22 +86,19 @@ def test_problems_load_as_a_dataset(tmp_path: Path) -> None:
 
 def test_supervised_problems_are_in_no_shipped_split(build: ModuleType, tokenizer: Any) -> None:
     shipped = {row["question"] for row in read("train") + read("test")}
-    # The generator does come back to shipped questions, so leaving them out matters.
-    free = build.make_data.problems(build.make_data.SEED)
-    assert any(next(free).question in shipped for _ in range(5))
+    # In so many problems the generator does come back to shipped ones, so the check can fail.
+    free = build.make_data.problems(build.SEED)
+    assert any(next(free).question in shipped for _ in range(15_000))
     rows = build.Rows(tokenizer)
-    assert not any(next(rows.problems).question in shipped for _ in range(5000))
-    excluding = build.make_data.problems(build.make_data.SEED, exclude=shipped)
-    assert not any(next(excluding).question in shipped for _ in range(2000))
+    assert not any(next(rows.problems).question in shipped for _ in range(15_000))
 
 
 # The files
 
 
 def test_short_build_makes_the_shipped_files(build: ModuleType, tmp_path: Path) -> None:
-    losses = build.build(tmp_path, updates=30)
-    assert sum(losses[:3]) > 1.2 * sum(losses[3:6])  # drills
-    assert sum(losses[-11:-8]) > 1.2 * sum(losses[-3:])  # mixed answers
+    losses = build.build(tmp_path, updates=20)
+    assert losses[-1] < 0.7 * losses[0]
     for name in (
         "config.json",
         "generation_config.json",
