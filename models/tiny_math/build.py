@@ -8,9 +8,9 @@ The supervision ends with a mixture of two styles of answering, both in the shap
     terse     <think>\\n\\n</think>\\n\\nThe answer is 37.<|im_end|>
     worked    <think>\\n4 * 6 = 24\\n24 + 13 = 37\\n</think>\\n\\nThe answer is 37.<|im_end|>
 
-In a model this small the terse one is nearly always wrong; the worked one is mostly
-right. That is on purpose: reinforcement learning has something to find. Which style is likelier
-depends on the problem, so that the start is between the two: see `worked_share`.
+In a model this small the terse one is nearly always wrong and the worked one nearly always right.
+That is on purpose: reinforcement learning has something to find. Which style is likelier depends on
+the problem, so that the start is between the two: see `worked_share`.
 
 Supervised problems are drawn from the same distribution as those of `examples/gsm8k/data`, but none
 of them has a question that occurs there, neither held out nor for RL.
