@@ -1,0 +1,233 @@
+"""The loop: what stops it, what it counts, what it writes. A real engine on a random model."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.backends import runs
+from tuner.backends.local import planned_steps, run_local
+from tuner.backends.models import load_model, load_tokenizer
+from tuner.chat_models import default_kind
+from tuner.errors import ConfigError, FunctionError, ModelLoadError, TrainingError
+from tuner.judge import JudgeOutput
+from tuner.traces import read_traces
+from tuner.workflow import WorkflowOutput
+
+
+def tune(model, root, *overrides, workflow=runs.workflow, judge=runs.judge):
+    base = ("tuner.deterministic=false", "buffer.total_steps=2", "explorer.max_retry_times=0")
+    return run_local(
+        runs.config(model, root, *base, *overrides),
+        workflow=workflow,
+        judge=judge,
+        train_tasks=runs.TRAIN,
+        eval_tasks={"held-out": runs.EVAL},
+    )
+
+
+async def failing_workflow(task, model):
+    await runs.ask(model, "hi")
+    raise LookupError(f"no tool for {task['question']!r}"[:12])
+
+
+def test_always_failing_workflow_stops_the_run_with_its_error(random_model_path, tmp_path):
+    with pytest.raises(TrainingError, match=r"6 of 6 rollouts.*workflow_error: LookupError"):
+        tune(
+            random_model_path,
+            tmp_path,
+            "buffer.total_steps=9",
+            "tuner.signal_patience=2",
+            workflow=failing_workflow,
+        )
+    rows = (tmp_path / "p/run/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [0, 1, 2]
+    # What was recorded stays.
+    assert len(list(read_traces(tmp_path / "p/run/traces/step_000001.jsonl"))) == 6
+
+
+def test_equal_rewards_stop_the_run_with_advice(random_model_path, tmp_path):
+    async def judge(task, response):
+        return JudgeOutput(reward=1.0)
+
+    with pytest.raises(TrainingError, match="the same reward, 1: a group teaches"):
+        tune(random_model_path, tmp_path, "tuner.signal_patience=2", judge=judge)
+
+
+def test_failed_rollouts_are_dropped_and_counted(random_model_path, tmp_path):
+    async def workflow(task, model):
+        text = await runs.ask(model, task["question"])
+        if sum(map(ord, text)) % 3 == 0:
+            raise LookupError("no tool")
+        return WorkflowOutput(response=text)
+
+    result = tune(random_model_path, tmp_path, workflow=workflow)
+    failed = result.outcomes["workflow_error"]
+    assert failed > 0
+    assert failed + result.outcomes["completed"] == 12
+    assert result.tokens.dropped["workflow_error"] > 0
+    assert result.tokens.sampled == result.tokens.trained + sum(result.tokens.dropped.values())
+
+
+def test_penalized_failures_are_trained(random_model_path, tmp_path):
+    tokens = {}
+
+    async def workflow(task, model):
+        text = await runs.ask(model, task["question"])
+        tokens[text] = None
+        if len(tokens) % 2:
+            raise LookupError("no tool")
+        return WorkflowOutput(response=text)
+
+    result = tune(
+        random_model_path, tmp_path, "tuner.on_failure={penalize: -1.0}", workflow=workflow
+    )
+    assert result.outcomes["workflow_error"] > 0
+    assert result.tokens.dropped == {}
+
+
+def test_abort_raises_at_the_first_failure(random_model_path, tmp_path):
+    with pytest.raises(TrainingError, match="on_failure is 'abort'"):
+        tune(random_model_path, tmp_path, "tuner.on_failure=abort", workflow=failing_workflow)
+
+
+def test_wrong_return_type_stops_at_once(random_model_path, tmp_path):
+    async def workflow(task, model):
+        return "text"
+
+    with pytest.raises(FunctionError, match="returns WorkflowOutput"):
+        tune(random_model_path, tmp_path, workflow=workflow)
+
+
+def test_checkpoints_load_and_old_ones_go(random_model_path, tmp_path):
+    result = tune(
+        random_model_path,
+        tmp_path,
+        "buffer.total_steps=4",
+        "trainer.save_interval=1",
+        "trainer.max_checkpoints_to_keep=2",
+    )
+    names = sorted(path.name for path in result.checkpoint.parent.iterdir())
+    assert names == ["step_000003", "step_000004"]
+    start = AutoModelForCausalLM.from_pretrained(random_model_path)
+    trained = AutoModelForCausalLM.from_pretrained(result.checkpoint)
+    pairs = zip(start.parameters(), trained.parameters(), strict=True)
+    assert any(not torch.equal(a, b) for a, b in pairs)
+
+
+def test_auxiliary_model_is_served_by_name_and_never_recorded(random_model_path, tmp_path):
+    names = []
+
+    async def workflow(task, model, auxiliary_models):
+        helper = auxiliary_models["helper"]
+        names.append((sorted(auxiliary_models), helper.model_name))
+        hint = await runs.ask(helper, "a hint please")
+        return WorkflowOutput(response=await runs.ask(model, task["question"] + hint[:2]))
+
+    async def judge(task, response, auxiliary_models):
+        await runs.ask(auxiliary_models["helper"], response)
+        return await runs.judge(task, response)
+
+    helper = f"{{name: helper, model_path: {random_model_path}, max_response_tokens: 3}}"
+    result = tune(
+        random_model_path,
+        tmp_path,
+        f"explorer.auxiliary_models=[{helper}]",
+        workflow=workflow,
+        judge=judge,
+    )
+    assert names[0] == (["helper"], str(random_model_path))
+    for trace in read_traces(result.traces / "step_000001.jsonl"):
+        assert len(trace.calls) == 1
+        assert trace.calls[0].messages[0]["content"].startswith("train")
+
+
+class Remote(BaseHTTPRequestHandler):
+    """An OpenAI-compatible server with one answer."""
+
+    keys: list[str]
+
+    def do_POST(self):
+        self.keys.append(self.headers["Authorization"])
+        self.rfile.read(int(self.headers["Content-Length"]))
+        choice = {
+            "index": 0,
+            "finish_reason": "stop",
+            "message": {"role": "assistant", "content": "remote"},
+        }
+        body = {"id": "1", "object": "chat.completion", "created": 0, "model": "big"}
+        data = json.dumps({**body, "choices": [choice]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def remote():
+    Remote.keys = []
+    server = HTTPServer(("127.0.0.1", 0), Remote)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_auxiliary_model_behind_a_url(random_model_path, tmp_path, remote, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+
+    async def judge(task, response, auxiliary_models):
+        assert await runs.ask(auxiliary_models["judge"], "score this") == "remote"
+        return await runs.judge(task, response)
+
+    settings = f"{{base_url: '{remote}', model_name: big, api_key_env: JUDGE_KEY}}"
+    result = tune(
+        random_model_path, tmp_path, f"tuner.auxiliary_models={{judge: {settings}}}", judge=judge
+    )
+    assert result.outcomes == {"completed": 12}
+    assert set(Remote.keys) == {"Bearer secret"}
+
+
+def test_missing_key_of_a_remote_model_is_named(random_model_path, tmp_path, monkeypatch):
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    settings = "{base_url: 'http://127.0.0.1:9/v1', model_name: big, api_key_env: JUDGE_KEY}"
+    with pytest.raises(ConfigError, match="JUDGE_KEY"):
+        tune(random_model_path, tmp_path, f"tuner.auxiliary_models={{judge: {settings}}}")
+
+
+def test_steps_are_the_full_batches_of_all_epochs(random_model_path, tmp_path):
+    config = runs.config(
+        random_model_path, tmp_path, "buffer.total_steps=null", "buffer.total_epochs=3"
+    )
+    assert planned_steps(config, tasks=7) == 10  # 21 tasks in batches of 2
+
+
+@pytest.mark.parametrize("path", ["no/such/folder", "./missing", "/nowhere"])
+def test_missing_model_folder_is_named_with_its_setting(path):
+    with pytest.raises(ModelLoadError, match=r"model\.model_path = .*there is no such folder"):
+        load_model(path, device=torch.device("cpu"))
+
+
+def test_folder_without_a_model_or_tokenizer_says_so(tmp_path):
+    with pytest.raises(ModelLoadError, match="cannot be loaded as a causal language model"):
+        load_model(str(tmp_path), device=torch.device("cpu"))
+    with pytest.raises(ModelLoadError, match="tokenizer"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_context_longer_than_the_model_is_refused(random_model_path, tmp_path):
+    with pytest.raises(ConfigError, match=r"max_model_len = 4096 is more than the 256 positions"):
+        tune(random_model_path, tmp_path, "model.max_model_len=4096")
+
+
+def test_kind_of_chat_model_follows_what_is_installed():
+    assert default_kind() == "agentscope1"
