@@ -109,6 +109,16 @@ def test_run_beside_a_finished_one_gets_a_name_of_its_own(straight, random_model
     assert result.run_dir == straight.run_dir.with_name("run-2")
 
 
+def test_moved_run_directory_goes_on(random_model_path, tmp_path):
+    first = tune(runs.config(random_model_path, tmp_path / "a", "buffer.total_steps=1"))
+    (tmp_path / "b" / "p").mkdir(parents=True)
+    first.run_dir.rename(tmp_path / "b" / "p" / "moved")
+    config = runs.config(random_model_path, tmp_path / "b", "name=moved", "buffer.total_steps=2")
+    result = tune(config)
+    assert result.steps == 2
+    assert without_times(result.history)[1] == without_times(first.history)[1]
+
+
 def test_longer_run_goes_on_from_the_end(random_model_path, tmp_path):
     short = tune(runs.config(random_model_path, tmp_path, "buffer.total_steps=2"))
     longer = tune(runs.config(random_model_path, tmp_path, "buffer.total_steps=4"))

@@ -10,9 +10,10 @@ from tuner.backends.run_directory import RunDirectory
 from tuner.config import RunConfig, load_config
 from tuner.errors import ConfigError
 
-# What may change between the parts of a run: nothing here changes what is learned, except the
-# length of the run.
+# What may change between the parts of a run: where it lies, what it reports and how long it is,
+# nothing else that changes what is learned.
 MAY_CHANGE = (
+    "checkpoint_root_dir",
     "continue_from_checkpoint",
     "buffer.total_epochs",
     "buffer.total_steps",
@@ -22,10 +23,11 @@ MAY_CHANGE = (
     "explorer.max_timeout",
     "explorer.runner_per_model",
     "monitor",
+    "name",
+    "project",
     "trainer.max_checkpoints_to_keep",
     "trainer.max_token_len_per_gpu",
     "trainer.save_interval",
-    "trainer.total_steps",
     "tuner.device",
     "tuner.max_slots",
     "tuner.signal_patience",
@@ -64,7 +66,7 @@ def check_same_run(
 
 
 def _may_change(key: str, now: Mapping[str, Any]) -> bool:
-    if key in ("buffer.total_steps", "buffer.total_epochs", "trainer.total_steps"):
+    if key in ("buffer.total_steps", "buffer.total_epochs"):
         # A schedule that ends at the last step would bend for the steps already taken.
         return bool(now["algorithm.optimizer.lr_scheduler_type"] == "constant")
     return any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE)
