@@ -30,6 +30,7 @@ def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
         metrics["calls/per_rollout"] = len(calls) / len(final)
         metrics["calls/completion_tokens"] = _mean([len(call.completion_ids) for call in calls])
         metrics["calls/prompt_tokens"] = _mean([len(call.prompt_ids) for call in calls])
+        metrics["calls/cached_tokens"] = _mean([call.cached_tokens for call in calls])
         metrics["calls/truncated"] = _mean([call.finish_reason == "length" for call in calls])
         metrics["calls/invalid"] = sum(call.invalid is not None for call in calls)
     names = sorted({name for trace in final for name in trace.metrics})

@@ -106,7 +106,10 @@ def result_table(result: TuneResult) -> str:
         text = f"{after:.3f}" if before is None else f"{before:.3f} -> {after:.3f}"
         table.add_row(f"held-out reward ({name})", text)
     if result.rewards:
-        table.add_row("reward per step", " ".join(f"{r:.2f}" for r in thin(result.rewards, 20)))
+        shown = thin(result.rewards, 20)
+        few = f"{len(shown)} of {len(result.rewards)} steps"
+        what = "reward per step" if len(shown) == len(result.rewards) else f"reward, {few}"
+        table.add_row(what, " ".join(f"{reward:.2f}" for reward in shown))
     table.add_row("rollouts", ", ".join(f"{n} {name}" for name, n in result.outcomes.items()))
     tokens = result.tokens
     dropped = ", ".join(f"{count} dropped ({reason})" for reason, count in tokens.dropped.items())
