@@ -8,6 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from tuner import MissingDependencyError
+from tuner.chat_models.agentscope1 import trinity_chat_model
+
 pytest.importorskip("agentscope")
 pytest.importorskip("math_verify")
 
@@ -44,3 +47,14 @@ async def test_judge_compares_final_answers(example, reply, reward):
     task = {"answer": "Half of 2400 is <<2400/2=1200>>1200.\n#### 1,200"}
     response = SimpleNamespace(get_text_content=lambda: reply)
     assert (await example.judge_function(task, response, {})).reward == reward
+
+
+def test_without_agentscope_the_example_says_what_to_install(monkeypatch) -> None:
+    monkeypatch.setattr("tuner.chat_models.agentscope1.agentscope_version", lambda: None)
+    trinity_chat_model.cache_clear()
+    spec = importlib.util.spec_from_file_location("gsm8k_without_agentscope", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    with pytest.raises(MissingDependencyError, match=r"agentscope-tuner\[agentscope1\]"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    trinity_chat_model.cache_clear()

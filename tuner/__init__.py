@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tuner.algorithm import AlgorithmConfig
+    from tuner.chat_models import require_agentscope1
     from tuner.config import RemoteModel, RunConfig
     from tuner.dataset import Dataset, DatasetConfig
     from tuner.errors import (
@@ -56,6 +57,7 @@ _MODULES = {
     "WorkflowType": "tuner.workflow",
     "check_judge_function": "tuner.judge",
     "check_workflow_function": "tuner.workflow",
+    "require_agentscope1": "tuner.chat_models",
     "tune": "tuner.tune",
 }
 
@@ -82,6 +84,7 @@ __all__ = [
     "WorkflowType",
     "check_judge_function",
     "check_workflow_function",
+    "require_agentscope1",
     "tune",
 ]
 

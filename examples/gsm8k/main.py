@@ -17,11 +17,21 @@ from typing import Any
 # Agents print every message otherwise, thousands of them; has to be said before the import.
 os.environ.setdefault("AGENTSCOPE_DISABLE_CONSOLE_OUTPUT", "true")
 
+from tuner import (
+    Dataset,
+    JudgeOutput,
+    TrinityChatModel,
+    TunerError,
+    WorkflowOutput,
+    require_agentscope1,
+    tune,
+)
+
+require_agentscope1()  # says what to install if AgentScope 1.x is missing
+
 from agentscope.agent import ReActAgent
 from agentscope.formatter import OpenAIChatFormatter
 from agentscope.message import Msg
-
-from tuner import Dataset, JudgeOutput, TrinityChatModel, TunerError, WorkflowOutput, tune
 
 HERE = Path(__file__).resolve().parent
 NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?|-?\.\d+")

@@ -5,7 +5,11 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Literal
 
-from tuner.chat_models.agentscope1 import agentscope_version, trinity_chat_model
+from tuner.chat_models.agentscope1 import (
+    agentscope_version,
+    require_agentscope1,
+    trinity_chat_model,
+)
 from tuner.chat_models.plain import PlainChatModel
 from tuner.chat_models.remote import RemoteChatModel, agentscope1_remote_model
 from tuner.errors import MissingDependencyError
@@ -20,6 +24,7 @@ __all__ = [
     "chat_model",
     "default_kind",
     "remote_chat_model",
+    "require_agentscope1",
     "trinity_chat_model_class",
 ]
 

@@ -22,6 +22,15 @@ def agentscope_version() -> str | None:
         return None
 
 
+def require_agentscope1() -> None:
+    """Say what to install, where a program that imports AgentScope 1.x would only fail.
+
+    Raises:
+        MissingDependencyError: AgentScope 1.x is not installed, or does not import.
+    """
+    trinity_chat_model()
+
+
 @cache
 def trinity_chat_model() -> type[Any]:
     """The class `TrinityChatModel`, made when first asked for: importing AgentScope takes long.
@@ -32,12 +41,11 @@ def trinity_chat_model() -> type[Any]:
     found = agentscope_version()
     if found is None:
         raise MissingDependencyError(
-            f"the chat model for AgentScope 1.x needs AgentScope, which is not "
-            f"installed: {_INSTALL}"
+            f"this needs AgentScope 1.x, which is not installed: {_INSTALL}"
         )
     if not found.startswith("1."):
         raise MissingDependencyError(
-            f"the chat model for AgentScope 1.x needs agentscope>=1.0.12,<2, but {found} is "
+            f"this needs agentscope>=1.0.12,<2, but {found} is "
             f"installed: {_INSTALL}, in an environment of its own"
         )
     try:
