@@ -66,3 +66,4 @@ class AuxiliaryModels:
     async def aclose(self) -> None:
         for gateway, _ in self._local.values():
             await gateway.aclose()
+            await gateway.engine.close()

@@ -36,6 +36,7 @@ class Stack:
     async def aclose(self) -> None:
         await self.auxiliary.aclose()
         await self.gateway.aclose()
+        await self.gateway.engine.close()
 
 
 def build_stack(
