@@ -4,6 +4,7 @@ import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import openai
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -195,6 +196,21 @@ def test_auxiliary_model_behind_a_url(random_model_path, tmp_path, remote, monke
     )
     assert result.outcomes == {"completed": 12}
     assert set(Remote.keys) == {"Bearer secret"}
+
+
+def test_plain_function_with_a_client_of_its_own_is_trained_over_http(random_model_path, tmp_path):
+    """Any framework: a URL and a key are enough, and the key is the rollout."""
+
+    def workflow(task, model):
+        client = openai.OpenAI(base_url=model.base_url, api_key=model.api_key, max_retries=0)
+        messages = [{"role": "user", "content": task["question"]}]
+        answer = client.chat.completions.create(model=model.model_name, messages=messages)
+        return WorkflowOutput(response=answer.choices[0].message.content or "")
+
+    result = tune(random_model_path, tmp_path, workflow=workflow)
+    assert result.outcomes == {"completed": 12}
+    for trace in read_traces(result.traces / "step_000002.jsonl"):
+        assert [call.messages[0]["content"] for call in trace.calls] == [trace.task["question"]]
 
 
 def test_missing_key_of_a_remote_model_is_named(random_model_path, tmp_path, monkeypatch):
