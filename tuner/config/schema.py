@@ -101,7 +101,9 @@ class TunerSection(Section):
     dtype: Literal["float32"] = Field(default="float32", description="Type of the weights.")
     seed: int = Field(default=42, ge=0, description="Seed of sampling and initialisation.")
     deterministic: bool = Field(
-        default=False, description="Same weights, bit for bit, from the same seed; slower."
+        default=False,
+        description="Same weights, bit for bit, from the same seed, also after a kill. Rollouts "
+        "and answers then come one after the other, so it is many times slower.",
     )
     on_failure: Literal["drop", "abort"] | Penalize = Field(
         default="drop",
