@@ -1,11 +1,14 @@
 """Traces: what a rollout leaves behind, exactly, and the token tree over a batch of them."""
 
+from tuner.traces.branches import Branch, BranchCause, branches
 from tuner.traces.call import Call
 from tuner.traces.store import TraceStore, read_traces
 from tuner.traces.trace import Outcome, RolloutId, Trace
 from tuner.traces.tree import TokenTree, TreeRow
 
 __all__ = [
+    "Branch",
+    "BranchCause",
     "Call",
     "Outcome",
     "RolloutId",
@@ -13,5 +16,6 @@ __all__ = [
     "Trace",
     "TraceStore",
     "TreeRow",
+    "branches",
     "read_traces",
 ]
