@@ -153,6 +153,16 @@ def test_the_same_history_under_another_system_prompt(trace):
     assert trace.found == [(1, "system_changed", 0)]
 
 
+def test_two_agents_on_the_same_question_are_not_a_changed_system_prompt(trace):
+    trace.ask([SYSTEM, user("q")], said("a"))
+    trace.ask([{"role": "system", "content": "Criticise."}, user("q")], said("b"))
+    assert trace.found == [(1, "sub_agent", None)]
+
+
+def test_no_calls_have_no_branches():
+    assert branches([]) == ()
+
+
 def test_compaction_with_and_without_the_first_message(trace):
     history = trace.ask([SYSTEM, user("q")], using("c1"))
     history = trace.ask([*history, result("c1")], using("c2"), after=0)

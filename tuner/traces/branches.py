@@ -27,7 +27,8 @@ The first line that holds is the cause:
     compaction      c shares its first message behind the system messages with an earlier call; and
                     is shorter than e with its response, e the latest of those that share most
     rewrite         the same, but c is not shorter
-    system_changed  c repeats an earlier call, except for the system messages at the start
+    system_changed  c begins with the messages of an earlier call and its response, except for the
+                    system messages at the start
     compaction      messages of c are also in an earlier call with the same system messages, its
                     response included; and c is shorter than e with its response, e the latest
                     of those that have most
@@ -37,8 +38,8 @@ The first line that holds is the cause:
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -121,16 +122,16 @@ def _cause(
     shared = [
         _common(new.messages(_LOOSEST), old.messages(_LOOSEST, response=True)) for old in earlier
     ]
-    repeated = max(_repeats(new, earlier), default=None)
-    if repeated is not None and repeated[0] >= max(shared):
-        _, strictness, e = repeated
+    most = max(shared)
+    repeated = _repeated(new, earlier)
+    if repeated is not None and repeated[0] >= most:
+        _, view, e = repeated
         if prompt.startswith(keys[e]):
             return BranchCause.FORK, e
         if new.tools != earlier[e].tools:
             return BranchCause.TOOLS_CHANGED, e
-        return _CAUSE_OF_VIEW[-strictness] or earlier[e].unseen_cause, e
+        return _CAUSE_OF_VIEW[view] or earlier[e].unseen_cause, e
 
-    most = max(shared)
     if most > len(new.system):
         e = max(i for i, count in enumerate(shared) if count == most)
         return (BranchCause.COMPACTION if new.is_shorter(earlier[e]) else BranchCause.REWRITE), e
@@ -150,18 +151,32 @@ def _cause(
     return BranchCause.SUB_AGENT, None
 
 
-def _repeats(new: _Talk, earlier: Sequence[_Talk]) -> Iterator[tuple[int, int, int]]:
-    """(messages repeated, strictness, index) of every earlier call that `new` repeats."""
-    for i, old in enumerate(earlier):
-        for view in range(_LOOSEST + 1):
-            ours, theirs = new.messages(view), old.messages(view, response=True)
-            if ours[: len(theirs)] == theirs or ours == theirs[:-1]:
-                yield min(len(ours), len(theirs)), -view, i
-                break
+def _repeated(new: _Talk, earlier: Sequence[_Talk]) -> tuple[int, int, int] | None:
+    """The earlier call that `new` repeats: messages repeated, strictest view, index."""
+    counts = [_repeats(new, old, _LOOSEST) for old in earlier]
+    most = max(counts)
+    if not most:
+        return None
+    view, latest = min(
+        (next(view for view in range(_LOOSEST + 1) if _repeats(new, earlier[i], view)), -i)
+        for i, count in enumerate(counts)
+        if count == most
+    )
+    return most, view, -latest
+
+
+def _repeats(new: _Talk, old: _Talk, view: int) -> int:
+    """How many messages of `old`, its response included, `new` repeats; 0 unless it repeats it."""
+    ours, theirs = new.messages(view), old.messages(view, response=True)
+    if ours[: len(theirs)] == theirs:
+        return len(theirs)
+    return len(ours) if ours == theirs[:-1] else 0
 
 
 def _common(ours: Sequence[str], theirs: Sequence[str]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs)))  # noqa: B905
+    """How many messages two lists have in common at their beginning."""
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
 
 
 # How messages are compared: as they are, then each view leaves out one thing more.
@@ -169,8 +184,8 @@ _AS_IS, _NO_REASONING, _NO_WHITESPACE, _NO_TOOL_IDS = range(4)
 _LOOSEST = _NO_TOOL_IDS
 _CAUSE_OF_VIEW = (None, BranchCause.REASONING, BranchCause.WHITESPACE, BranchCause.TOOL_IDS)
 
-# Reasoning inside the content; the prompt may have opened it.
-_INLINE_REASONING = re.compile(r"\s*(?:<think>)?.*?</think>\s*", re.DOTALL)
+# The end of reasoning inside the content; its beginning may be in the prompt.
+_END_OF_REASONING = "</think>"
 
 
 class _Talk:
@@ -179,7 +194,7 @@ class _Talk:
     def __init__(self, call: Call) -> None:
         self._call = call
         self.messages = cache(self._messages)
-        self.tools = json.dumps(call.tools, sort_keys=True, default=repr)
+        self.tools = call.tools
 
     def _messages(self, view: int, *, response: bool = False) -> list[str]:
         if response:
@@ -218,8 +233,9 @@ def _is_system(message: Message) -> bool:
 def _has_reasoning(message: Message) -> bool:
     if message.get("role") != "assistant":
         return False
-    inline = _INLINE_REASONING.match(_content(message))
-    return bool(message.get("reasoning_content") or message.get("reasoning") or inline)
+    if message.get("reasoning_content") or message.get("reasoning"):
+        return True
+    return _END_OF_REASONING in _content(message)
 
 
 def _text(message: Message, view: int) -> str:
@@ -231,7 +247,8 @@ def _text(message: Message, view: int) -> str:
     if view >= _NO_REASONING and message.get("role") == "assistant":
         shown.pop("reasoning_content", None)
         shown.pop("reasoning", None)
-        content = _INLINE_REASONING.sub("", content, count=1)
+        if _END_OF_REASONING in content:
+            content = content.split(_END_OF_REASONING, 1)[1].lstrip()
     if view >= _NO_WHITESPACE:
         content = "".join(content.split())
     if view >= _NO_TOOL_IDS:
@@ -239,7 +256,8 @@ def _text(message: Message, view: int) -> str:
     shown["content"] = content
     if "tool_calls" in shown:
         shown["tool_calls"] = [_tool_call(call, view) for call in shown["tool_calls"]]
-    return json.dumps(shown, sort_keys=True, default=repr)
+    # Interned, because each message of a long trace is compared again and again.
+    return sys.intern(json.dumps(shown, sort_keys=True, default=repr))
 
 
 def _content(message: Message) -> str:
