@@ -139,6 +139,13 @@ def test_a_later_answer_that_was_rewritten_is_not_mistaken_for_a_fork(trace):
     assert trace.found == [(2, "rewrite", 1)]
 
 
+def test_renamed_tool_calls_with_their_results(trace):
+    trace.ask([user("q")], using("c1"))
+    trace.ask([user("q"), using("c1"), result("c1")], said("so"), after=0)
+    trace.ask([user("q"), using("call_1"), result("call_1"), said("so"), user("more")], said("end"))
+    assert trace.found == [(2, "tool_ids", 1)]
+
+
 def test_other_tools_with_the_same_history(trace):
     history = trace.ask([SYSTEM, user("q")], said("a"))
     trace.ask([*history, user("more")], said("b"), tools=TOOLS)
