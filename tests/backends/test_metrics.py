@@ -52,6 +52,23 @@ def test_batch_metrics_say_where_every_token_went():
     assert has_signal(batch)
 
 
+def test_batch_metrics_say_how_many_tokens_are_shared():
+    # Two turns of one conversation, and another answer to its first: 1 2 [3], 1 2 3 4 [5], 1 2 [6].
+    turns = [call("a", [1, 2], [3], [-1.0]), call("b", [1, 2, 3, 4], [5], [-1.0])]
+    other = [call("c", [1, 2], [6], [-1.0])]
+    batch = build_batch([trace(0, 0, turns, reward=1.0), trace(0, 1, other, reward=0.0)])
+    metrics = batch_metrics(batch)
+    assert metrics["tokens/row"] == 11
+    assert metrics["tokens/unique"] == 6
+    assert metrics["tokens/merge_ratio"] == 11 / 6
+
+
+def test_batch_metrics_of_nothing_to_train_have_no_unique_tokens():
+    metrics = batch_metrics(build_batch([failed(0, 0)]))
+    assert metrics["tokens/unique"] == 0
+    assert metrics["tokens/merge_ratio"] == 1
+
+
 @pytest.mark.parametrize("traces", [group(0, [1.0, 1.0]), [failed(0, 0), failed(0, 1)]])
 def test_no_signal_without_different_rewards_in_a_group(traces):
     assert not has_signal(build_batch(traces))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from tuner.algorithms import group_std
-from tuner.traces import Outcome, Trace
+from tuner.traces import Outcome, TokenTree, Trace
 from tuner.training import Batch
 
 
@@ -41,11 +41,17 @@ def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
-    """Where the step's tokens went, and how many groups have something to tell."""
+    """Where the step's tokens went, and how many groups have something to tell.
+
+    `tokens/merge_ratio` is how many times more tokens the batch has as rows than as a token tree.
+    """
+    tree = TokenTree.build(batch.rows)
     metrics: dict[str, float] = {
         "tokens/sampled": batch.sampled_tokens,
         "tokens/trained": batch.trained_tokens,
         "tokens/row": batch.row_tokens,
+        "tokens/unique": tree.unique_tokens,
+        "tokens/merge_ratio": tree.merge_ratio,
     }
     for reason, count in batch.dropped_tokens.items():
         metrics[f"tokens/dropped/{reason}"] = count

@@ -1,7 +1,21 @@
-"""Traces: what a rollout leaves behind, exactly."""
+"""Traces: what a rollout leaves behind, exactly, and the token tree over a batch of them."""
 
+from tuner.traces.branches import Branch, BranchCause, branches
 from tuner.traces.call import Call
 from tuner.traces.store import TraceStore, read_traces
 from tuner.traces.trace import Outcome, RolloutId, Trace
+from tuner.traces.tree import TokenTree, TreeRow
 
-__all__ = ["Call", "Outcome", "RolloutId", "Trace", "TraceStore", "read_traces"]
+__all__ = [
+    "Branch",
+    "BranchCause",
+    "Call",
+    "Outcome",
+    "RolloutId",
+    "TokenTree",
+    "Trace",
+    "TraceStore",
+    "TreeRow",
+    "branches",
+    "read_traces",
+]
