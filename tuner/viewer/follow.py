@@ -167,8 +167,10 @@ class TraceIndex:
         """
         if file not in self._names():
             raise TunerError(f"there is no file {file!r} among the traces of this run")
-        with (self.folder / file).open("rb") as stream:
-            stream.seek(offset)
+        path = self.folder / file
+        with path.open("rb") as stream:
+            # Beyond the end, or what a file system can count to, there is no line.
+            stream.seek(min(offset, path.stat().st_size))
             line = stream.readline()
         try:
             trace: dict[str, Any] = json.loads(line)

@@ -12,6 +12,9 @@ from tuner.errors import TunerError
 from tuner.viewer.follow import MetricsFollower, TraceIndex
 from tuner.viewer.vocabulary import Vocabulary
 
+# JavaScript's numbers are floats of 64 bits: integers beyond this are rounded.
+EXACT_INTEGER = 2**53 - 1
+
 
 class RunReader:
     """A run directory, read again and again.
@@ -46,7 +49,7 @@ class RunReader:
             "total_steps": self._total_steps(config, completed),
             "updated": self._updated(),
             "settings": {
-                "model": _at(config, "model", "model_path"),
+                "model": _short(_at(config, "model", "model_path")),
                 "algorithm": _at(config, "algorithm", "algorithm_type"),
                 "learning rate": _at(config, "algorithm", "optimizer", "lr"),
                 "rollouts per task": _at(config, "algorithm", "repeat_times"),
@@ -116,20 +119,22 @@ class RunReader:
 
 
 def to_json(value: Any) -> str:
-    """JSON that a browser reads: numbers that are not finite become text, "NaN" for instance."""
-    try:
-        return json.dumps(value, allow_nan=False)
-    except ValueError:
-        return json.dumps(_finite(value), allow_nan=False)
+    """JSON that JavaScript reads without loss.
+
+    Numbers that it has not or would round become text: "NaN", "9007199254740993".
+    """
+    return json.dumps(_readable(value), allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")
+def _readable(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _readable(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_finite(item) for item in value]
+        return [_readable(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, int) and abs(value) > EXACT_INTEGER:
+        return str(value)
     return value
 
 
@@ -138,3 +143,8 @@ def _at(config: dict[str, Any], *keys: str) -> Any:
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     return value
+
+
+def _short(model: str | None) -> str | None:
+    """The name of a model's folder; a name on the Hub as it is."""
+    return Path(model).name if model is not None and Path(model).is_absolute() else model
