@@ -1,5 +1,6 @@
 """Growing files are read once, torn lines are waited for, replaced files are begun anew."""
 
+import dataclasses
 import json
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.viewer.stored import small, store_run
 from tuner.errors import TunerError
-from tuner.traces import Outcome
+from tuner.traces import Outcome, RolloutId
 from tuner.traces.store import trace_to_json
 from tuner.viewer.follow import LineFollower, MetricsFollower, TraceIndex
 
@@ -72,10 +73,11 @@ def test_rows_say_what_a_list_needs_and_lead_to_their_trace(tmp_path):
 
 
 def test_files_are_listed_by_step(tmp_path):
-    run = store_run(tmp_path, [small(0, 0, 1.0, step=step) for step in (10, 2, 1)])
+    evaluated = dataclasses.replace(small(0, 0, 1.0), id=RolloutId(2, 0, 0, "held-out"))
+    run = store_run(tmp_path, [*(small(0, 0, 1.0, step=step) for step in (10, 3, 1)), evaluated])
     index = TraceIndex(run / "traces")
     index.refresh()
-    assert [row.step for row in index.rows] == [1, 2, 10]
+    assert [row.step for row in index.rows] == [1, 2, 3, 10]
 
 
 def test_reading_for_a_limited_time_goes_on_where_it_stopped(tmp_path):

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.builders import call, trace
 from tests.viewer.stored import read_data, small, store_run
@@ -76,6 +77,14 @@ def test_tokens_have_their_text_spaces_and_special_tokens_included(tmp_path):
     assert body["no_text"] is None
     assert body["vocabulary"][504].startswith("<|")
     assert body["vocabulary"][220] == " "
+
+
+def test_a_token_keeps_the_space_that_its_decoder_drops_at_the_start(tmp_path):
+    spoken = Tokenizer(models.WordLevel({"a": 0, "▁a": 1, "▁the": 2, "▁": 3}, unk_token="a"))
+    spoken.pre_tokenizer = pre_tokenizers.Metaspace()
+    spoken.decoder = decoders.Metaspace()
+    spoken.save(str(tmp_path / "tokenizer.json"))
+    assert Vocabulary([tmp_path]).texts({0, 2}) == {0: "a", 2: " the"}
 
 
 def test_a_character_of_several_tokens_is_shown_at_its_last():
