@@ -1,4 +1,4 @@
-"""The command line: `tuner run` and `tuner check`."""
+"""The command line: `tuner run`, `check`, `view` and `replay`."""
 
 from __future__ import annotations
 
@@ -30,6 +30,11 @@ Overrides = Annotated[
     typer.Argument(metavar="KEY=VALUE", help="Settings that win over the file's."),
 ]
 
+RunDirectoryPath = Annotated[
+    Path,
+    typer.Argument(metavar="RUN", help="Run directory: <checkpoint_root_dir>/<project>/<name>."),
+]
+
 
 @app.command()
 def run(config: ConfigFile, overrides: Overrides = None) -> None:
@@ -54,6 +59,49 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
     typer.echo(verdict.text)
     if not verdict.ready:
         raise typer.Exit(FAILED)
+
+
+@app.command()
+def view(
+    run: RunDirectoryPath,
+    port: Annotated[int, typer.Option(help="Port on 127.0.0.1; 0 takes a free one.")] = 0,
+    report: Annotated[
+        bool, typer.Option("--report", help="Write report.html into the run and serve nothing.")
+    ] = False,
+) -> None:
+    """Look at a run and its traces in a browser; follows a run that is going on."""
+    if report:
+        from tuner.viewer import write_report
+
+        typer.echo(write_report(run))
+        return
+    from tuner.viewer.server import serve
+
+    serve(run, port=port, announce=lambda link: typer.echo(f"{link}\nCtrl-C ends it."))
+
+
+@app.command()
+def replay(
+    run: RunDirectoryPath,
+    judge: Annotated[str, typer.Option(help="package.module:function or path/file.py:function.")],
+    split: Annotated[str, typer.Option(help="train, or the name of an evaluation set.")] = "train",
+    steps: Annotated[
+        str | None, typer.Option(metavar="A-B", help="First and last step; all by default.")
+    ] = None,
+) -> None:
+    """Score stored traces again with another judge; no model runs."""
+    from tuner.viewer.replay import parse_steps, replay, replay_table
+    from tuner.workflow import load_function
+
+    module, _, function = judge.rpartition(":")
+    result = replay(
+        run,
+        load_function(judge, setting="--judge"),
+        name=f"{Path(module.removesuffix('.py')).name}.{function}",
+        split=split,
+        steps=parse_steps(steps),
+    )
+    typer.echo(replay_table(result))
 
 
 def main() -> None:

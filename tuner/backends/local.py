@@ -282,7 +282,22 @@ class _Loop:
         if "tensorboard" in self._config.monitor.monitor_type:
             result.tensorboard = self._directory.tensorboard
         write_atomically(self._directory.result, result.model_dump_json(indent=2))
+        self._report()
         return result
+
+    def _report(self) -> None:
+        """Write `report.html`. Training is done by now: whatever goes wrong here is only said."""
+        from tuner.viewer import write_report
+
+        try:
+            write_report(self._directory.path)
+        except Exception as error:
+            logger.warning(
+                "report.html was not written: %s: %s; `tuner view %s --report` tries again",
+                type(error).__name__,
+                error,
+                self._directory.path,
+            )
 
 
 def summarize(

@@ -1,0 +1,150 @@
+"""What the page shows of a run, read from its directory while it may still be written."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from tuner.backends.run_directory import RunDirectory
+from tuner.errors import TunerError
+from tuner.viewer.follow import MetricsFollower, TraceIndex
+from tuner.viewer.vocabulary import Vocabulary
+
+# JavaScript's numbers are floats of 64 bits: integers beyond this are rounded.
+EXACT_INTEGER = 2**53 - 1
+
+
+class RunReader:
+    """A run directory, read again and again.
+
+    Attributes:
+        metrics: Rows of `metrics.jsonl`.
+        traces: One row per trace.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises:
+        TunerError: `path` is not a run directory.
+        """
+        self.directory = RunDirectory(path.resolve())
+        if not self.directory.traces.is_dir() and not self.directory.metrics.is_file():
+            raise TunerError(
+                f"{path} is not a run: it holds neither metrics.jsonl nor traces/. Give the "
+                "folder <checkpoint_root_dir>/<project>/<name>"
+            )
+        self.metrics = MetricsFollower(self.directory.metrics)
+        self.traces = TraceIndex(self.directory.traces)
+        self._vocabulary: Vocabulary | None = None
+
+    def info(self) -> dict[str, Any]:
+        """Name, status and the settings worth seeing; no secrets, so no whole configuration."""
+        config = self._config()
+        completed = self.directory.result.is_file()
+        return {
+            "name": self.directory.path.name,
+            "project": config.get("project") or self.directory.path.parent.name,
+            "status": "completed" if completed else "no result yet",
+            "total_steps": self._total_steps(config, completed),
+            "updated": self._updated(),
+            "settings": {
+                "model": _short(_at(config, "model", "model_path")),
+                "algorithm": _at(config, "algorithm", "algorithm_type"),
+                "learning rate": _at(config, "algorithm", "optimizer", "lr"),
+                "rollouts per task": _at(config, "algorithm", "repeat_times"),
+                "tasks per step": _at(config, "buffer", "batch_size"),
+                "temperature": _at(config, "model", "temperature"),
+            },
+        }
+
+    def trace(self, file: str, offset: int) -> dict[str, Any]:
+        """One trace as stored, with the text of its tokens.
+
+        Returns:
+            `trace`; `vocabulary`, text by id; `characters`, for each call and then for "prompt"
+            and "completion" the text of tokens that only together make a character, by position;
+            `no_text`, why there is no text, or None.
+
+        Raises:
+            TunerError: No trace begins there.
+        """
+        trace = self.traces.read(file, offset)
+        ids: set[int] = set()
+        for call in trace["calls"]:
+            ids.update(call["prompt_ids"], call["completion_ids"])
+        vocabulary = self.vocabulary()
+        return {
+            "trace": trace,
+            "vocabulary": vocabulary.texts(ids),
+            "characters": [
+                {
+                    "prompt": vocabulary.characters(call["prompt_ids"]),
+                    "completion": vocabulary.characters(call["completion_ids"]),
+                }
+                for call in trace["calls"]
+            ],
+            "no_text": vocabulary.problem,
+        }
+
+    def vocabulary(self) -> Vocabulary:
+        """Of the newest checkpoint, else of the model that the run started from."""
+        if self._vocabulary is None or self._vocabulary.problem is not None:
+            steps = self.directory.checkpoint_steps() if self.directory.checkpoints.is_dir() else []
+            folders: list[str | Path] = [self.directory.checkpoint(step) for step in steps[-1:]]
+            model = _at(self._config(), "model", "model_path")
+            self._vocabulary = Vocabulary([*folders, *([model] if model else [])])
+        return self._vocabulary
+
+    def _config(self) -> dict[str, Any]:
+        import yaml
+
+        if not self.directory.config.is_file():
+            return {}
+        config = yaml.safe_load(self.directory.config.read_text(encoding="utf-8"))
+        return config if isinstance(config, dict) else {}
+
+    def _total_steps(self, config: dict[str, Any], completed: bool) -> int | None:
+        """None where it follows from the length of the dataset, which is not in the directory."""
+        if completed:
+            result = json.loads(self.directory.result.read_text(encoding="utf-8"))
+            return int(result["steps"])
+        steps = _at(config, "buffer", "total_steps")
+        return None if steps is None else int(steps)
+
+    def _updated(self) -> float:
+        """Unix time of the last write to metrics or traces."""
+        files = [self.directory.metrics, *self.directory.traces.glob("*step_*.jsonl")]
+        return max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)
+
+
+def to_json(value: Any) -> str:
+    """JSON that JavaScript reads without loss.
+
+    Numbers that it has not or would round become text: "NaN", "9007199254740993".
+    """
+    return json.dumps(_readable(value), allow_nan=False)
+
+
+def _readable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _readable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_readable(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, int) and abs(value) > EXACT_INTEGER:
+        return str(value)
+    return value
+
+
+def _at(config: dict[str, Any], *keys: str) -> Any:
+    value: Any = config
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _short(model: str | None) -> str | None:
+    """The name of a model's folder; a name on the Hub as it is."""
+    return Path(model).name if model is not None and Path(model).is_absolute() else model

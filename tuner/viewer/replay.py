@@ -1,0 +1,260 @@
+"""`tuner replay`: stored traces scored by another judge. No model is run and none is loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tuner.backends.run_directory import write_atomically
+from tuner.errors import FunctionError, TunerError
+from tuner.judge import call_judge, check_judge_function
+from tuner.traces import Outcome, Trace, TraceStore, read_traces
+
+logger = logging.getLogger("tuner")
+
+# The workflow returned a response in these; in the others there is nothing to judge.
+JUDGED = (Outcome.COMPLETED, Outcome.JUDGE_ERROR, Outcome.INVALID_REWARD)
+MAX_RUNNING = 16
+
+
+class StoredResponse(str):
+    """The text of a response, for judges written for text and for those written for messages.
+
+    It is a `str`, and like AgentScope's `Msg` it has `content` and `get_text_content()`. Whatever
+    else the response was is not stored.
+    """
+
+    __slots__ = ()
+
+    @property
+    def content(self) -> str:
+        return str(self)
+
+    def get_text_content(self) -> str:
+        return str(self)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"the judge reads response.{name}, but a trace stores a response as text: use it as "
+            "a str, or response.get_text_content()"
+        )
+
+
+class NoModels(dict[str, Any]):
+    """The auxiliary models of a replay: none."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise FunctionError(
+            f"the judge asks for the auxiliary model {name!r}, but tuner replay runs no model; "
+            "call a model of your own in the judge, or judge while the run goes on"
+        )
+
+
+@dataclass(frozen=True)
+class Score:
+    """What the judge gave one trace.
+
+    Attributes:
+        trace: The trace as stored, without its calls.
+        reward: The new reward, or None when the judge failed.
+        metrics: The judge's numbers.
+        error: One line on how it failed, or None.
+        error_type: The error's class, or "invalid reward".
+    """
+
+    trace: Trace
+    reward: float | None
+    metrics: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+    error_type: str | None = None
+
+    @property
+    def changed(self) -> bool:
+        """Whether there are an old and a new reward, and they differ."""
+        old = self.trace.reward
+        return old is not None and self.reward is not None and old != self.reward
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "id": vars(self.trace.id),
+            "attempt": self.trace.attempt,
+            "old_reward": self.trace.reward,
+            "reward": self.reward,
+            "metrics": self.metrics,
+            "error": self.error,
+        }
+
+
+@dataclass(frozen=True)
+class Replay:
+    """All scores, and where they were written.
+
+    Attributes:
+        scores: In the order of the traces.
+        unscored: By step: traces without a response, by how they ended.
+        path: The JSONL file with one line per score.
+    """
+
+    scores: list[Score]
+    unscored: dict[int, Counter[str]]
+    path: Path
+
+
+def replay(
+    run: Path,
+    judge: Callable[..., Any],
+    *,
+    name: str,
+    split: str = "train",
+    steps: tuple[int, int] | None = None,
+) -> Replay:
+    """Score stored traces again; writes `replay_<name>.jsonl` into the run directory.
+
+    Attempts that a retry replaced are left out. The judge gets `task`, a `StoredResponse` and no
+    auxiliary models. Must be called where no event loop is running.
+
+    Args:
+        run: The run directory.
+        judge: The judge.
+        name: Names the judge in the file's name.
+        split: "train", or the name of an evaluation set.
+        steps: First and last step; None takes all.
+
+    Raises:
+        FunctionError: The judge cannot be called, returned something of the wrong type, asked for
+            a field that the task does not have, or for an auxiliary model.
+        TunerError: The run has no such traces.
+    """
+    check_judge_function(judge)
+    scores: list[Score] = []
+    unscored: dict[int, Counter[str]] = {}
+    for step, file in _files(run, split, steps):
+        final = [_without_calls(trace) for trace in read_traces(file) if trace.final]
+        judged = [trace for trace in final if trace.outcome in JUDGED]
+        scores += asyncio.run(_score_all(judged, judge))
+        unscored[step] = Counter(t.outcome.value for t in final if t.outcome not in JUDGED)
+    path = run / f"replay_{re.sub(r'[^A-Za-z0-9_.-]+', '.', name).strip('.')}.jsonl"
+    write_atomically(path, "".join(json.dumps(score.to_json()) + "\n" for score in scores))
+    return Replay(scores=scores, unscored=unscored, path=path)
+
+
+def parse_steps(text: str | None) -> tuple[int, int] | None:
+    """`3-7`, `3` or None as first and last step.
+
+    Raises:
+        TunerError: It is something else.
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if match is None or (match[2] and int(match[2]) < int(match[1])):
+        raise TunerError(f"--steps is {text!r}: write first-last, 3-7 for instance, or one step")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def replay_table(result: Replay) -> str:
+    """Per step: traces scored, mean reward before and after, how many changed, what failed."""
+    lines = [
+        f"{'step':>6} {'scored':>7} {'old mean':>9} {'new mean':>9} {'changed':>8} {'errors':>7}"
+    ]
+    for step in sorted(result.unscored):
+        lines.append(_line(str(step), [s for s in result.scores if s.trace.id.step == step]))
+    lines.append(_line("all", result.scores))
+    errors = Counter(s.error_type for s in result.scores if s.error_type)
+    for kind, count in errors.most_common():
+        example = next(s.error for s in result.scores if s.error_type == kind)
+        lines.append(f"{count} x {kind}, for instance: {example}")
+    without: Counter[str] = sum(result.unscored.values(), Counter())
+    if without:
+        counts = ", ".join(f"{count} {outcome}" for outcome, count in without.most_common())
+        lines.append(f"not scored, since there is no response to judge: {counts}")
+    lines.append(f"scores: {result.path}")
+    return "\n".join(lines)
+
+
+def _line(name: str, scores: Sequence[Score]) -> str:
+    old = _mean([s.trace.reward for s in scores if s.trace.reward is not None])
+    new = _mean([s.reward for s in scores if s.reward is not None])
+    changed = sum(score.changed for score in scores)
+    errors = sum(score.error_type is not None for score in scores)
+    return f"{name:>6} {len(scores):>7} {old:>9} {new:>9} {changed:>8} {errors:>7}"
+
+
+def _mean(rewards: Sequence[float]) -> str:
+    return f"{sum(rewards) / len(rewards):.4f}" if rewards else "-"
+
+
+def _files(run: Path, split: str, steps: tuple[int, int] | None) -> list[tuple[int, Path]]:
+    folder = run / "traces"
+    if not folder.is_dir():
+        raise TunerError(f"{run} is not a run: it has no folder traces/")
+    store = TraceStore(folder)
+    found = []
+    for path in folder.glob("*step_*.jsonl"):
+        number = path.stem.rpartition("step_")[2]
+        if number.isdecimal() and store.path(split, int(number)) == path:
+            found.append((int(number), path))
+    chosen = [(n, path) for n, path in found if steps is None or steps[0] <= n <= steps[1]]
+    if not chosen:
+        known = sorted(
+            {
+                path.stem.rpartition("step_")[0].rstrip("_") or "train"
+                for path in folder.glob("*step_*.jsonl")
+            }
+        )
+        numbers = f"; steps of {split}: {min(found)[0]}-{max(found)[0]}" if found else ""
+        raise TunerError(
+            f"{run} has no traces of split {split!r} in the chosen steps (splits: "
+            f"{', '.join(known) or 'none'}{numbers})"
+        )
+    return sorted(chosen)
+
+
+def _without_calls(trace: Trace) -> Trace:
+    """Scores are kept until the end; token ids would fill the memory."""
+    return Trace(**{**vars(trace), "calls": ()})
+
+
+async def _score_all(traces: Sequence[Trace], judge: Callable[..., Any]) -> list[Score]:
+    running = asyncio.Semaphore(MAX_RUNNING)
+
+    async def score(trace: Trace) -> Score:
+        async with running:
+            return await _score(trace, judge)
+
+    # A group: the first error that is the judge's own mistake ends the others.
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(score(trace)) for trace in traces]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def _score(trace: Trace, judge: Callable[..., Any]) -> Score:
+    try:
+        verdict = await call_judge(
+            judge,
+            task=trace.task,
+            response=StoredResponse(trace.response),
+            auxiliary_models=NoModels(),
+            logger=logger,
+        )
+    except FunctionError:
+        raise
+    except Exception as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        return Score(trace, None, error=text, error_type=type(error).__name__)
+    metrics = verdict.metrics or {}
+    if not math.isfinite(verdict.reward):
+        text = f"the judge gave reward {verdict.reward}; a reward must be a finite number"
+        return Score(trace, None, metrics, error=text, error_type="invalid reward")
+    return Score(trace, verdict.reward, metrics)

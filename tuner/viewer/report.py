@@ -1,0 +1,89 @@
+"""`report.html`: the page with a run's metrics and a stated selection of its traces inside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from tuner.backends.run_directory import write_atomically
+from tuner.viewer.follow import TraceRow
+from tuner.viewer.page import page
+from tuner.viewer.reader import RunReader
+
+NAME = "report.html"
+TRACE_BYTES = 4 * 2**20
+LOGPROB_DIGITS = 4
+
+
+def write_report(run: Path, *, trace_bytes: int = TRACE_BYTES) -> Path:
+    """Write `report.html` into a run directory, atomically.
+
+    Args:
+        run: The run directory.
+        trace_bytes: The most bytes of stored traces that go into it.
+
+    Raises:
+        TunerError: `run` is not a run directory, or its files are damaged.
+        OSError: It cannot be written.
+    """
+    reader = RunReader(run)
+    path = reader.directory.path / NAME
+    write_atomically(path, page(report_data(reader, trace_bytes=trace_bytes)))
+    return path
+
+
+def report_data(reader: RunReader, *, trace_bytes: int) -> dict[str, Any]:
+    """Everything that the page shows without a server."""
+    reader.metrics.refresh()
+    reader.traces.refresh()
+    vocabulary: dict[int, str] = {}
+    rows, bodies, size = [], {}, 0
+    for row in selection(reader.traces.rows):
+        if size + row.size > trace_bytes:
+            continue
+        size += row.size
+        body = reader.trace(row.file, row.offset)
+        for call in body["trace"]["calls"]:
+            call["logprobs"] = [round(value, LOGPROB_DIGITS) for value in call["logprobs"]]
+        # One vocabulary for all of them.
+        vocabulary |= body.pop("vocabulary")
+        rows.append(row)
+        bodies[row.key] = body
+    order = {row.key: position for position, row in enumerate(reader.traces.rows)}
+    rows.sort(key=lambda row: order[row.key])
+    return {
+        "mode": "report",
+        "run": reader.info(),
+        "metrics": reader.metrics.rows,
+        "traces": [row.to_json() for row in rows],
+        "total_traces": len(reader.traces.rows),
+        "problems": reader.traces.problems,
+        "bodies": bodies,
+        "vocabulary": vocabulary,
+    }
+
+
+def selection(rows: Sequence[TraceRow]) -> Iterator[TraceRow]:
+    """`rows` with the ones worth keeping first, each once.
+
+    In turn: one of the last training step, of the first, of the last evaluation, of the first,
+    and a failure, newest first. What is in none of these follows, newest first.
+    """
+    training = [row for row in rows if row.split == "train"]
+    evaluation = [row for row in rows if row.split != "train"]
+    failures = [row for row in rows if row.outcome != "completed"]
+    queues = [*_ends(training), *_ends(evaluation), failures[::-1]]
+    seen: set[str] = set()
+    for row in (*(row for turn in zip_longest(*queues) for row in turn), *rows[::-1]):
+        if row is not None and row.key not in seen:
+            seen.add(row.key)
+            yield row
+
+
+def _ends(rows: Sequence[TraceRow]) -> tuple[list[TraceRow], list[TraceRow]]:
+    """The rows of the last step and of the first."""
+    last = max((row.step for row in rows), default=0)
+    first = min((row.step for row in rows), default=0)
+    return [row for row in rows if row.step == last], [row for row in rows if row.step == first]
