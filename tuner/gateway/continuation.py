@@ -10,10 +10,11 @@ after it, as alternating pieces of text, and finds them again in the next prompt
            \n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n  encoded now
 
 A piece is found where the text the template rendered is the very text that was sampled. One more
-case counts as found: the rendered turn differs, but the parsers read the same message out of both
-texts, as when the model wrote `{"a":1}` and the template writes `{"a": 1}`. The framework then sent
-back what it was given, and the model reads its own tokens. A turn whose reasoning or words the
-template or the agent changed is another message: everything from there on is rendered afresh.
+case counts as found: the rendered turn differs in the formatting of its tool calls alone, as when
+the model wrote `{"a":1}` and the template writes `{"a": 1}`. The parsers read the same message out
+of both texts, so the framework sent back what it was given, and the model reads its own tokens. A
+turn whose reasoning or words the template or the agent changed is another one: everything from
+there on is rendered afresh.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ class _Completion:
         opened: Whether the prompt has opened the reasoning.
         tools: Whether tool calls were looked for in it.
         turns: Assistant turns in the conversation up to here.
+        asked: The completions of each prompt that went on from here, by the text it added.
+        parsed, message: What it says, once that was asked; see `_comparable`.
     """
 
     prompt_ids: tuple[int, ...] = ()
@@ -74,7 +77,8 @@ class _Completion:
     tools: bool = False
     turns: int = 0
     asked: dict[str, list[_Completion]] = field(default_factory=dict)
-    message: object = None
+    parsed: bool = False
+    message: tuple[object, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -223,16 +227,17 @@ class Conversations:
         stop = text.find(end, start)
         if stop < 0:
             return None
-        if completion.message is None:
+        if not completion.parsed:
+            completion.parsed = True
             completion.message = self._message(completion, completion.text.removesuffix(end))
-        message = self._message(completion, text[start:stop])
-        if completion.message is _UNREADABLE or message != completion.message:
+        message = completion.message
+        if message is None or message != self._message(completion, text[start:stop]):
             return None
         return _Match(completion, stop + len(end), len(completion.ids), completion.end)
 
-    def _message(self, completion: _Completion, text: str) -> object:
+    def _message(self, completion: _Completion, text: str) -> tuple[object, ...] | None:
         parsed = self._renderer.parse_text(text, tools=completion.tools, opened=completion.opened)
-        return _comparable(parsed)
+        return _comparable(parsed, text)
 
     def _encode_rest(self, match: _Match, rest: str) -> tuple[int, ...] | None:
         special = self._renderer.special_tokens
@@ -241,16 +246,27 @@ class Conversations:
         return special.encode_from(rest)
 
 
-_UNREADABLE = object()
+def _comparable(message: ParsedMessage, text: str) -> tuple[object, ...] | None:
+    """What a message says: equal for texts that differ in the formatting of tool calls alone.
 
-
-def _comparable(message: ParsedMessage) -> object:
-    """What a message says; arguments are compared as JSON, where 1, 1.0 and true differ."""
+    Everything up to the end of reasoning and content counts word for word: a template that writes
+    their tags anew, or moves them, rewrites the turn. Arguments are compared as JSON, where 1, 1.0
+    and true differ. A message without tool calls is its text alone, and equals no other.
+    """
+    if not message.tool_calls:
+        return None
+    spoken = 0
+    for part in (message.reasoning, message.content):
+        if part is not None:
+            start = text.find(part, spoken)
+            if start < 0:
+                return None
+            spoken = start + len(part)
     try:
         calls: list[Any] = [
             (call.name, json.dumps(json.loads(call.arguments), sort_keys=True))
             for call in message.tool_calls
         ]
     except (ValueError, RecursionError):
-        return _UNREADABLE
-    return (message.content, message.reasoning, message.malformed_tool_calls, calls)
+        return None
+    return (text[:spoken], message.content, message.reasoning, calls)

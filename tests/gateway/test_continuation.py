@@ -1,0 +1,491 @@
+"""Conversations go on with the ids that were sampled; what differs is rendered afresh."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tests.gateway.toy import ADD_TOOL, TEMPLATE, StubEngine
+from tuner.engines.base import Generation, SamplingParams
+from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults, Session
+from tuner.traces import Call
+
+MODEL = Path(__file__).parents[2] / "models" / "tiny_math"
+USER = {"role": "user", "content": "2+40?"}
+SURE = {"role": "user", "content": "Sure?"}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 40}}\n</tool_call>'
+TERSE = '<tool_call>{"name":"add","arguments":{"a":2,"b":40}}</tool_call>'
+
+
+@cache
+def merging() -> PreTrainedTokenizerFast:
+    """Byte-level BPE that merges some words, so that their letters re-tokenize differently."""
+    vocabulary = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    merges = []
+    for word in ("answer", "user", "Ġis", "ĊĊ", "Ġthe", "add", '":', '{"'):
+        for end in range(2, len(word) + 1):
+            left, right = word[: end - 1], word[end - 1]
+            if left + right not in vocabulary:
+                vocabulary[left + right] = len(vocabulary)
+                merges.append((left, right))
+    base = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    base.decoder = decoders.ByteLevel()
+    base.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    tags = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+    base.add_tokens([AddedToken(tag, normalized=False) for tag in tags])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=base, eos_token="<|im_end|>", chat_template=TEMPLATE
+    )
+
+
+def encoded(text: str) -> tuple[int, ...]:
+    return tuple(merging().encode(text, add_special_tokens=False))
+
+
+def decoded(ids: Sequence[int]) -> str:
+    return str(merging().decode(list(ids), skip_special_tokens=False))
+
+
+def letters(text: str, end: str = "<|im_end|>") -> tuple[int, ...]:
+    """What a model samples that writes letter by letter, which the tokenizer never would."""
+    vocabulary = merging().get_vocab()
+    spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    found = [vocabulary[c] for piece, _ in spelled.pre_tokenize_str(text) for c in piece]
+    return (*found, *encoded(end))
+
+
+class Scripted(StubEngine):
+    """Samples the scripted ids in turn, then the last ones for ever; cut at the limit."""
+
+    def __init__(self, *script: tuple[int, ...]) -> None:
+        super().__init__(max_model_len=100_000)
+        self.ids = script
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, session: str
+    ) -> Generation:
+        self.requests.append((tuple(prompt_ids), sampling, session))
+        ids = self.ids[min(len(self.requests), len(self.ids)) - 1]
+        await asyncio.sleep(0)
+        reason = "length" if len(ids) > sampling.max_tokens else "stop"
+        ids = ids[: sampling.max_tokens]
+        return Generation(ids, (-0.5,) * len(ids), (0,) * len(ids), reason)  # type: ignore[arg-type]
+
+
+def gateway_of(*script: tuple[int, ...], template: str = TEMPLATE, **options: Any) -> Gateway:
+    renderer = ChatRenderer(merging(), chat_template=template, **options)
+    return Gateway(Scripted(*script), renderer, model_name="tiny")
+
+
+async def ask(session: Session, messages: list[Any], **fields: Any) -> dict[str, Any]:
+    """The answer's first message, as an agent would send it back."""
+    answers = await choices(session, messages, **fields)
+    return answers[0]
+
+
+async def choices(session: Session, messages: list[Any], **fields: Any) -> list[dict[str, Any]]:
+    client = session.async_client()
+    answer = await client.chat.completions.create(model="tiny", messages=messages, **fields)
+    return [choice.message.model_dump(exclude_none=True) for choice in answer.choices]
+
+
+def path(call: Call) -> tuple[int, ...]:
+    return (*call.prompt_ids, *call.completion_ids)
+
+
+def rendered(gateway: Gateway, call: Call) -> str:
+    return gateway.renderer.render_text(call.messages, call.tools)
+
+
+def continues(later: Call, earlier: Call) -> bool:
+    whole = path(earlier)
+    return later.prompt_ids[: len(whole)] == whole and later.reused_ids == len(whole)
+
+
+def fresh(gateway: Gateway, call: Call) -> bool:
+    return call.reused_ids == 0 and call.prompt_ids == encoded(rendered(gateway, call))
+
+
+async def test_text_that_would_be_tokenized_differently_keeps_its_sampled_ids() -> None:
+    gateway = gateway_of(letters("The answer is 42."))
+    session = gateway.open_session("r")
+    answer = await ask(session, [USER])
+    await ask(session, [USER, answer, SURE])
+    first, second = session.calls
+    assert encoded("The answer is 42.<|im_end|>") != first.completion_ids  # the drift
+    assert continues(second, first)
+    assert decoded(second.prompt_ids) == rendered(gateway, second)
+    assert (
+        second.prompt_ids[len(path(first)) :]
+        == encoded("<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n")[1:]
+    )
+    assert (first.reused_ids, first.rerendered, second.rerendered) == (0, None, None)
+
+
+@pytest.mark.parametrize("script", [CALL, TERSE], ids=["as rendered", "re-formatted"])
+async def test_twenty_tool_turns_are_one_path(script: str) -> None:
+    gateway = gateway_of(letters(script))
+    session = gateway.open_session("r")
+    messages: list[Any] = [USER]
+    for turn in range(20):
+        answer = await ask(session, messages, tools=[ADD_TOOL])
+        (call,) = answer["tool_calls"]
+        # What frameworks do: another id, arguments parsed and written again, content in parts.
+        arguments = json.dumps(json.loads(call["function"]["arguments"]), indent=turn % 3)
+        function = {"name": "add", "arguments": arguments}
+        messages = [
+            *messages,
+            {
+                "role": "assistant",
+                "content": [],
+                "name": "solver",
+                "tool_calls": [{"id": f"my_{turn}", "type": "function", "function": function}],
+            },
+            {"role": "tool", "tool_call_id": f"my_{turn}", "content": f"the answer is {turn}"},
+        ]
+    calls = session.calls
+    assert len(calls) == 20
+    assert all(continues(later, earlier) for earlier, later in itertools.pairwise(calls))
+    assert all(call.rerendered is None for call in calls)
+    # The model reads its own words, and everything else as the template renders it.
+    turns = decoded(calls[-1].prompt_ids).split(script)
+    assert len(turns) == 20
+    assert "".join(turns) == rendered(gateway, calls[-1]).replace(CALL, "")
+
+
+async def test_agentscope_agent_that_rewrites_arguments_stays_on_one_path() -> None:
+    pytest.importorskip("agentscope")
+    from agentscope.agent import ReActAgent
+    from agentscope.formatter import OpenAIChatFormatter
+    from agentscope.message import Msg, TextBlock
+    from agentscope.tool import Toolkit, ToolResponse
+
+    from tuner.chat_models import chat_model
+
+    def add(a: int, b: int) -> ToolResponse:
+        """Add two integers.
+
+        Args:
+            a (int): first
+            b (int): second
+        """
+        return ToolResponse(content=[TextBlock(type="text", text=str(a + b))])
+
+    toolkit = Toolkit()
+    toolkit.register_tool_function(add)
+    gateway = gateway_of(*[letters("I add.\n" + TERSE)] * 20, letters("The answer is 42."))
+    session = gateway.open_session("r")
+    agent = ReActAgent(
+        name="solver",
+        sys_prompt="You add.",
+        model=chat_model(session, kind="agentscope1"),
+        formatter=OpenAIChatFormatter(),
+        toolkit=toolkit,
+        max_iters=30,
+    )
+    reply = await agent(Msg("user", "2+40?", "user"))
+    assert reply.get_text_content() == "The answer is 42."
+    calls = session.calls
+    assert len(calls) == 21
+    assert all(continues(later, earlier) for earlier, later in itertools.pairwise(calls))
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"a":2,"b":41}', '{"a":2.0,"b":40}', '{"a":true,"b":40}', '{"a":2}', "{}"]
+)
+async def test_other_arguments_are_another_turn(arguments: str) -> None:
+    gateway = gateway_of(letters(TERSE))
+    session = gateway.open_session("r")
+    answer = await ask(session, [USER], tools=[ADD_TOOL])
+    answer["tool_calls"][0]["function"]["arguments"] = arguments
+    result = {"role": "tool", "tool_call_id": "x", "content": "42"}
+    await ask(session, [USER, answer, result], tools=[ADD_TOOL])
+    assert fresh(gateway, session.calls[1])
+    assert session.calls[1].rerendered == "text"
+
+
+async def test_turn_that_the_template_or_the_agent_rewrites_is_rendered_afresh() -> None:
+    gateway = gateway_of(letters("ok"), letters("<think>\nthe user\n</think>\n\nYes, the answer."))
+    session = gateway.open_session("r")
+    ok = await ask(session, [USER])
+    answer = await ask(session, [USER, ok, SURE])
+    assert answer["reasoning_content"] == "the user"
+    dropped = {"role": "assistant", "content": answer["content"]}
+    edited = {**answer, "content": "Yes,  the answer."}
+    for turn in (dropped, edited, answer):
+        await ask(session, [USER, ok, SURE, turn, SURE])
+    first, second, *later = session.calls
+    assert continues(second, first)
+    for call in later[:2]:
+        # The earlier turn is still what was sampled; what follows is as the template renders it.
+        assert continues(call, first)
+        assert call.rerendered == "text"
+        assert decoded(call.prompt_ids) == rendered(gateway, call)
+    assert "<think>" not in decoded(later[0].prompt_ids)
+    assert continues(later[2], second)
+    assert later[2].rerendered is None
+
+
+async def test_template_that_strips_reasoning_branches_at_that_turn() -> None:
+    stripping = TEMPLATE.replace("message.reasoning_content", "false")
+    gateway = gateway_of(letters("<think>\nthe user\n</think>\n\nYes."), template=stripping)
+    session = gateway.open_session("r")
+    answer = await ask(session, [USER])
+    await ask(session, [USER, answer, SURE])
+    assert fresh(gateway, session.calls[1])
+    assert session.calls[1].rerendered == "text"
+
+
+async def test_turn_cut_by_the_limit_is_ended_by_the_next_prompt() -> None:
+    gateway = gateway_of(letters("The answer is 42."))
+    session = gateway.open_session("r")
+    cut = await ask(session, [USER], max_tokens=6)
+    assert cut["content"] == "The an"
+    await ask(session, [USER, cut, SURE])
+    first, second = session.calls
+    assert first.finish_reason == "length"
+    assert continues(second, first)
+    assert decoded(second.prompt_ids[second.reused_ids :]).startswith("<|im_end|>\n")
+    assert decoded(second.prompt_ids) == rendered(gateway, second)
+    # A longer text that begins with the cut one is another turn.
+    await ask(session, [USER, {"role": "assistant", "content": "The answer"}, SURE])
+    assert fresh(gateway, session.calls[2])
+
+
+async def test_other_end_token_than_the_templates_is_not_taken_over() -> None:
+    gateway = gateway_of(letters("The answer.", end="<|endoftext|>"))
+    session = gateway.open_session("r")
+    answer = await ask(session, [USER])
+    await ask(session, [USER, answer, SURE])
+    first, second = session.calls
+    assert second.reused_ids == len(path(first)) - 1
+    assert second.prompt_ids[: second.reused_ids] == path(first)[:-1]
+    assert decoded(second.prompt_ids) == rendered(gateway, second)
+
+
+async def test_text_before_a_stop_string_is_rendered_afresh() -> None:
+    gateway = gateway_of(letters("The answer.STOP", end=""))
+    session = gateway.open_session("r")
+    answer = await ask(session, [USER], stop=["STOP"])
+    assert answer["content"] == "The answer."
+    await ask(session, [USER, answer, SURE])
+    assert fresh(gateway, session.calls[1])
+
+
+async def test_part_of_a_character_is_not_mistaken_for_its_replacement() -> None:
+    gateway = gateway_of(letters("é", end=""))
+    session = gateway.open_session("r")
+    cut = await ask(session, [USER], max_tokens=1)
+    assert cut["content"] == "\ufffd"
+    await ask(session, [USER, cut, SURE])
+    assert fresh(gateway, session.calls[1])
+    assert session.calls[1].rerendered == "characters"
+
+
+async def test_every_choice_can_be_continued() -> None:
+    gateway = gateway_of(letters("The answer"), letters("Another answer"), letters("ok"))
+    session = gateway.open_session("r")
+    both = await choices(session, [USER], n=2)
+    for answer in (both[1], both[0], both[1]):
+        await ask(session, [USER, answer, SURE])
+    one, two, *later = session.calls
+    assert continues(later[0], two)
+    assert continues(later[1], one)
+    assert later[2].prompt_ids == later[0].prompt_ids
+
+
+async def test_equal_texts_with_other_ids_continue_the_earlier_one_throughout() -> None:
+    gateway = gateway_of(encoded("answer<|im_end|>"), letters("answer"), letters("answer"))
+    session = gateway.open_session("r")
+    first, _ = await choices(session, [USER], n=2)
+    second = await ask(session, [USER, first, SURE])
+    await ask(session, [USER, first, SURE, second, SURE])
+    one, two, three, four = session.calls
+    assert one.completion_ids != two.completion_ids
+    assert continues(three, one)
+    assert continues(four, three)
+
+
+async def test_parallel_branches_and_sub_agents_keep_to_their_own_path() -> None:
+    gateway = gateway_of(letters("The answer is here."))
+    session = gateway.open_session("r")
+    root = await ask(session, [USER])
+
+    async def branch(number: int) -> list[int]:
+        places = [0]
+        messages = [USER, root, {"role": "user", "content": f"branch {number}"}]
+        if number % 2:  # a sub-agent: a conversation of its own
+            messages = [{"role": "system", "content": f"Helper {number}"}, USER]
+        for _ in range(4):
+            answer = await ask(session, messages)
+            messages = [*messages, answer, SURE]
+        return places
+
+    await asyncio.gather(*(branch(number) for number in range(6)))
+    calls = session.calls
+    assert len(calls) == 25
+    by_messages = {json.dumps(call.messages): call for call in calls}
+    for call in calls[1:]:
+        assert call.rerendered is None
+        if len(call.messages) > 2:
+            before = by_messages[json.dumps(call.messages[:-2])]
+            assert continues(call, before)
+        else:
+            assert call.reused_ids == 0
+
+
+async def test_sessions_never_share_what_they_sampled() -> None:
+    gateway = gateway_of(letters("The answer is 42."))
+    one, two = gateway.open_session("1"), gateway.open_session("2")
+    answer = await ask(one, [USER])
+    await ask(two, [USER, answer, SURE])
+    assert fresh(gateway, two.calls[0])
+    assert two.calls[0].rerendered == "text"
+
+
+async def test_calls_that_are_not_recorded_continue_too() -> None:
+    gateway = gateway_of(letters("The answer is 42."))
+    session = gateway.open_session("r", recorded=False)
+    answer = await ask(session, [USER])
+    await ask(session, [USER, answer, SURE])
+    engine = gateway.engine
+    assert isinstance(engine, Scripted)
+    before = (*engine.requests[0][0], *letters("The answer is 42."))
+    assert engine.requests[1][0][: len(before)] == before
+
+
+async def test_tokenizer_that_does_not_split_at_the_end_token_is_not_relied_on(monkeypatch) -> None:
+    gateway = gateway_of(letters("The answer is 42."))
+    monkeypatch.setattr(gateway.renderer.special_tokens, "_splits", lambda *_: False)
+    session = gateway.open_session("r")
+    answer = await ask(session, [USER])
+    await ask(session, [USER, answer, SURE])
+    assert fresh(gateway, session.calls[1])
+    assert session.calls[1].rerendered == "tokenizer"
+
+
+@pytest.mark.skipif(
+    not (MODEL / "model.safetensors").exists(), reason="models/tiny_math is not built"
+)
+async def test_real_engine_computes_only_what_is_new() -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from tuner.engines.transformers import TransformersEngine
+
+    spoken = AutoTokenizer.from_pretrained(MODEL)
+    model = AutoModelForCausalLM.from_pretrained(MODEL).eval()
+    engine = TransformersEngine(model, spoken, max_model_len=2048)
+    # A stable template: the model's own leaves out the reasoning of earlier turns.
+    renderer = ChatRenderer(spoken, chat_template=TEMPLATE, reasoning_parser="none")
+    gateway = Gateway(engine, renderer, model_name="tiny")
+    session = gateway.open_session("r", defaults=SamplingDefaults(max_tokens=10))
+    messages: list[Any] = [{"role": "user", "content": "Tom has 3 apples. How many?"}]
+    for turn in range(20):
+        answer = await ask(session, messages, tools=[ADD_TOOL])
+        result = {"role": "tool", "tool_call_id": f"call_{turn}", "content": f"{turn} more"}
+        messages = [*messages, answer, result]
+    calls = session.calls
+    await gateway.aclose()
+    await engine.close()
+    for earlier, later in itertools.pairwise(calls):
+        assert continues(later, earlier)
+        # The last sampled token was never an input, so its keys and values are new as well.
+        assert later.cached_tokens >= len(path(earlier)) - 1
+
+
+# The property: a random agent, a model that writes anything in any tokens.
+
+_PIECES = st.sampled_from(
+    [
+        "answer", " is", "the user", "\n", "\n\n", " ", "é", "…", CALL, TERSE, "\n" + CALL, "{",
+        "<think>\nthe user\n</think>\n\n", "<think>", "</think>", "<tool_call>", "</tool_call>",
+    ]
+)  # fmt: skip
+_SAMPLED = st.tuples(
+    st.lists(_PIECES, max_size=4),
+    st.sampled_from(["letters", "tokens", "raw"]),
+    st.sampled_from(["<|im_end|>", "<|im_end|>", "", "<|endoftext|>", "<|im_start|>"]),
+    st.binary(max_size=2),
+)
+_STEP = st.tuples(
+    _SAMPLED,
+    st.integers(0, 4),  # which earlier conversation goes on
+    st.sampled_from(["echo", "echo", "echo", "drop", "strip", "edit", "retry"]),
+)
+
+
+def _sample(sampled: tuple[list[str], str, str, bytes]) -> tuple[int, ...]:
+    pieces, how, end, noise = sampled
+    text = "".join(pieces)
+    if how == "tokens":
+        return encoded(text + end) or encoded("x")
+    raw = tuple(letters(chr(byte), end="")[-1] for byte in noise) if how == "raw" else ()
+    special = {"<think>", "</think>", "<tool_call>", "</tool_call>"}
+    ids: list[int] = []
+    for part in re.split("(</?(?:think|tool_call)>)", text):
+        # "raw" spells the tags letter by letter, which is no tag to the tokenizer.
+        ids += encoded(part) if part in special and how == "letters" else letters(part, end="")
+    return (*ids, *raw, *encoded(end)) or encoded("x")
+
+
+def _meaning(text: str) -> str:
+    """`text` with each well-formed tool call and the space around tags in one form."""
+
+    def canonical(match: re.Match[str]) -> str:
+        try:
+            return f"<call>{json.dumps(json.loads(match[1]), sort_keys=True)}</call>"
+        except ValueError:
+            return match[0]
+
+    text = re.sub(r"<tool_call>((?:(?!<tool_call>).)*?)</tool_call>", canonical, text, flags=re.S)
+    return re.sub(r"\s*(</?(?:call|think|tool_call)>|<\|im_end\|>)\s*", r"\1", text)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(_STEP, min_size=2, max_size=8))
+def test_reuse_never_changes_what_the_model_reads(steps: list[Any]) -> None:
+    asyncio.run(_drive(steps))
+
+
+async def _drive(steps: list[Any]) -> None:
+    gateway = gateway_of(*[_sample(sampled) for sampled, _, _ in steps])
+    session = gateway.open_session("r")
+    conversations: list[list[Any]] = [[USER]]
+    for _, which, deed in steps:
+        messages = conversations[which % len(conversations)]
+        answer = await ask(session, messages, tools=[ADD_TOOL])
+        if deed == "drop":
+            answer.pop("reasoning_content", None)
+        elif deed == "strip":
+            answer["content"] = answer.get("content", "").strip()
+        elif deed == "edit":
+            answer["content"] = answer.get("content", "") + "!"
+        if deed != "retry":
+            conversations.append([*messages, {"content": None, **answer}, SURE])
+    paths = []
+    for call in session.calls:
+        text = rendered(gateway, call)
+        read = decoded(call.prompt_ids)
+        if "tool_call" in text or "<think>" in read:
+            assert _meaning(read) == _meaning(text)
+        else:
+            assert read == text
+        # Whatever was taken over is an earlier path; the rest is what the tokenizer makes of it.
+        kept = call.prompt_ids[: call.reused_ids]
+        assert not kept or kept in paths
+        rest = call.prompt_ids[call.reused_ids :]
+        assert rest == encoded(text)[len(encoded(text)) - len(rest) :]
+        paths += [path(call), path(call)[:-1]]
