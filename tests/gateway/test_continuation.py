@@ -5,118 +5,32 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import re
-from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
-from tests.gateway.toy import ADD_TOOL, TEMPLATE, StubEngine
-from tuner.engines.base import Generation, SamplingParams
-from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults, Session
-from tuner.traces import Call
+from tests.gateway.drift import (
+    CALL,
+    SURE,
+    TERSE,
+    USER,
+    Scripted,
+    ask,
+    choices,
+    continues,
+    decoded,
+    encoded,
+    fresh,
+    gateway_of,
+    letters,
+    path,
+    rendered,
+)
+from tests.gateway.toy import ADD_TOOL, TEMPLATE
+from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults
 
 MODEL = Path(__file__).parents[2] / "models" / "tiny_math"
-USER = {"role": "user", "content": "2+40?"}
-SURE = {"role": "user", "content": "Sure?"}
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 40}}\n</tool_call>'
-TERSE = '<tool_call>{"name":"add","arguments":{"a":2,"b":40}}</tool_call>'
-
-
-@cache
-def merging() -> PreTrainedTokenizerFast:
-    """Byte-level BPE that merges some words, so that their letters re-tokenize differently."""
-    vocabulary = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    merges = []
-    for word in ("answer", "user", "Ġis", "ĊĊ", "Ġthe", "add", '":', '{"'):
-        for end in range(2, len(word) + 1):
-            left, right = word[: end - 1], word[end - 1]
-            if left + right not in vocabulary:
-                vocabulary[left + right] = len(vocabulary)
-                merges.append((left, right))
-    base = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    base.decoder = decoders.ByteLevel()
-    base.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    tags = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
-    base.add_tokens([AddedToken(tag, normalized=False) for tag in tags])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=base, eos_token="<|im_end|>", chat_template=TEMPLATE
-    )
-
-
-def encoded(text: str) -> tuple[int, ...]:
-    return tuple(merging().encode(text, add_special_tokens=False))
-
-
-def decoded(ids: Sequence[int]) -> str:
-    return str(merging().decode(list(ids), skip_special_tokens=False))
-
-
-def letters(text: str, end: str = "<|im_end|>") -> tuple[int, ...]:
-    """What a model samples that writes letter by letter, which the tokenizer never would."""
-    vocabulary = merging().get_vocab()
-    spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    found = [vocabulary[c] for piece, _ in spelled.pre_tokenize_str(text) for c in piece]
-    return (*found, *encoded(end))
-
-
-class Scripted(StubEngine):
-    """Samples the scripted ids in turn, then the last ones for ever; cut at the limit."""
-
-    def __init__(self, *script: tuple[int, ...]) -> None:
-        super().__init__(max_model_len=100_000)
-        self.ids = script
-
-    async def generate(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams, session: str
-    ) -> Generation:
-        self.requests.append((tuple(prompt_ids), sampling, session))
-        ids = self.ids[min(len(self.requests), len(self.ids)) - 1]
-        await asyncio.sleep(0)
-        reason = "length" if len(ids) > sampling.max_tokens else "stop"
-        ids = ids[: sampling.max_tokens]
-        return Generation(ids, (-0.5,) * len(ids), (0,) * len(ids), reason)  # type: ignore[arg-type]
-
-
-def gateway_of(*script: tuple[int, ...], template: str = TEMPLATE, **options: Any) -> Gateway:
-    renderer = ChatRenderer(merging(), chat_template=template, **options)
-    return Gateway(Scripted(*script), renderer, model_name="tiny")
-
-
-async def ask(session: Session, messages: list[Any], **fields: Any) -> dict[str, Any]:
-    """The answer's first message, as an agent would send it back."""
-    answers = await choices(session, messages, **fields)
-    return answers[0]
-
-
-async def choices(session: Session, messages: list[Any], **fields: Any) -> list[dict[str, Any]]:
-    client = session.async_client()
-    answer = await client.chat.completions.create(model="tiny", messages=messages, **fields)
-    return [choice.message.model_dump(exclude_none=True) for choice in answer.choices]
-
-
-def path(call: Call) -> tuple[int, ...]:
-    return (*call.prompt_ids, *call.completion_ids)
-
-
-def rendered(gateway: Gateway, call: Call) -> str:
-    return gateway.renderer.render_text(call.messages, call.tools)
-
-
-def continues(later: Call, earlier: Call) -> bool:
-    whole = path(earlier)
-    return later.prompt_ids[: len(whole)] == whole and later.reused_ids == len(whole)
-
-
-def fresh(gateway: Gateway, call: Call) -> bool:
-    return call.reused_ids == 0 and call.prompt_ids == encoded(rendered(gateway, call))
 
 
 async def test_text_that_would_be_tokenized_differently_keeps_its_sampled_ids() -> None:
@@ -404,88 +318,3 @@ async def test_real_engine_computes_only_what_is_new() -> None:
         assert continues(later, earlier)
         # The last sampled token was never an input, so its keys and values are new as well.
         assert later.cached_tokens >= len(path(earlier)) - 1
-
-
-# The property: a random agent, a model that writes anything in any tokens.
-
-_PIECES = st.sampled_from(
-    [
-        "answer", " is", "the user", "\n", "\n\n", " ", "é", "…", CALL, TERSE, "\n" + CALL, "{",
-        "<think>\nthe user\n</think>\n\n", "<think>", "</think>", "<tool_call>", "</tool_call>",
-    ]
-)  # fmt: skip
-_SAMPLED = st.tuples(
-    st.lists(_PIECES, max_size=4),
-    st.sampled_from(["letters", "tokens", "raw"]),
-    st.sampled_from(["<|im_end|>", "<|im_end|>", "", "<|endoftext|>", "<|im_start|>"]),
-    st.binary(max_size=2),
-)
-_STEP = st.tuples(
-    _SAMPLED,
-    st.integers(0, 4),  # which earlier conversation goes on
-    st.sampled_from(["echo", "echo", "echo", "drop", "strip", "edit", "retry"]),
-)
-
-
-def _sample(sampled: tuple[list[str], str, str, bytes]) -> tuple[int, ...]:
-    pieces, how, end, noise = sampled
-    text = "".join(pieces)
-    if how == "tokens":
-        return encoded(text + end) or encoded("x")
-    raw = tuple(letters(chr(byte), end="")[-1] for byte in noise) if how == "raw" else ()
-    special = {"<think>", "</think>", "<tool_call>", "</tool_call>"}
-    ids: list[int] = []
-    for part in re.split("(</?(?:think|tool_call)>)", text):
-        # "raw" spells the tags letter by letter, which is no tag to the tokenizer.
-        ids += encoded(part) if part in special and how == "letters" else letters(part, end="")
-    return (*ids, *raw, *encoded(end)) or encoded("x")
-
-
-def _meaning(text: str) -> str:
-    """`text` with each well-formed tool call and the space around tags in one form."""
-
-    def canonical(match: re.Match[str]) -> str:
-        try:
-            return f"<call>{json.dumps(json.loads(match[1]), sort_keys=True)}</call>"
-        except ValueError:
-            return match[0]
-
-    text = re.sub(r"<tool_call>((?:(?!<tool_call>).)*?)</tool_call>", canonical, text, flags=re.S)
-    return re.sub(r"\s*(</?(?:call|think|tool_call)>|<\|im_end\|>)\s*", r"\1", text)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(_STEP, min_size=2, max_size=8))
-def test_reuse_never_changes_what_the_model_reads(steps: list[Any]) -> None:
-    asyncio.run(_drive(steps))
-
-
-async def _drive(steps: list[Any]) -> None:
-    gateway = gateway_of(*[_sample(sampled) for sampled, _, _ in steps])
-    session = gateway.open_session("r")
-    conversations: list[list[Any]] = [[USER]]
-    for _, which, deed in steps:
-        messages = conversations[which % len(conversations)]
-        answer = await ask(session, messages, tools=[ADD_TOOL])
-        if deed == "drop":
-            answer.pop("reasoning_content", None)
-        elif deed == "strip":
-            answer["content"] = answer.get("content", "").strip()
-        elif deed == "edit":
-            answer["content"] = answer.get("content", "") + "!"
-        if deed != "retry":
-            conversations.append([*messages, {"content": None, **answer}, SURE])
-    paths = []
-    for call in session.calls:
-        text = rendered(gateway, call)
-        read = decoded(call.prompt_ids)
-        if "tool_call" in text or "<think>" in read:
-            assert _meaning(read) == _meaning(text)
-        else:
-            assert read == text
-        # Whatever was taken over is an earlier path; the rest is what the tokenizer makes of it.
-        kept = call.prompt_ids[: call.reused_ids]
-        assert not kept or kept in paths
-        rest = call.prompt_ids[call.reused_ids :]
-        assert rest == encoded(text)[len(encoded(text)) - len(rest) :]
-        paths += [path(call), path(call)[:-1]]
