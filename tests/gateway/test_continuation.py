@@ -131,6 +131,15 @@ async def test_other_arguments_are_another_turn(arguments: str) -> None:
     assert session.calls[1].rerendered == "text"
 
 
+async def test_words_that_the_template_puts_before_the_tool_call_are_another_turn() -> None:
+    gateway = gateway_of(letters(TERSE + "I add."))
+    session = gateway.open_session("r")
+    answer = await ask(session, [USER], tools=[ADD_TOOL])
+    assert (answer["content"], len(answer["tool_calls"])) == ("I add.", 1)
+    await ask(session, [USER, answer, SURE], tools=[ADD_TOOL])
+    assert fresh(gateway, session.calls[1])
+
+
 async def test_turn_that_the_template_or_the_agent_rewrites_is_rendered_afresh() -> None:
     gateway = gateway_of(letters("ok"), letters("<think>\nthe user\n</think>\n\nYes, the answer."))
     session = gateway.open_session("r")
@@ -177,6 +186,7 @@ async def test_turn_cut_by_the_limit_is_ended_by_the_next_prompt() -> None:
     # A longer text that begins with the cut one is another turn.
     await ask(session, [USER, {"role": "assistant", "content": "The answer"}, SURE])
     assert fresh(gateway, session.calls[2])
+    assert session.calls[2].rerendered == "text"
 
 
 async def test_other_end_token_than_the_templates_is_not_taken_over() -> None:
