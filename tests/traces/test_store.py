@@ -38,6 +38,8 @@ def calls(draw):
             max_tokens=draw(st.integers(1, 99)), stop=tuple(draw(st.lists(text, max_size=2)))
         ),
         finish_reason="stop",
+        reused_ids=draw(st.integers(0, 99)),
+        rerendered=draw(st.sampled_from([None, "text", "characters", "tokenizer"])),
         messages=draw(st.lists(records, max_size=2)),
         tools=draw(st.lists(records, max_size=2)),
         response=draw(records),
@@ -117,3 +119,11 @@ def test_call_whose_data_disagree_is_marked_invalid(completion, logprobs, reason
 
 def test_consistent_call_is_valid():
     assert call("a", [1], [2, 3], [-1.0, 0.0]).invalid is None
+
+
+def test_calls_written_before_a_field_existed_can_be_read() -> None:
+    written = trace_to_json(trace(0, 0, [call("a", [1], [2], [-0.5])]))
+    for name in ("reused_ids", "rerendered"):
+        del written["calls"][0][name]
+    (read,) = trace_from_json(json.loads(json.dumps(written))).calls
+    assert (read.reused_ids, read.rerendered) == (0, None)

@@ -44,13 +44,14 @@ async def chat_completion(
             param="model",
             code="model_not_found",
         )
-    prompt_ids = tuple(
-        renderer.render(
-            request.messages,
-            request.shown_tools,
-            chat_template_kwargs=request.chat_template_kwargs,
-        )
+    text = renderer.render_text(
+        request.messages,
+        request.shown_tools,
+        chat_template_kwargs=request.chat_template_kwargs,
     )
+    turns = sum(message["role"] == "assistant" for message in request.messages)
+    continued = session.conversations.prompt(text, turns)
+    prompt_ids = continued.ids
     room = _room(engine, prompt_ids)
     prompt = hashlib.blake2b(array("q", prompt_ids).tobytes(), digest_size=16).digest()
     occurrence = session.occurrence(prompt)
@@ -107,6 +108,8 @@ async def chat_completion(
                 started=started,
                 seconds=seconds,
                 cached_tokens=generation.cached_tokens,
+                reused_ids=continued.reused,
+                rerendered=continued.rerendered,
             )
         )
     answer: dict[str, Any] = {
@@ -121,6 +124,8 @@ async def chat_completion(
         answer["prompt_token_ids"] = prompt_ids
     encoded = json.dumps(answer).encode()
     session.commit(calls)
+    for call in calls:
+        session.conversations.add(continued, call.completion_ids, tools=bool(request.shown_tools))
     return encoded
 
 

@@ -1,4 +1,4 @@
-"""Messages to prompt ids, and completion ids back to a message: tokenizer, template and parsers."""
+"""Messages to a prompt's text and ids, and completion ids back to a message."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tuner.errors import ConfigError
 from tuner.gateway.errors import RequestError, shown
 from tuner.gateway.messages import Message, for_template
 from tuner.gateway.parsing import REASONING_PARSERS, TOOL_CALL_PARSERS, ParsedMessage
+from tuner.gateway.special_tokens import SpecialTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,32 +63,21 @@ class ChatRenderer:
         self._reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters)
         self._reserved |= {"messages", "self"}
         self._developer_role = self._reads("developer")
-        self._special_ids = frozenset(
-            id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special
-        )
-        self._encode = lru_cache(_CACHED_PROMPTS)(self._encode_text)
-
-    def render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]],
-        *,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Prompt ids of checked messages, with the generation prompt, shape [P].
-
-        Raises:
-            RequestError: 400: the template refuses the messages, or does not read a keyword.
-        """
-        return list(self._encode(self.render_text(messages, tools, chat_template_kwargs)))
+        self.special_tokens = SpecialTokens(tokenizer, self._encode_text)
+        self._encode_prompt = lru_cache(_CACHED_PROMPTS)(self._encode_text)
 
     def render_text(
         self,
         messages: Sequence[Message],
         tools: Sequence[dict[str, Any]],
+        *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt as text, before it is tokenized; raises as `render` does."""
+        """The prompt of checked messages as text, with the generation prompt.
+
+        Raises:
+            RequestError: 400: the template refuses the messages, or does not read a keyword.
+        """
         extra = chat_template_kwargs or {}
         self._check_template_kwargs(extra)
         shaped = for_template(list(messages), developer_role=self._developer_role)
@@ -111,6 +101,14 @@ class ChatRenderer:
             raise TypeError(f"apply_chat_template returned a {type(text).__name__}, not text")
         return text
 
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Ids of a prompt's text, shape [P].
+
+        Raises:
+            RequestError: 400: the text cannot be tokenized.
+        """
+        return self._encode_prompt(text)
+
     def parse(
         self,
         completion_ids: Sequence[int],
@@ -128,20 +126,30 @@ class ChatRenderer:
             stop: Strings that ended the completion; the text is cut before the first one.
         """
         ids = list(completion_ids)
-        if ids and ids[-1] in self._special_ids:
+        if ids and ids[-1] in self.special_tokens.ids:
             del ids[-1]
-        text = self._decode(ids)
+        text = self.decode(ids)
         cuts = [position for string in stop if (position := text.find(string)) >= 0]
         if cuts:
             text = text[: min(cuts)]
-        reasoning, content = self._parse_reasoning(text, self._opened_reasoning(prompt_ids))
+        return self.parse_text(text, tools=bool(tools), opened=self.opened_reasoning(prompt_ids))
+
+    def parse_text(self, text: str, *, tools: bool, opened: bool) -> ParsedMessage:
+        """The message that a completion's text spells.
+
+        Args:
+            text: The completion without its final special token.
+            tools: Whether tool calls are looked for.
+            opened: Whether the prompt has already opened the reasoning.
+        """
+        reasoning, content = self._parse_reasoning(text, opened)
         rest, calls, malformed = self._parse_tool_calls(content) if tools else (content, (), 0)
         shown_content = rest if rest or not (calls or reasoning is not None) else None
         return ParsedMessage(shown_content, reasoning, calls, malformed)
 
     def token_text(self, token_id: int) -> str:
         """A single token as text; part of a character shows as U+FFFD."""
-        return self._decode([token_id])
+        return self.decode([token_id])
 
     def token_bytes(self, token_id: int) -> list[int] | None:
         """The bytes a single token stands for; None where they are not known."""
@@ -177,14 +185,16 @@ class ChatRenderer:
                 f"the messages hold text that cannot be tokenized: {error}", param="messages"
             ) from error
 
-    def _decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, special tokens included; parts of a character show as U+FFFD."""
         text = self.tokenizer.decode(
             list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text if isinstance(text, str) else "".join(text)
 
-    def _opened_reasoning(self, prompt_ids: Sequence[int]) -> bool:
-        tail = self._decode(prompt_ids[-_TAIL:]) if prompt_ids else ""
+    def opened_reasoning(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether the prompt's end has opened the reasoning."""
+        tail = self.decode(prompt_ids[-_TAIL:]) if prompt_ids else ""
         return tail.rstrip().endswith("<think>")
 
 

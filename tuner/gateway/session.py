@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from tuner.gateway.continuation import Conversations
 from tuner.gateway.errors import RequestError
 from tuner.traces import Call
 
@@ -60,6 +61,7 @@ class Session:
         defaults: What a request that does not say is sampled with.
         errors: What went wrong inside its calls that was not the caller's fault.
         malformed_tool_calls: Tool calls of its completions that could not be read.
+        conversations: What it has prompted and sampled, for the prompts that go on from there.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Session:
         self.errors: list[Exception] = []
         self.malformed_tool_calls = 0
         self.replays: dict[str, Replay] = {}
+        self.conversations = Conversations(gateway.renderer)
         self._calls: list[Call] = []
         self._sealed = False
         self._asked: Counter[bytes] = Counter()
@@ -128,6 +131,7 @@ class Session:
             self._sealed = True
             self._gateway.forget(self)
             self.replays.clear()
+            self.conversations = Conversations(self._gateway.renderer)
             for task in list(self._in_flight):
                 task.get_loop().call_soon_threadsafe(task.cancel)
         return self.calls

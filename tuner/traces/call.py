@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from tuner.engines.base import SamplingParams
+
+Rerendered = Literal["text", "characters", "tokenizer"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,12 @@ class Call:
         started: Unix time of the request, seconds.
         seconds: Time until the completion was ready.
         cached_tokens: Prompt tokens the engine did not have to compute.
+        reused_ids: How many of `prompt_ids`, from the first on, are the prompt and the sampled
+            completion of an earlier call, taken over as they were; the others were rendered.
+        rerendered: Why the latest assistant turn of the prompt was rendered and not taken over:
+            "text" (no call of the session sampled what the template rendered), "characters"
+            (the completion holds bytes that are no text), "tokenizer" (the text cannot be cut
+            where the completion ended); None where there is none or it was taken over.
         invalid: Why the call can never be trained, or None.
     """
 
@@ -46,6 +54,8 @@ class Call:
     started: float
     seconds: float
     cached_tokens: int = 0
+    reused_ids: int = 0
+    rerendered: Rerendered | None = None
     invalid: str | None = field(default=None)
 
     def __post_init__(self) -> None:

@@ -1,0 +1,111 @@
+"""Parts for tests of continued conversations: a tokenizer that merges, a model that does not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tests.gateway.toy import TEMPLATE, StubEngine
+from tuner.engines.base import Generation, SamplingParams
+from tuner.gateway import ChatRenderer, Gateway, Session
+from tuner.traces import Call
+
+USER = {"role": "user", "content": "2+40?"}
+SURE = {"role": "user", "content": "Sure?"}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 40}}\n</tool_call>'
+TERSE = '<tool_call>{"name":"add","arguments":{"a":2,"b":40}}</tool_call>'
+
+
+@cache
+def merging() -> PreTrainedTokenizerFast:
+    """Byte-level BPE that merges some words, so that their letters re-tokenize differently."""
+    vocabulary = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    merges = []
+    for word in ("answer", "user", "Ġis", "ĊĊ", "Ġthe", "add", '":', '{"'):
+        for end in range(2, len(word) + 1):
+            left, right = word[: end - 1], word[end - 1]
+            if left + right not in vocabulary:
+                vocabulary[left + right] = len(vocabulary)
+                merges.append((left, right))
+    base = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    base.decoder = decoders.ByteLevel()
+    base.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    tags = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+    base.add_tokens([AddedToken(tag, normalized=False) for tag in tags])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=base, eos_token="<|im_end|>", chat_template=TEMPLATE
+    )
+
+
+def encoded(text: str) -> tuple[int, ...]:
+    return tuple(merging().encode(text, add_special_tokens=False))
+
+
+def decoded(ids: Sequence[int]) -> str:
+    return str(merging().decode(list(ids), skip_special_tokens=False))
+
+
+def letters(text: str, end: str = "<|im_end|>") -> tuple[int, ...]:
+    """What a model samples that writes letter by letter, which the tokenizer never would."""
+    vocabulary = merging().get_vocab()
+    spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    found = [vocabulary[c] for piece, _ in spelled.pre_tokenize_str(text) for c in piece]
+    return (*found, *encoded(end))
+
+
+class Scripted(StubEngine):
+    """Samples the scripted ids in turn, then the last ones for ever; cut at the limit."""
+
+    def __init__(self, *script: tuple[int, ...]) -> None:
+        super().__init__(max_model_len=100_000)
+        self.ids = script
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, session: str
+    ) -> Generation:
+        self.requests.append((tuple(prompt_ids), sampling, session))
+        ids = self.ids[min(len(self.requests), len(self.ids)) - 1]
+        await asyncio.sleep(0)
+        reason = "length" if len(ids) > sampling.max_tokens else "stop"
+        ids = ids[: sampling.max_tokens]
+        return Generation(ids, (-0.5,) * len(ids), (0,) * len(ids), reason)  # type: ignore[arg-type]
+
+
+def gateway_of(*script: tuple[int, ...], template: str = TEMPLATE, **options: Any) -> Gateway:
+    renderer = ChatRenderer(merging(), chat_template=template, **options)
+    return Gateway(Scripted(*script), renderer, model_name="tiny")
+
+
+async def ask(session: Session, messages: list[Any], **fields: Any) -> dict[str, Any]:
+    """The answer's first message, as an agent would send it back."""
+    answers = await choices(session, messages, **fields)
+    return answers[0]
+
+
+async def choices(session: Session, messages: list[Any], **fields: Any) -> list[dict[str, Any]]:
+    client = session.async_client()
+    answer = await client.chat.completions.create(model="tiny", messages=messages, **fields)
+    return [choice.message.model_dump(exclude_none=True) for choice in answer.choices]
+
+
+def path(call: Call) -> tuple[int, ...]:
+    return (*call.prompt_ids, *call.completion_ids)
+
+
+def rendered(gateway: Gateway, call: Call) -> str:
+    return gateway.renderer.render_text(call.messages, call.tools)
+
+
+def continues(later: Call, earlier: Call) -> bool:
+    whole = path(earlier)
+    return later.prompt_ids[: len(whole)] == whole and later.reused_ids == len(whole)
+
+
+def fresh(gateway: Gateway, call: Call) -> bool:
+    return call.reused_ids == 0 and call.prompt_ids == encoded(rendered(gateway, call))
