@@ -140,3 +140,4 @@ def test_result_is_written_and_counts_every_token(straight):
     text = str(straight)
     assert "->" in text
     assert str(tokens.sampled) in text
+    assert "report.html" in text

@@ -119,6 +119,9 @@ def result_table(result: TuneResult) -> str:
     table.add_row("time", _duration(result.seconds))
     table.add_row("checkpoint", str(result.checkpoint))
     table.add_row("traces", str(result.traces))
+    report = result.run_dir / "report.html"
+    if report.exists():
+        table.add_row("report", str(report))
     if result.tensorboard is not None:
         table.add_row("TensorBoard", f"tensorboard --logdir {result.tensorboard}")
     console = Console(file=io.StringIO(), width=100, highlight=False)
