@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.backends import runs
 from tuner.backends.local import run_local
-from tuner.errors import ConfigError
+from tuner.errors import ConfigError, ModelLoadError
 from tuner.result import TuneResult
 
 REPOSITORY = Path(__file__).parents[2]
@@ -100,6 +100,13 @@ def test_run_with_other_settings_or_data_is_refused_by_name(straight, random_mod
             train_tasks=runs.TRAIN[1:],
             eval_tasks={"held-out": runs.EVAL},
         )
+
+
+def test_start_that_failed_does_not_bind_the_next_one(random_model_path, tmp_path):
+    wrong = runs.config(random_model_path, tmp_path, "model.model_path=no/such/model")
+    with pytest.raises(ModelLoadError):
+        tune(wrong)
+    assert tune(runs.config(random_model_path, tmp_path, "buffer.total_steps=1")).steps == 1
 
 
 def test_run_beside_a_finished_one_gets_a_name_of_its_own(straight, random_model_path):

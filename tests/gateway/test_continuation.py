@@ -301,9 +301,6 @@ async def test_tokenizer_that_does_not_split_at_the_end_token_is_not_relied_on(m
     assert session.calls[1].rerendered == "tokenizer"
 
 
-@pytest.mark.skipif(
-    not (MODEL / "model.safetensors").exists(), reason="models/tiny_math is not built"
-)
 async def test_real_engine_computes_only_what_is_new() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

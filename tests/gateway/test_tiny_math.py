@@ -15,10 +15,6 @@ from tuner.traces import Call
 MODEL = Path(__file__).parents[2] / "models" / "tiny_math"
 QUESTION = [{"role": "user", "content": "Tom has 3 apples and buys 4 more. How many apples?"}]
 
-pytestmark = pytest.mark.skipif(
-    not (MODEL / "model.safetensors").exists(), reason="models/tiny_math is not built"
-)
-
 
 @pytest.fixture
 async def gateway() -> AsyncIterator[Gateway]:

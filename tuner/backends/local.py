@@ -344,7 +344,7 @@ def _open_directory(config: RunConfig, data: Mapping[str, list[Task]]) -> RunDir
     path = config.run_dir if config.continue_from_checkpoint else free_name(config.run_dir)
     directory = RunDirectory(path)
     fingerprint = {name: _fingerprint(tasks) for name, tasks in data.items()}
-    if directory.config.exists():
+    if directory.has_begun():
         check_same_run(directory, config, fingerprint)
     directory.create()
     write_atomically(path / "data.json", json.dumps(fingerprint, indent=2))

@@ -31,6 +31,10 @@ class RunDirectory:
         self.tensorboard = path / "tensorboard"
         self.checkpoints = path / "checkpoints"
 
+    def has_begun(self) -> bool:
+        """Whether anything was recorded here; a start that failed before that leaves nothing."""
+        return self.metrics.exists() or any(self.traces.glob("*.jsonl"))
+
     def create(self) -> None:
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         for leftover in self.checkpoints.glob(".*"):
