@@ -73,7 +73,7 @@ async def test_react_agent_calls_a_tool_and_goes_on_with_its_result() -> None:
         assert [tool["function"]["name"] for tool in first.tools] == ["add"]
         assert "<tool_response>\n42\n</tool_response>" in text_of(second.prompt_ids)
         assert first.response["tool_calls"][0]["function"]["arguments"] == '{"a": 2,  "b": 40}'
-        assert session.malformed_tool_calls == 0
+        assert first.malformed_tool_calls == 0
         assert session.generation_seconds > 0
 
 

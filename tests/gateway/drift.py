@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.gateway.toy import TEMPLATE, StubEngine
-from tuner.engines.base import Generation, SamplingParams
+from tuner.engines.base import Generation, SamplingParams, TokenSink
 from tuner.gateway import ChatRenderer, Gateway, Session
 from tuner.traces import Call
 
@@ -67,14 +67,19 @@ class Scripted(StubEngine):
         self.ids = script
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams, session: str
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        session: str,
+        sink: TokenSink | None = None,
     ) -> Generation:
         self.requests.append((tuple(prompt_ids), sampling, session))
         ids = self.ids[min(len(self.requests), len(self.ids)) - 1]
         await asyncio.sleep(0)
         reason = "length" if len(ids) > sampling.max_tokens else "stop"
         ids = ids[: sampling.max_tokens]
-        return Generation(ids, (-0.5,) * len(ids), (0,) * len(ids), reason)  # type: ignore[arg-type]
+        await self._sample(ids, sink)
+        return Generation(ids, (-0.25,) * len(ids), (3,) * len(ids), reason)  # type: ignore[arg-type]
 
 
 def gateway_of(*script: tuple[int, ...], template: str = TEMPLATE, **options: Any) -> Gateway:

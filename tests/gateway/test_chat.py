@@ -118,7 +118,7 @@ async def test_malformed_tool_call_is_returned_as_text_and_counted() -> None:
         assert answer.choices[0].message.content == text
         assert answer.choices[0].message.tool_calls is None
         assert answer.choices[0].finish_reason == "stop"
-        assert session.malformed_tool_calls == 1
+        assert session.calls[0].malformed_tool_calls == 1
 
 
 async def test_tool_choice_none_hides_the_tools_and_reads_no_calls() -> None:
@@ -145,10 +145,10 @@ async def test_three_choices_are_three_calls_with_different_seeds() -> None:
 
 async def test_one_failing_choice_cancels_the_others_and_commits_none() -> None:
     class OneFails(StubEngine):
-        async def generate(self, prompt_ids, sampling, session) -> Generation:
+        async def generate(self, prompt_ids, sampling, session, sink=None) -> Generation:
             if len(self.requests) == 2:
                 raise ValueError("the third")
-            return await super().generate(prompt_ids, sampling, session)
+            return await super().generate(prompt_ids, sampling, session, sink)
 
     engine = OneFails()
     engine.gate.clear()
@@ -323,7 +323,7 @@ async def test_sessions_that_are_not_recorded_keep_no_calls() -> None:
 
 async def test_call_with_data_that_disagree_is_answered_and_marked() -> None:
     class Broken(StubEngine):
-        async def generate(self, prompt_ids, sampling, session) -> Generation:
+        async def generate(self, prompt_ids, sampling, session, sink=None) -> Generation:
             return Generation(ids_of("x"), (float("nan"),), (0,), "stop")
 
     async with gateway_of(Broken()) as gateway:

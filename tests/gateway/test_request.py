@@ -13,7 +13,7 @@ from openai.types.chat import completion_create_params
 
 from tests.gateway.toy import ADD_TOOL, StubEngine, gateway_of
 from tuner.gateway.gateway import Gateway
-from tuner.gateway.request import _FIELDS
+from tuner.gateway.request import CHAT_FIELDS
 
 USER = [{"role": "user", "content": "hi"}]
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
@@ -31,7 +31,7 @@ async def send(gateway: Gateway, body: object, *, raw: bytes | None = None) -> t
 def test_the_table_has_every_field_of_openais_api() -> None:
     base = completion_create_params.CompletionCreateParamsBase
     fields = set(typing.get_type_hints(base)) | {"stream"}
-    assert fields <= set(_FIELDS)
+    assert fields <= set(CHAT_FIELDS)
 
 
 HARMLESS = [
@@ -72,16 +72,15 @@ async def test_value_that_asks_nothing_unusual_is_accepted(fields: dict) -> None
 
 async def test_null_means_left_out_for_every_optional_field() -> None:
     async with gateway_of(StubEngine()) as gateway:
-        nulls = dict.fromkeys(_FIELDS)
+        nulls = dict.fromkeys(CHAT_FIELDS)
         status, answer = await send(gateway, {**nulls, "model": "tiny", "messages": USER})
         assert (status, answer.get("error")) == (200, None)
 
 
 REFUSED = [
     # field, value, what the sentence says
-    ("stream", True, "not streamed"),
-    ("stream", "yes", "not streamed"),
-    ("stream_options", {"include_usage": True}, "not streamed"),
+    ("stream", "yes", "true or false"),
+    ("stream_options", {"include_usage": True}, "without stream"),
     ("store", True, "trace"),
     ("parallel_tool_calls", False, "number of tool calls"),
     ("response_format", {"type": "json_object"}, "constrained"),
@@ -301,7 +300,7 @@ mixed = messages.flatmap(
     )
 )
 fields = st.sampled_from([*HARMLESS, {"n": 2}, {"stop": "b"}, {"tools": [ADD_TOOL]}])
-fields |= st.dictionaries(st.sampled_from([*_FIELDS, "zzz"]), anything, min_size=1, max_size=1)
+fields |= st.dictionaries(st.sampled_from([*CHAT_FIELDS, "zzz"]), anything, min_size=1, max_size=1)
 bodies = st.builds(
     lambda chat, extras: (
         {"model": "tiny", "messages": chat} | {k: v for e in extras for k, v in e.items()}

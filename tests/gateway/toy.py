@@ -11,7 +11,13 @@ from functools import cache
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tuner.engines.base import EngineCapabilities, FinishReason, Generation, SamplingParams
+from tuner.engines.base import (
+    EngineCapabilities,
+    FinishReason,
+    Generation,
+    SamplingParams,
+    TokenSink,
+)
 from tuner.gateway import ChatRenderer, Gateway
 
 TEMPLATE = """
@@ -104,19 +110,22 @@ class StubEngine:
     """Answers with the scripted texts in turn, then with the last one for ever.
 
     A text is followed by the end-of-turn token if the limit leaves room for it. An exception in
-    the script is raised. While `gate` is clear, generation waits for it.
+    the script is raised. While `gate` is clear, generation waits for it, before the first token or
+    after `hold_after` of them.
     """
 
     script: list[str | Exception] = field(default_factory=lambda: ["ok"])
     max_model_len: int = 4096
     answer: Callable[[str, SamplingParams], str] | None = None
     version: int = 3
+    hold_after: int | None = None
 
     def __post_init__(self) -> None:
         self.requests: list[tuple[tuple[int, ...], SamplingParams, str]] = []
         self.gate = asyncio.Event()
         self.gate.set()
         self.waiting = 0
+        self.sampling = 0
         self.cancelled = 0
 
     @property
@@ -124,13 +133,18 @@ class StubEngine:
         return EngineCapabilities(self.max_model_len, max_top_logprobs=5)
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams, session: str
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        session: str,
+        sink: TokenSink | None = None,
     ) -> Generation:
         self.requests.append((tuple(prompt_ids), sampling, session))
         item = self.script[min(len(self.requests), len(self.script)) - 1]
         self.waiting += 1
         try:
-            await self.gate.wait()
+            if self.hold_after is None:
+                await self.gate.wait()
             await asyncio.sleep(0)
         except asyncio.CancelledError:
             self.cancelled += 1
@@ -147,6 +161,7 @@ class StubEngine:
             ids = ids_of(text[: min(cut)])
         if len(ids) > sampling.max_tokens:
             ids, reason = ids[: sampling.max_tokens], "length"
+        await self._sample(ids, sink)
         top = tuple((id_, -0.5) for id_ in range(sampling.top_logprobs))
         return Generation(
             completion_ids=ids,
@@ -156,6 +171,22 @@ class StubEngine:
             top_logprobs=(top,) * len(ids) if top else (),
             cached_tokens=7,
         )
+
+    async def _sample(self, ids: Sequence[int], sink: TokenSink | None) -> None:
+        """Tokens one by one; after `hold_after` of them, wait for the gate."""
+        self.sampling += 1
+        try:
+            for count, id_ in enumerate(ids):
+                if count == self.hold_after:
+                    await self.gate.wait()
+                if sink is not None:
+                    sink.push(id_, -0.25, self.version)
+                await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.sampling -= 1
 
     def pause(self) -> contextlib.AbstractAsyncContextManager[None]:
         raise NotImplementedError

@@ -63,6 +63,13 @@ class Generation:
     cached_tokens: int = 0
 
 
+class TokenSink(Protocol):
+    """Sees a completion grow, so that what was sampled is known even if it is never finished."""
+
+    def push(self, token_id: int, logprob: float, version: int) -> None:
+        """Take the next sampled token. Called in order, from any thread, and must not block."""
+
+
 @dataclass(frozen=True)
 class EngineCapabilities:
     """What an engine can do; the gateway refuses what it cannot with a 400 that names it."""
@@ -82,9 +89,16 @@ class Engine(Protocol):
     def capabilities(self) -> EngineCapabilities: ...
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams, session: str
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        session: str,
+        sink: TokenSink | None = None,
     ) -> Generation:
         """Sample one completion. Cancelling the awaiting task frees the request's slot.
+
+        Every token of the completion has been pushed into `sink` before this returns, and none
+        is after the awaiting task was cancelled.
 
         Raises:
             ContextLengthError: The prompt leaves no room for a single token.

@@ -10,7 +10,13 @@ from random import Random
 
 from torch import Tensor
 
-from tuner.engines.base import EngineError, FinishReason, Generation, SamplingParams
+from tuner.engines.base import (
+    EngineError,
+    FinishReason,
+    Generation,
+    SamplingParams,
+    TokenSink,
+)
 from tuner.engines.sampling import SamplingBatch, choose, most_probable
 from tuner.engines.stop_strings import StopStrings
 
@@ -25,6 +31,7 @@ class Request:
         end_ids: Token ids that end a completion.
         uniforms: The request's own random stream; one number is drawn per sampled token.
         future: Receives the Generation, on the event loop that asked for it.
+        sink: Is told of each token.
         cached_tokens: Prompt tokens reused when it was first admitted; -1 before that.
         cancelled: Nobody waits for it any more.
     """
@@ -36,6 +43,7 @@ class Request:
     stops: StopStrings | None
     uniforms: Random
     future: asyncio.Future[Generation]
+    sink: TokenSink | None = None
     completion_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -58,6 +66,8 @@ class Request:
         self.completion_ids.append(token_id)
         self.logprobs.append(logprob)
         self.versions.append(version)
+        if self.sink is not None and not self.cancelled:
+            self.sink.push(token_id, logprob, version)
         if token_id in self.end_ids or (self.stops is not None and self.stops.push(token_id)):
             self.finish_reason = "stop"
         elif len(self.completion_ids) >= self.limit:

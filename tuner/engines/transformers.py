@@ -18,7 +18,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tuner.engines.base import EngineCapabilities, EngineError, Generation, SamplingParams
+from tuner.engines.base import (
+    EngineCapabilities,
+    EngineError,
+    Generation,
+    SamplingParams,
+    TokenSink,
+)
 from tuner.engines.layer_kinds import layer_windows, rows_agree
 from tuner.engines.request import Request
 from tuner.engines.runner import EngineStats, Runner
@@ -182,7 +188,11 @@ class TransformersEngine:
         )
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams, session: str
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        session: str,
+        sink: TokenSink | None = None,
     ) -> Generation:
         """Sample one completion; see `Engine.generate`.
 
@@ -195,7 +205,7 @@ class TransformersEngine:
         if self._closed:
             raise EngineError("the engine is closed")
         check_sampling(sampling)
-        request = self._make_request(list(prompt_ids), sampling)
+        request = self._make_request(list(prompt_ids), sampling, sink)
         loop = request.future.get_loop()
         driver = self._drivers.get(loop)
         if driver is None:
@@ -212,7 +222,9 @@ class TransformersEngine:
             self._in_flight.discard(request)
             driver.in_flight -= 1
 
-    def _make_request(self, prompt_ids: list[int], sampling: SamplingParams) -> Request:
+    def _make_request(
+        self, prompt_ids: list[int], sampling: SamplingParams, sink: TokenSink | None
+    ) -> Request:
         limit = self._capabilities.max_model_len
         if len(prompt_ids) >= limit:
             raise ContextLengthError(
@@ -235,6 +247,7 @@ class TransformersEngine:
             stops=StopStrings(self._tokenizer, sampling.stop) if sampling.stop else None,
             uniforms=Random(sampling.seed),
             future=asyncio.get_running_loop().create_future(),
+            sink=sink,
         )
 
     @asynccontextmanager

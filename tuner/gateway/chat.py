@@ -1,216 +1,119 @@
-"""One chat completion: request, prompt ids, engine, answer; committed before it is answered."""
+"""OpenAI's chat completions: the answer, whole or as chunks. `request.py` reads the request."""
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
-import json
 import math
-import time
-from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tuner.engines.base import Engine, Generation, SamplingParams
-from tuner.errors import ContextLengthError
-from tuner.gateway.errors import RequestError
-from tuner.gateway.parsing import ParsedMessage
+from tuner.engines.base import Generation
+from tuner.gateway.complete import Answer, Choice, assistant_message
+from tuner.gateway.dialect import Exchange, sse
+from tuner.gateway.message_stream import Delta
 from tuner.gateway.renderer import ChatRenderer
-from tuner.gateway.request import ChatRequest, parse_chat_request
-from tuner.gateway.session import Session
-from tuner.traces import Call
+from tuner.gateway.request import parse_chat_request
+
+if TYPE_CHECKING:
+    from tuner.gateway.gateway import Gateway
+    from tuner.gateway.session import Session
 
 LOWEST_LOGPROB = -9999.0  # what OpenAI's API reports for "almost impossible"; JSON has no -inf
+DONE = b"data: [DONE]\n\n"
 
 
-async def chat_completion(
-    engine: Engine, renderer: ChatRenderer, model_name: str, session: Session, body: bytes
-) -> bytes:
-    """Answer one request of `session`, and commit its calls before returning.
+class ChatExchange(Exchange):
+    """`POST /v1/chat/completions`.
 
-    Returns:
-        The body of the response, an OpenAI `ChatCompletion`.
-
-    Raises:
-        RequestError: The request cannot be honoured, or the session was sealed meanwhile.
+    A stream's chunks carry text as it is certain and each tool call whole. Log-probs and token ids,
+    if asked for, come with the last chunk of their choice: a token is not always a piece of text.
     """
-    started = time.time()
-    clock = time.perf_counter()
-    request = parse_chat_request(body, engine.capabilities)
-    if request.model != model_name:
-        raise RequestError(
-            f"model is {request.model!r}, but this key's model is {model_name!r}",
-            status=404,
-            param="model",
-            code="model_not_found",
-        )
-    text = renderer.render_text(
-        request.messages,
-        request.shown_tools,
-        chat_template_kwargs=request.chat_template_kwargs,
-    )
-    turns = sum(message["role"] == "assistant" for message in request.messages)
-    continued = session.conversations.prompt(text, turns)
-    prompt_ids = continued.ids
-    room = _room(engine, prompt_ids)
-    prompt = hashlib.blake2b(array("q", prompt_ids).tobytes(), digest_size=16).digest()
-    occurrence = session.occurrence(prompt)
-    samplings = [
-        _sampling(
-            request, session, room, session.digest("seed", prompt, occurrence, choice), choice
-        )
-        for choice in range(request.n)
-    ]
-    try:
-        generations = await session.run(lambda: _generate(engine, prompt_ids, samplings, session))
-    except ContextLengthError as error:
-        raise _too_long(str(error)) from error
-    seconds = time.perf_counter() - clock
 
-    response_id = f"chatcmpl-{session.digest('id', session.id, prompt, occurrence).hex()[:24]}"
-    calls = []
-    choices = []
-    for index, (sampling, generation) in enumerate(zip(samplings, generations, strict=True)):
-        parsed = renderer.parse(
-            generation.completion_ids,
-            tools=request.shown_tools,
-            prompt_ids=prompt_ids,
-            stop=request.stop,
-        )
-        session.malformed_tool_calls += parsed.malformed_tool_calls
-        message = _message(parsed, f"{response_id}-{index}", session)
-        finish_reason = (
-            "tool_calls"
-            if parsed.tool_calls and generation.finish_reason == "stop"
-            else generation.finish_reason
-        )
-        choices.append(
+    dialect = "chat"
+    prefix = "chatcmpl-"
+
+    @classmethod
+    def read(cls, gateway: Gateway, session: Session, body: bytes) -> ChatExchange:
+        return cls(gateway, parse_chat_request(body, gateway.engine.capabilities))
+
+    def answer(self, answer: Answer) -> dict[str, Any]:
+        choices = [
             {
-                "index": index,
-                "message": message,
-                "finish_reason": finish_reason,
-                "logprobs": _logprobs(renderer, generation) if request.logprobs else None,
-                **({"token_ids": generation.completion_ids} if request.return_token_ids else {}),
+                "index": choice.index,
+                "message": assistant_message(choice),
+                "finish_reason": choice.finish_reason,
+                **self._details(choice),
             }
-        )
-        calls.append(
-            Call(
-                id=f"{response_id}-{index}",
-                prompt_ids=prompt_ids,
-                completion_ids=generation.completion_ids,
-                logprobs=generation.logprobs,
-                versions=generation.versions,
-                sampling=sampling,
-                finish_reason=finish_reason,
-                messages=request.messages,
-                tools=request.tools,
-                response=message,
-                started=started,
-                seconds=seconds,
-                cached_tokens=generation.cached_tokens,
-                reused_ids=continued.reused,
-                rerendered=continued.rerendered,
-            )
-        )
-    answer: dict[str, Any] = {
-        "id": response_id,
-        "object": "chat.completion",
-        "created": int(started),
-        "model": model_name,
-        "choices": choices,
-        "usage": _usage(prompt_ids, generations),
-    }
-    if request.return_token_ids:
-        answer["prompt_token_ids"] = prompt_ids
-    encoded = json.dumps(answer).encode()
-    session.commit(calls)
-    for call in calls:
-        session.conversations.add(continued, call.completion_ids, tools=bool(request.shown_tools))
-    return encoded
+            for choice in answer.choices
+        ]
+        body: dict[str, Any] = {
+            "id": self.completion.id,
+            "object": "chat.completion",
+            "created": self.created,
+            "model": self.model_name,
+            "choices": choices,
+            "usage": usage(answer),
+        }
+        if self.request.return_token_ids:
+            body["prompt_token_ids"] = answer.choices[0].prompt_ids
+        return body
 
+    def opening(self) -> Sequence[bytes]:
+        start = {"role": "assistant", "content": ""}
+        return [self._chunk(index, start) for index in range(self.request.n)]
 
-def _room(engine: Engine, prompt_ids: Sequence[int]) -> int:
-    """How many tokens may follow the prompt."""
-    limit = engine.capabilities.max_model_len
-    if len(prompt_ids) >= limit:
-        raise _too_long(
-            f"the prompt has {len(prompt_ids)} tokens, which leaves no room for an answer within "
-            f"the context of {limit}"
-        )
-    return limit - len(prompt_ids)
-
-
-def _too_long(found: str) -> RequestError:
-    return RequestError(
-        f"{found}: raise model.max_model_len or shorten the messages",
-        param="messages",
-        code="context_length_exceeded",
-    )
-
-
-def _sampling(
-    request: ChatRequest, session: Session, room: int, digest: bytes, choice: int
-) -> SamplingParams:
-    """The settings in force for one choice."""
-    defaults = session.defaults
-    limit = defaults.max_tokens if request.max_tokens is None else request.max_tokens
-    seed = int.from_bytes(digest[:8], "big")
-    if request.seed is not None:
-        # Choices of one request differ; a single one has the very seed that was asked for.
-        mixed = hashlib.blake2b(repr((request.seed, choice)).encode(), digest_size=8).digest()
-        seed = request.seed if choice == 0 else int.from_bytes(mixed, "big")
-    return SamplingParams(
-        max_tokens=room if limit is None else min(limit, room),
-        temperature=defaults.temperature if request.temperature is None else request.temperature,
-        top_p=defaults.top_p if request.top_p is None else request.top_p,
-        top_k=defaults.top_k if request.top_k is None else request.top_k,
-        stop=request.stop,
-        seed=seed & (2**63 - 1),
-        top_logprobs=request.top_logprobs,
-    )
-
-
-async def _generate(
-    engine: Engine,
-    prompt_ids: Sequence[int],
-    samplings: Sequence[SamplingParams],
-    session: Session,
-) -> list[Generation]:
-    """One generation for each sampling; if one fails the others are cancelled."""
-    if len(samplings) == 1:
-        return [await engine.generate(prompt_ids, samplings[0], session.id)]
-    tasks = [
-        asyncio.ensure_future(engine.generate(prompt_ids, sampling, session.id))
-        for sampling in samplings
-    ]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-def _message(parsed: ParsedMessage, call_id: str, session: Session) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
-    if parsed.reasoning is not None:
-        message["reasoning_content"] = parsed.reasoning
-    if parsed.tool_calls:
-        message["tool_calls"] = [
-            {
-                "id": f"call_{session.digest('tool', call_id, index).hex()[:24]}",
+    def delta(self, index: int, delta: Delta) -> Sequence[bytes]:
+        if delta.tool_call is not None:
+            place, call = delta.tool_call
+            tool_call = {
+                "index": place,
+                "id": self.completion.tool_call_id(index, place),
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }
-            for index, call in enumerate(parsed.tool_calls)
+            return [self._chunk(index, {"tool_calls": [tool_call]})]
+        if delta.reasoning is not None:
+            return [self._chunk(index, {"reasoning_content": delta.reasoning})]
+        return [self._chunk(index, {"content": delta.content})]
+
+    def closing(self, answer: Answer) -> Sequence[bytes]:
+        events = [
+            self._chunk(choice.index, {}, choice.finish_reason, **self._details(choice))
+            for choice in answer.choices
         ]
-    return message
+        if self.request.include_usage:
+            events.append(sse({**self._frame(), "choices": [], "usage": usage(answer)}))
+        return [*events, DONE]
+
+    def _details(self, choice: Choice) -> dict[str, Any]:
+        details: dict[str, Any] = {"logprobs": None}
+        if self.request.logprobs:
+            details["logprobs"] = chat_logprobs(self.renderer, choice.generation)
+        if self.request.return_token_ids:
+            details["token_ids"] = choice.generation.completion_ids
+        return details
+
+    def _chunk(
+        self, index: int, delta: dict[str, Any], finish_reason: str | None = None, **details: Any
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "finish_reason": finish_reason, **details}
+        return sse({**self._frame(), "choices": [choice]})
+
+    def _frame(self) -> dict[str, Any]:
+        return {
+            "id": self.completion.id,
+            "object": "chat.completion.chunk",
+            "created": self.created,
+            "model": self.model_name,
+        }
 
 
-def _logprobs(renderer: ChatRenderer, generation: Generation) -> dict[str, Any]:
+def chat_logprobs(renderer: ChatRenderer, generation: Generation) -> dict[str, Any]:
+    """The log-probs of a completion as chat completions report them."""
+
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         return {
             "token": renderer.token_text(token_id),
-            "logprob": logprob if math.isfinite(logprob) else LOWEST_LOGPROB,
+            "logprob": reported(logprob),
             "bytes": renderer.token_bytes(token_id),
         }
 
@@ -226,13 +129,16 @@ def _logprobs(renderer: ChatRenderer, generation: Generation) -> dict[str, Any]:
     }
 
 
-def _usage(prompt_ids: Sequence[int], generations: Sequence[Generation]) -> dict[str, Any]:
-    completion = sum(len(generation.completion_ids) for generation in generations)
+def reported(logprob: float) -> float:
+    """A log-prob as JSON can hold it."""
+    return logprob if math.isfinite(logprob) else LOWEST_LOGPROB
+
+
+def usage(answer: Answer) -> dict[str, Any]:
+    """Token counts in the form of chat completions."""
     return {
-        "prompt_tokens": len(prompt_ids),
-        "completion_tokens": completion,
-        "total_tokens": len(prompt_ids) + completion,
-        "prompt_tokens_details": {
-            "cached_tokens": max(generation.cached_tokens for generation in generations)
-        },
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": answer.completion_tokens,
+        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
     }

@@ -138,6 +138,10 @@ class Conversations:
             obstacle = "tokenizer"
         return Prompt(self._renderer.encode(text), 0, obstacle, turns, self._root, text)
 
+    def raw(self, ids: tuple[int, ...]) -> Prompt:
+        """The prompt with these very ids, shape [P]."""
+        return Prompt(ids, 0, None, 0, self._root, "")
+
     def add(self, prompt: Prompt, completion_ids: tuple[int, ...], *, tools: bool) -> None:
         """Remember a committed call.
 

@@ -7,31 +7,64 @@ import contextlib
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tuner.engines.base import Engine
-from tuner.gateway.chat import chat_completion
+from tuner.gateway.chat import ChatExchange
+from tuner.gateway.complete import Answer, Completion
+from tuner.gateway.dialect import Exchange
 from tuner.gateway.errors import RequestError
 from tuner.gateway.renderer import ChatRenderer
-from tuner.gateway.session import Replay, SamplingDefaults, Session
+from tuner.gateway.session import ROLE, Replay, SamplingDefaults, Session, SessionLimits
+from tuner.gateway.text import TextExchange
 
 if TYPE_CHECKING:
     from tuner.gateway.http import HttpDoor
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 IDEMPOTENCY_HEADER = "idempotency-key"
+EVENT_STREAM = "text/event-stream"
 _REMEMBERED_KEYS = 100_000  # sealed keys that still get a sentence of their own
+
+
+class Events(Protocol):
+    """Server-sent events as they come; closing them early abandons the request."""
+
+    def __aiter__(self) -> AsyncIterator[bytes]: ...
+
+    async def __anext__(self) -> bytes: ...
+
+    async def aclose(self) -> None: ...
+
+
+_EXCHANGES: dict[str, type[Exchange]] = {
+    "/v1/chat/completions": ChatExchange,
+    "/v1/completions": TextExchange,
+}
 
 
 @dataclass(frozen=True)
 class Reply:
-    """An HTTP response with a JSON body, wherever it goes."""
+    """An HTTP response, wherever it goes."""
 
     status: int
     body: bytes
+    content_type: str = "application/json"
+
+
+@dataclass(frozen=True)
+class StreamReply:
+    """A response with status 200 whose server-sent events come one by one.
+
+    Nothing is sampled until the first is asked for; closing `events` early abandons the request.
+    """
+
+    events: Events
 
 
 class Gateway:
@@ -64,6 +97,7 @@ class Gateway:
         seed: int = 0,
         recorded: bool = True,
         defaults: SamplingDefaults | None = None,
+        limits: SessionLimits | None = None,
     ) -> Session:
         """A new session with a key of its own, open until it is sealed.
 
@@ -72,6 +106,7 @@ class Gateway:
             seed: Equal seeds, ids and requests give equal completions on equal weights.
             recorded: Whether its calls are kept.
             defaults: What a request that does not say is sampled with.
+            limits: What it may ask for; None is anything.
         """
         session = Session(
             self,
@@ -79,6 +114,7 @@ class Gateway:
             seed=seed,
             recorded=recorded,
             defaults=defaults or SamplingDefaults(),
+            limits=limits or SessionLimits(),
         )
         self._sessions[session.key] = session
         return session
@@ -113,7 +149,7 @@ class Gateway:
 
     async def handle(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes
-    ) -> Reply:
+    ) -> Reply | StreamReply:
         """Answer one request; every door leads here. Never raises, unless it is cancelled.
 
         Args:
@@ -125,8 +161,10 @@ class Gateway:
         home = self._home()
         if asyncio.get_running_loop() is home:
             return await self._answer(method, path, headers, body)
-        future = asyncio.run_coroutine_threadsafe(self._answer(method, path, headers, body), home)
-        return await asyncio.wrap_future(future)
+        reply = await _elsewhere(self._answer(method, path, headers, body), home)
+        if isinstance(reply, StreamReply):
+            return StreamReply(_from_elsewhere(reply.events, home))
+        return reply
 
     def _home(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
@@ -141,42 +179,41 @@ class Gateway:
 
     async def _answer(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes
-    ) -> Reply:
+    ) -> Reply | StreamReply:
         session: Session | None = None
+        kind = _EXCHANGES.get(path, ChatExchange)
         try:
-            session = self._session(headers)
-            if (method, path) == ("POST", "/v1/chat/completions"):
+            session, role = self._session(headers)
+            if method == "POST" and path in _EXCHANGES:
                 key = headers.get(IDEMPOTENCY_HEADER)
                 if key:
-                    return Reply(200, await self._once(session, key, body))
-                return Reply(200, await self._complete(session, body))
+                    return await self._once(kind, session, role, body, key)
+                exchange = self._exchange(kind, session, role, body)
+                return await self._complete(exchange, session)
             if (method, path) == ("GET", "/v1/models"):
                 return Reply(200, self._models())
             raise RequestError(
-                f"{method} {path} is not served here: this gateway answers "
-                "POST /v1/chat/completions and GET /v1/models",
+                f"{method} {path} is not served here: this gateway answers GET /v1/models and "
+                f"POST {', '.join(_EXCHANGES)}",
                 status=404,
             )
         except RequestError as error:
-            return Reply(error.status, error.body())
+            return Reply(error.status, kind.error(error))
         except Exception as error:
-            logger.exception("a call of session %s failed", session.id if session else None)
-            if session is not None:
-                session.errors.append(error)
-            failure = RequestError(
-                f"the call failed inside the engine or the gateway: "
-                f"{type(error).__name__}: {error}",
-                status=500,
-            )
-            return Reply(failure.status, failure.body())
+            failure = _failure(session, error)
+            return Reply(failure.status, kind.error(failure))
 
-    def _session(self, headers: Mapping[str, str]) -> Session:
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        session = self._sessions.get(key.strip()) if scheme.lower() == "bearer" else None
-        if session is not None:
-            return session
-        if key.strip() in self._ended:
-            raise self._ended[key.strip()]
+    def _session(self, headers: Mapping[str, str]) -> tuple[Session, str | None]:
+        """The session behind the request's key, and the role that the key names."""
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            given = headers.get("x-api-key", "")
+        key, _, role = given.strip().partition(".")
+        session = self._sessions.get(key)
+        if session is not None and (not role or ROLE.fullmatch(role)):
+            return session, role or None
+        if key in self._ended:
+            raise self._ended[key]
         raise RequestError(
             "the API key belongs to no open session: use the api_key and base_url of the model "
             "that the workflow was given",
@@ -184,10 +221,24 @@ class Gateway:
             code="invalid_api_key",
         )
 
-    async def _complete(self, session: Session, body: bytes) -> bytes:
-        return await chat_completion(self.engine, self.renderer, self.model_name, session, body)
+    def _exchange(
+        self, kind: type[Exchange], session: Session, role: str | None, body: bytes
+    ) -> Exchange:
+        exchange = kind.read(self, session, body)
+        exchange.completion = Completion(
+            self, session, role, exchange.request, dialect=kind.dialect, prefix=kind.prefix
+        )
+        return exchange
 
-    async def _once(self, session: Session, key: str, body: bytes) -> bytes:
+    async def _complete(self, exchange: Exchange, session: Session) -> Reply | StreamReply:
+        if exchange.request.stream:
+            return StreamReply(_events(exchange, session))
+        answer = await exchange.completion.answer()
+        return Reply(200, json.dumps(exchange.answer(answer)).encode())
+
+    async def _once(
+        self, kind: type[Exchange], session: Session, role: str | None, body: bytes, key: str
+    ) -> Reply | StreamReply:
         """The answer to a request with an idempotency key: sampled once, then replayed."""
         while (known := session.replays.get(key)) is not None:
             if known.request != body:
@@ -200,14 +251,108 @@ class Gateway:
                 return known.answer
             await known.done.wait()  # a retry that overtook the first attempt
         replay = session.replays[key] = Replay(body)
-        try:
-            replay.answer = await self._complete(session, body)
-            return replay.answer
-        finally:
+
+        def settle() -> None:
             if replay.answer is None:
                 session.replays.pop(key, None)
             replay.done.set()
 
+        reply: Reply | StreamReply | None = None
+        try:
+            exchange = self._exchange(kind, session, role, body)
+            reply = await self._complete(exchange, session)
+            if isinstance(reply, Reply):
+                replay.answer = reply
+                return reply
+            return StreamReply(_Kept(reply.events, exchange.completion, replay, settle))
+        finally:
+            if not isinstance(reply, StreamReply):
+                settle()
+
     def _models(self) -> bytes:
         model = {"id": self.model_name, "object": "model", "created": 0, "owned_by": "tuner"}
         return json.dumps({"object": "list", "data": [model]}).encode()
+
+
+async def _events(exchange: Exchange, session: Session) -> AsyncGenerator[bytes, None]:
+    """A completion as the server-sent events of its dialect."""
+    try:
+        for event in exchange.opening():
+            yield event
+        async with contextlib.aclosing(exchange.completion.stream()) as parts:
+            async for part in parts:
+                if isinstance(part, Answer):
+                    for event in exchange.closing(part):
+                        yield event
+                else:
+                    for event in exchange.delta(*part):
+                        yield event
+    except RequestError as error:
+        yield exchange.failure(error)
+    except Exception as error:
+        yield exchange.failure(_failure(session, error))
+
+
+class _Kept:
+    """A stream's events; they become the replay's answer when they have ended well."""
+
+    def __init__(
+        self, events: Events, completion: Completion, replay: Replay, settle: Callable[[], None]
+    ) -> None:
+        self._events = events
+        self._completion = completion
+        self._replay = replay
+        self._settle = settle
+        self._seen: list[bytes] = []
+
+    def __aiter__(self) -> _Kept:
+        return self
+
+    async def __anext__(self) -> bytes:
+        try:
+            event = await anext(self._events)
+        except BaseException:
+            if self._completion.committed:
+                self._replay.answer = Reply(200, b"".join(self._seen), EVENT_STREAM)
+            self._settle()
+            raise
+        self._seen.append(event)
+        return event
+
+    async def aclose(self) -> None:
+        await self._events.aclose()
+        self._settle()
+
+
+def _failure(session: Session | None, error: Exception) -> RequestError:
+    """What a caller is told of a failure that is not its own; the session keeps the cause."""
+    logger.exception("a call of session %s failed", session.id if session else None)
+    if session is not None:
+        session.errors.append(error)
+    return RequestError(
+        f"the call failed inside the engine or the gateway: {type(error).__name__}: {error}",
+        status=500,
+    )
+
+
+async def _elsewhere(work: Coroutine[Any, Any, T], home: asyncio.AbstractEventLoop) -> T:
+    """The result of `work`, done in another loop."""
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, home))
+
+
+async def _from_elsewhere(
+    events: Events, home: asyncio.AbstractEventLoop
+) -> AsyncGenerator[bytes, None]:
+    """The items of a generator that runs in another loop."""
+    ended = False
+
+    async def next_item() -> bytes | None:
+        return await anext(events, None)
+
+    try:
+        while (event := await _elsewhere(next_item(), home)) is not None:
+            yield event
+        ended = True
+    finally:
+        if not ended:
+            asyncio.run_coroutine_threadsafe(events.aclose(), home)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -15,11 +15,14 @@ from starlette.routing import Mount
 from starlette.types import Receive, Scope, Send
 
 from tuner.gateway.errors import RequestError
+from tuner.gateway.gateway import EVENT_STREAM, Events, StreamReply
 
 if TYPE_CHECKING:
     from tuner.gateway.gateway import Gateway
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
+STALLED_SECONDS = 60
+"""How long a client may neither send the rest of its body nor read what it is sent."""
 
 
 class HttpDoor:
@@ -101,7 +104,10 @@ class _Endpoint:
             await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
                 reply = answer.result()
-                await _send(reply.status, reply.body, scope, receive, send)
+                if isinstance(reply, StreamReply):
+                    await _send_events(reply.events, gone, send)
+                else:
+                    await _send(reply.status, reply.body, scope, receive, send, reply.content_type)
         finally:
             answer.cancel()
             gone.cancel()
@@ -112,7 +118,14 @@ async def _body(receive: Receive) -> bytes | None:
     chunks: list[bytes] = []
     size = 0
     while True:
-        event = await receive()
+        try:
+            async with asyncio.timeout(STALLED_SECONDS):
+                event = await receive()
+        except TimeoutError:
+            raise RequestError(
+                f"nothing came for {STALLED_SECONDS} s while the body was read: send it at once",
+                status=408,
+            ) from None
         if event["type"] == "http.disconnect":
             return None
         chunk = event.get("body", b"")
@@ -132,6 +145,48 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _send(status: int, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
-    response = Response(body, status_code=status, media_type="application/json")
+async def _send(
+    status: int,
+    body: bytes,
+    scope: Scope,
+    receive: Receive,
+    send: Send,
+    media_type: str = "application/json",
+) -> None:
+    response = Response(body, status_code=status, media_type=media_type)
     await response(scope, receive, send)
+
+
+async def _next(events: Events) -> bytes | None:
+    return await anext(events, None)
+
+
+async def _send_events(events: Events, gone: asyncio.Future[None], send: Send) -> None:
+    """Send a stream's events; a client that goes away, or stops reading, ends it.
+
+    Generation does not wait for the client: only what is written does.
+    """
+    headers = [(b"content-type", EVENT_STREAM.encode()), (b"cache-control", b"no-cache")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    try:
+        while True:
+            coming = asyncio.ensure_future(_next(events))
+            both: set[asyncio.Future[Any]] = {coming, gone}
+            try:
+                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                if not coming.done():
+                    coming.cancel()
+                    await asyncio.wait({coming})
+            if gone.done():
+                return
+            event = coming.result()
+            async with asyncio.timeout(STALLED_SECONDS):
+                body = {"body": event or b"", "more_body": event is not None}
+                await send({"type": "http.response.body", **body})
+            if event is None:
+                return
+    except TimeoutError:
+        return  # without the last chunk: the connection is closed, the client sees it broken
+    finally:
+        await events.aclose()

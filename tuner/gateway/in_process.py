@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,8 @@ import openai
 import pydantic
 from openai.resources.chat import AsyncChat, AsyncCompletions
 from openai.types.chat import ChatCompletion
+
+from tuner.gateway.gateway import EVENT_STREAM, Events, StreamReply
 
 if TYPE_CHECKING:
     from tuner.gateway.gateway import Gateway, Reply
@@ -62,7 +64,40 @@ class InProcessTransport(_http.AsyncBaseTransport):  # type: ignore[misc, name-d
             raise _http.ReadTimeout(
                 f"no answer within the client's timeout of {seconds} s", request=request
             ) from None
+        if isinstance(reply, StreamReply):
+            return _http.Response(
+                200,
+                headers={"content-type": EVENT_STREAM},
+                stream=_EventStream(reply.events, seconds, request),
+                request=request,
+            )
         return _response(reply, request)
+
+
+class _EventStream(_http.AsyncByteStream):  # type: ignore[misc, name-defined]
+    """The body of a streamed response."""
+
+    def __init__(self, events: Events, seconds: float | None, request: Any) -> None:
+        self._events = events
+        self._seconds = seconds
+        self._request = request
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while True:
+            try:
+                async with asyncio.timeout(self._seconds):
+                    event = await anext(self._events, None)
+            except TimeoutError:
+                raise _http.ReadTimeout(
+                    f"no event within the client's timeout of {self._seconds} s",
+                    request=self._request,
+                ) from None
+            if event is None:
+                return
+            yield event
+
+    async def aclose(self) -> None:
+        await self._events.aclose()
 
 
 class InProcessOpenAI(openai.AsyncOpenAI):
@@ -141,7 +176,7 @@ def _jsonable(value: Any) -> Any:
 def _response(reply: Reply, request: Any) -> Any:
     return _http.Response(
         reply.status,
-        headers={"content-type": "application/json"},
+        headers={"content-type": reply.content_type},
         content=reply.body,
         request=request,
     )

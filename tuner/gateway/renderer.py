@@ -125,14 +125,30 @@ class ChatRenderer:
             prompt_ids: The prompt, whose end tells whether reasoning was already opened.
             stop: Strings that ended the completion; the text is cut before the first one.
         """
+        text, _ = self.completion_text(completion_ids, stop)
+        return self.parse_text(text, tools=bool(tools), opened=self.opened_reasoning(prompt_ids))
+
+    def completion_text(
+        self, completion_ids: Sequence[int], stop: Sequence[str] = ()
+    ) -> tuple[str, str | None]:
+        """A completion's text without its final special token, cut before the first stop string.
+
+        Returns:
+            The text, and the stop string it was cut at.
+        """
         ids = list(completion_ids)
         if ids and ids[-1] in self.special_tokens.ids:
             del ids[-1]
         text = self.decode(ids)
-        cuts = [position for string in stop if (position := text.find(string)) >= 0]
-        if cuts:
-            text = text[: min(cuts)]
-        return self.parse_text(text, tools=bool(tools), opened=self.opened_reasoning(prompt_ids))
+        cuts = [(position, string) for string in stop if (position := text.find(string)) >= 0]
+        if not cuts:
+            return text, None
+        position, string = min(cuts)
+        return text[:position], string
+
+    def tool_call_id(self, digest: bytes) -> str:
+        """The id of a tool call, made from a digest of 12 bytes or more."""
+        return f"call_{digest.hex()[:24]}"
 
     def parse_text(self, text: str, *, tools: bool, opened: bool) -> ParsedMessage:
         """The message that a completion's text spells.

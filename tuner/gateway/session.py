@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tuner.gateway.continuation import Conversations
@@ -19,9 +20,12 @@ from tuner.traces import Call
 if TYPE_CHECKING:
     import openai
 
-    from tuner.gateway.gateway import Gateway
+    from tuner.gateway.complete import Completion
+    from tuner.gateway.gateway import Gateway, Reply
 
 T = TypeVar("T")
+
+ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,34 @@ class SamplingDefaults:
     max_tokens: int | None = None
 
 
+@dataclass(frozen=True)
+class SessionLimits:
+    """What one rollout may ask for; None is no limit.
+
+    Attributes:
+        calls: Completions.
+        tokens: Sampled tokens, looked at when a call begins: the call is cut off where they end,
+            and calls in parallel may together go beyond.
+    """
+
+    calls: int | None = None
+    tokens: int | None = None
+
+
+@dataclass
+class Credit:
+    """What the workflow said about one call."""
+
+    reward: float | None = None
+    excluded: bool = False
+
+
 @dataclass
 class Replay:
     """What an idempotency key stands for: the request, and its answer once there is one."""
 
     request: bytes
-    answer: bytes | None = None
+    answer: Reply | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -59,8 +85,9 @@ class Session:
         seed: Where the seeds of its calls come from.
         recorded: Whether its calls are kept; False for models that are not trained.
         defaults: What a request that does not say is sampled with.
+        limits: What it may ask for.
         errors: What went wrong inside its calls that was not the caller's fault.
-        malformed_tool_calls: Tool calls of its completions that could not be read.
+        credits: What the workflow said about calls, by call id.
         conversations: What it has prompted and sampled, for the prompts that go on from there.
     """
 
@@ -72,6 +99,7 @@ class Session:
         seed: int,
         recorded: bool,
         defaults: SamplingDefaults,
+        limits: SessionLimits,
     ) -> None:
         self._gateway = gateway
         self.id = session_id
@@ -79,11 +107,14 @@ class Session:
         self.seed = seed
         self.recorded = recorded
         self.defaults = defaults
+        self.limits = limits
         self.errors: list[Exception] = []
-        self.malformed_tool_calls = 0
+        self.credits: dict[str, Credit] = {}
         self.replays: dict[str, Replay] = {}
         self.conversations = Conversations(gateway.renderer)
         self._calls: list[Call] = []
+        self._carried: list[Completion] = []
+        self._admitted = 0
         self._sealed = False
         self._asked: Counter[bytes] = Counter()
         self._in_flight: set[asyncio.Task[Any]] = set()
@@ -92,8 +123,14 @@ class Session:
 
     @property
     def calls(self) -> tuple[Call, ...]:
-        """Committed calls in order of commitment; empty where calls are not recorded."""
-        return tuple(self._calls)
+        """Its calls in order of commitment, undelivered ones among them, with what the workflow
+        said about them; empty where calls are not recorded."""
+        return tuple(
+            replace(call, reward=credit.reward, excluded=credit.excluded)
+            if (credit := self.credits.get(call.id)) is not None
+            else call
+            for call in self._calls
+        )
 
     @property
     def sealed(self) -> bool:
@@ -115,19 +152,33 @@ class Session:
         """Where HTTP clients find the gateway; the first use opens the door."""
         return self._gateway.base_url
 
-    def async_client(self) -> openai.AsyncOpenAI:
+    def key_of(self, role: str | None) -> str:
+        """The API key that names `role` as the agent that calls; None is the session's own.
+
+        Raises:
+            ValueError: `role` is not a name.
+        """
+        if role is None:
+            return self.key
+        if not ROLE.fullmatch(role):
+            raise ValueError(f"role {role!r} must be 1 to 64 letters, digits, '_' or '-'")
+        return f"{self.key}.{role}"
+
+    def async_client(self, role: str | None = None) -> openai.AsyncOpenAI:
         """An OpenAI client of this session that reaches the gateway without a socket."""
         from tuner.gateway.in_process import in_process_client
 
-        return in_process_client(self._gateway, self.key)
+        return in_process_client(self._gateway, self.key_of(role))
 
     def seal(self) -> tuple[Call, ...]:
         """End the session: cancel what is in flight, refuse what comes later.
 
         Returns:
-            The committed calls; none is added afterwards.
+            Its calls; none is added afterwards.
         """
         if not self._sealed:
+            for completion in list(self._carried):
+                self.let_go(completion)
             self._sealed = True
             self._gateway.forget(self)
             self.replays.clear()
@@ -145,6 +196,46 @@ class Session:
     def digest(self, *parts: object) -> bytes:
         """32 bytes that depend on the session's seed and `parts` alone: equal runs, equal bytes."""
         return hashlib.blake2b(repr((self.seed, *parts)).encode(), digest_size=32).digest()
+
+    def admit(self, choices: int) -> int | None:
+        """Count the choices of a request that begins.
+
+        Returns:
+            How many tokens each choice may sample at most; None is no limit.
+
+        Raises:
+            RequestError: 401: the session was sealed; 403: it has used up its limits.
+        """
+        if self._sealed:
+            raise self.sealed_error()
+        limits = self.limits
+        if limits.calls is not None and self._admitted + choices > limits.calls:
+            raise _limit(
+                f"this rollout ({self.id}) has asked for {self._admitted} completions and may ask "
+                f"for {limits.calls} (tuner.max_calls)"
+            )
+        budget = None
+        if limits.tokens is not None:
+            left = limits.tokens - sum(len(call.completion_ids) for call in self._calls)
+            budget = left // choices
+            if budget < 1:
+                raise _limit(
+                    f"this rollout ({self.id}) has sampled {limits.tokens - left} tokens and may "
+                    f"sample {limits.tokens} (tuner.max_tokens)"
+                )
+        self._admitted += choices
+        return budget
+
+    def carry(self, completion: Completion) -> None:
+        """Know a request that is on its way."""
+        self._carried.append(completion)
+
+    def let_go(self, completion: Completion) -> None:
+        """Forget a request that was on its way; if it was not committed, keep what it sampled."""
+        if completion in self._carried:
+            self._carried.remove(completion)
+            if self.recorded:
+                self._calls.extend(completion.abandoned())
 
     def commit(self, calls: list[Call]) -> None:
         """Add completed calls to the trace, all or none.
@@ -193,3 +284,7 @@ class Session:
             status=401,
             code="session_sealed",
         )
+
+
+def _limit(found: str) -> RequestError:
+    return RequestError(f"{found}: end the rollout here", status=403, code="rollout_limit")

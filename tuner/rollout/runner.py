@@ -119,9 +119,13 @@ class RolloutRunner:
         if deadline.expired():  # also when the workflow swallowed its cancellation
             state.outcome = Outcome.TIMEOUT
             state.error = f"no result within {self._settings.timeout:g} s (explorer.max_timeout)"
-        if state.outcome is Outcome.COMPLETED and not calls:
+        if state.outcome is Outcome.COMPLETED and all(call.undelivered for call in calls):
             state.outcome = Outcome.NO_CALLS
-            state.error = "the workflow never called `model`: there is nothing to train"
+            state.error = (
+                "the workflow read no answer of `model` to its end: there is nothing to train"
+                if calls
+                else "the workflow never called `model`: there is nothing to train"
+            )
         if state.outcome is not Outcome.COMPLETED:
             state.reward = None
         return Trace(

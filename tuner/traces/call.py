@@ -9,6 +9,7 @@ from typing import Any, Literal
 from tuner.engines.base import SamplingParams
 
 Rerendered = Literal["text", "characters", "tokenizer"]
+Dialect = Literal["chat", "completions", "responses", "messages"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class Call:
         logprobs: Log-probs of `completion_ids` under the sampled distribution, shape [T].
         versions: Version of the weights for each sampled token, shape [T].
         sampling: The settings in force, after defaults and caps.
-        finish_reason: "stop", "length" or "tool_calls", as the agent saw it.
+        finish_reason: "stop", "length" or "tool_calls", as chat completions say it; "abandoned"
+            where it is undelivered.
         messages: The request's messages, as the agent sent them.
         tools: The request's tools, as the agent sent them.
         response: The assistant message that the agent received.
@@ -38,6 +40,15 @@ class Call:
             "text" (no call of the session sampled what the template rendered), "characters"
             (the completion holds bytes that are no text), "tokenizer" (the text cannot be cut
             where the completion ended); None where there is none or it was taken over.
+        dialect: Whose form the request came in: OpenAI's chat completions, completions or
+            responses, or Anthropic's messages.
+        streamed: Whether the answer was a stream.
+        role: The agent that made the call, where the workflow named it, or None.
+        reward: The call's own reward, in place of its rollout's, or None.
+        excluded: Whether the workflow said that the call is not to be trained.
+        undelivered: Whether the caller went away, or was cut off, before the end of the answer;
+            what was sampled until then is kept, and never trained.
+        malformed_tool_calls: Tool calls of the completion that could not be read.
         invalid: Why the call can never be trained, or None.
     """
 
@@ -56,6 +67,13 @@ class Call:
     cached_tokens: int = 0
     reused_ids: int = 0
     rerendered: Rerendered | None = None
+    dialect: Dialect = "chat"
+    streamed: bool = False
+    role: str | None = None
+    reward: float | None = None
+    excluded: bool = False
+    undelivered: bool = False
+    malformed_tool_calls: int = 0
     invalid: str | None = field(default=None)
 
     def __post_init__(self) -> None:

@@ -107,6 +107,10 @@ def build_batch(traces: Iterable[Trace], *, penalty: float | None = None) -> Bat
         for call in trace.calls:
             if call.invalid is not None:
                 tokens["invalid_call"] += len(call.completion_ids)
+            elif call.undelivered:
+                tokens["undelivered_call"] += len(call.completion_ids)
+            elif call.excluded:
+                tokens["excluded_call"] += len(call.completion_ids)
             elif call.sampling.temperature == 0:
                 tokens["greedy_call"] += len(call.completion_ids)
             else:

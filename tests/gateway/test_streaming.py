@@ -1,0 +1,215 @@
+"""Streams: what they carry, when they are committed, and what is left of those that end early."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.gateway.toy import ADD_TOOL, StubEngine, gateway_of, ids_of, text_of
+from tuner.engines.base import EngineError
+from tuner.gateway import Session
+
+USER: list[Any] = [{"role": "user", "content": "hi"}]
+REASONED = (
+    "<think>\nadd them\n</think>\n\nI add.\n"
+    '<tool_call>\n{"name": "add", "arguments": {"a": 1,  "b": 2}}\n</tool_call>'
+)
+
+
+@pytest.fixture(params=["in process", "over HTTP"])
+async def door(request: pytest.FixtureRequest) -> AsyncIterator[Any]:
+    """Gives the client of a session."""
+    clients: list[Any] = []
+
+    def client_of(session: Session) -> openai.AsyncOpenAI:
+        if request.param == "in process":
+            return session.async_client()
+        clients.append(
+            openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=0)
+        )
+        return clients[-1]
+
+    yield client_of
+    for client in clients:
+        await client.close()
+
+
+async def test_a_stream_adds_up_to_the_answer_that_is_not_streamed(door: Any) -> None:
+    async with gateway_of(StubEngine([REASONED])) as gateway:
+        client = door(gateway.open_session("r", seed=1))
+        asked = {"model": "tiny", "messages": USER, "tools": [ADD_TOOL]}
+        whole = await client.chat.completions.create(**asked)
+        session = gateway.open_session("r", seed=1)
+        async with door(session).chat.completions.stream(**asked) as stream:
+            got = await stream.get_final_completion()
+        message = got.choices[0].message
+        expected = whole.choices[0].message
+        assert got.id == whole.id
+        assert got.choices[0].finish_reason == "tool_calls"
+        assert message.content == expected.content == "I add."
+        assert message.reasoning_content == expected.reasoning_content == "add them"
+        assert [(c.id, c.function.name, c.function.arguments) for c in message.tool_calls] == [
+            (c.id, c.function.name, c.function.arguments) for c in expected.tool_calls
+        ]
+        (call,) = session.calls
+        assert call.streamed
+        assert not call.undelivered
+        assert text_of(call.completion_ids) == f"{REASONED}<|im_end|>"
+        assert call.response["content"] == "I add."
+
+
+async def test_a_call_is_committed_before_the_terminal_event(door: Any) -> None:
+    async with gateway_of(StubEngine(["abc"])) as gateway:
+        session = gateway.open_session("r")
+        stream = await door(session).chat.completions.create(
+            model="tiny", messages=USER, stream=True
+        )
+        async for chunk in stream:
+            if chunk.choices[0].finish_reason:
+                assert [call.undelivered for call in session.calls] == [False]
+        assert len(session.calls) == 1
+
+
+async def test_usage_comes_last_when_it_is_asked_for(door: Any) -> None:
+    async with gateway_of(StubEngine(["abc"])) as gateway:
+        session = gateway.open_session("r")
+        stream = await door(session).chat.completions.create(
+            model="tiny", messages=USER, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+        assert chunks[-1].choices == []
+        assert chunks[-1].usage.completion_tokens == 4
+        assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+async def test_every_choice_of_a_stream_is_recorded(door: Any) -> None:
+    async with gateway_of(StubEngine(["abc", "de", "f"])) as gateway:
+        session = gateway.open_session("r")
+        stream = await door(session).chat.completions.create(
+            model="tiny", messages=USER, stream=True, n=3, logprobs=True
+        )
+        texts = ["", "", ""]
+        scored = {}
+        async for chunk in stream:
+            (choice,) = chunk.choices
+            texts[choice.index] += choice.delta.content or ""
+            if choice.logprobs:
+                scored[choice.index] = len(choice.logprobs.content)
+        assert texts == ["abc", "de", "f"]
+        assert scored == {0: 4, 1: 3, 2: 2}
+        assert [text_of(call.completion_ids) for call in session.calls] == [
+            "abc<|im_end|>",
+            "de<|im_end|>",
+            "f<|im_end|>",
+        ]
+
+
+async def test_cancelling_a_call_that_is_not_streamed_keeps_what_was_sampled() -> None:
+    engine = StubEngine(["abcdef"], hold_after=3)
+    engine.gate.clear()
+    async with gateway_of(engine) as gateway:
+        session = gateway.open_session("r")
+        client = session.async_client()
+        call = asyncio.ensure_future(
+            client.chat.completions.create(model="tiny", messages=USER, n=2)
+        )
+        await until(lambda: engine.sampling == 2)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert [call.completion_ids for call in session.calls] == [ids_of("abc")] * 2
+        assert all(call.undelivered for call in session.calls)
+
+
+async def test_an_engine_that_fails_ends_the_stream_with_its_error(door: Any) -> None:
+    async with gateway_of(StubEngine([EngineError("the engine broke")])) as gateway:
+        session = gateway.open_session("r")
+        stream = await door(session).chat.completions.create(
+            model="tiny", messages=USER, stream=True
+        )
+        with pytest.raises(openai.APIError, match="the engine broke"):
+            async for _ in stream:
+                pass
+        assert [str(error) for error in session.errors] == ["the engine broke"]
+        assert session.calls == ()
+
+
+async def test_a_bad_request_for_a_stream_gets_its_status(door: Any) -> None:
+    async with gateway_of(StubEngine()) as gateway:
+        client = door(gateway.open_session("r"))
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            await client.chat.completions.create(
+                model="tiny", messages=USER, stream=True, temperature=9
+            )
+
+
+async def test_a_retried_stream_is_replayed_not_sampled_again(door: Any) -> None:
+    engine = StubEngine(["abc", "other"])
+    async with gateway_of(engine) as gateway:
+        session = gateway.open_session("r")
+        client = door(session)
+        texts = []
+        for _ in range(2):
+            stream = await client.chat.completions.create(
+                model="tiny",
+                messages=USER,
+                stream=True,
+                extra_headers={"Idempotency-Key": "once"},
+            )
+            texts.append("".join([c.choices[0].delta.content or "" async for c in stream]))
+        assert texts == ["abc", "abc"]
+        assert len(engine.requests) == len(session.calls) == 1
+
+
+async def test_a_retry_of_a_stream_that_was_never_read_is_sampled() -> None:
+    async with gateway_of(StubEngine(["abc"])) as gateway:
+        client = gateway.open_session("r").async_client()
+        headers = {"Idempotency-Key": "once"}
+        asked: dict[str, Any] = {"model": "tiny", "messages": USER, "stream": True}
+        unread = await client.chat.completions.create(**asked, extra_headers=headers)
+        await unread.close()
+        stream = await client.chat.completions.create(**asked, extra_headers=headers)
+        assert "".join([c.choices[0].delta.content or "" async for c in stream]) == "abc"
+
+
+async def test_a_client_in_another_thread_and_loop_reads_a_stream() -> None:
+    async with gateway_of(StubEngine(["abc"])) as gateway:
+        session = gateway.open_session("r")
+
+        async def read() -> str:
+            client = session.async_client()
+            stream = await client.chat.completions.create(model="tiny", messages=USER, stream=True)
+            return "".join([c.choices[0].delta.content or "" async for c in stream])
+
+        assert await asyncio.to_thread(asyncio.run, read()) == "abc"
+        assert [call.undelivered for call in session.calls] == [False]
+
+
+async def test_a_client_that_vanishes_frees_its_slot_and_is_recorded() -> None:
+    engine = StubEngine(["abcdef"], hold_after=2)
+    engine.gate.clear()
+    async with gateway_of(engine) as gateway:
+        session = gateway.open_session("r")
+        headers = {"authorization": f"Bearer {session.key}"}
+        body = {"model": "tiny", "messages": USER}
+        async with httpx.AsyncClient() as client:
+            url = f"{session.base_url}/chat/completions"
+            call = asyncio.ensure_future(client.post(url, json=body, headers=headers))
+            await until(lambda: engine.sampling == 1)
+            call.cancel()
+        await until(lambda: engine.cancelled == 1)
+        await until(lambda: bool(session.calls))
+        assert [call.undelivered for call in session.calls] == [True]
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
