@@ -50,6 +50,46 @@ def group_normalized(
     return centered_R / (std_R + epsilon)
 
 
+def call_normalized(
+    rewards_C: Tensor,
+    rollout_C: Tensor,
+    peers_C: Tensor,
+    *,
+    epsilon: float = 1e-6,
+) -> Tensor:
+    """Advantages of calls that have rewards of their own, against the calls they are compared with.
+
+    `A_c = (r_c - mean(peers)) / (std(peers) + epsilon)`. Each rollout counts once in mean and
+    standard deviation, with the mean reward of its calls, so a rollout that makes many calls
+    weighs no more than another. With one call a rollout this is `group_normalized`.
+
+    Args:
+        rewards_C: One reward for each call.
+        rollout_C: Index of each call's rollout.
+        peers_C: Index (0 ..) of the set of calls that each is compared with.
+        epsilon: Added to the standard deviation.
+
+    Returns:
+        Advantages, shape [C], in the dtype of `rewards_C`.
+
+    Raises:
+        ValueError: A set has calls of fewer than two rollouts, so it has no baseline.
+    """
+    pairs, cell_C = torch.stack([peers_C, rollout_C]).unique(dim=1, return_inverse=True)
+    zeros_P = rewards_C.new_zeros(pairs.shape[1])
+    count_P = zeros_P.index_add(0, cell_C, torch.ones_like(rewards_C))
+    means_P = zeros_P.index_add(0, cell_C, rewards_C) / count_P
+    sets = int(peers_C.max()) + 1
+    rollouts_S = rewards_C.new_zeros(sets).index_add(0, pairs[0], torch.ones_like(means_P))
+    if bool((rollouts_S == 1).any()):
+        raise ValueError("calls of one rollout have no baseline; drop them before")
+    mean_S = rewards_C.new_zeros(sets).index_add(0, pairs[0], means_P) / rollouts_S.clamp(min=1)
+    squares_P = (means_P - mean_S[pairs[0]]) ** 2
+    variance_S = rewards_C.new_zeros(sets).index_add(0, pairs[0], squares_P)
+    std_S = (variance_S / (rollouts_S - 1).clamp(min=1)).sqrt()
+    return (rewards_C - mean_S[peers_C]) / (std_S[peers_C] + epsilon)
+
+
 def group_std(rewards_R: Tensor, group_R: Tensor) -> Tensor:
     """Unbiased standard deviation of each group's rewards, shape [G]."""
     return torch.stack([rewards_R[group_R == g].std() for g in range(int(group_R.max()) + 1)])

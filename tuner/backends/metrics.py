@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -32,6 +32,8 @@ def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
         metrics["calls/prompt_tokens"] = _mean([len(call.prompt_ids) for call in calls])
         metrics["calls/cached_tokens"] = _mean([call.cached_tokens for call in calls])
         metrics["calls/truncated"] = _mean([call.finish_reason == "length" for call in calls])
+        metrics["calls/malformed_tool_calls"] = sum(call.malformed_tool_calls for call in calls)
+        metrics["calls/undelivered"] = sum(call.undelivered for call in calls)
         metrics["calls/invalid"] = sum(call.invalid is not None for call in calls)
     names = sorted({name for trace in final for name in trace.metrics})
     for name in names:
@@ -65,10 +67,15 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
 
 
 def has_signal(batch: Batch) -> bool:
-    """Whether some group has tokens to train and rewards that differ."""
-    if not batch.rows:
-        return False
-    return bool((group_std(batch.rewards_R, batch.group_R) > 0).any())
+    """Whether some calls are trained whose rewards differ from those they are compared with."""
+    rewards: dict[tuple[str, int], set[float]] = defaultdict(set)
+    for row in batch.rows:
+        if row.peers is not None and row.reward is not None:
+            rewards["call", row.peers].add(row.reward)
+    for rollout in {row.rollout for row in batch.rows if row.peers is None}:
+        group = int(batch.group_R[rollout])
+        rewards["group", group].update(batch.rewards_R[batch.group_R == group].tolist())
+    return any(len(values) > 1 for values in rewards.values())
 
 
 def time_split(traces: Sequence[Trace], collecting: float, training: float) -> dict[str, float]:

@@ -16,7 +16,7 @@ from tuner.chat_models import ChatModelKind, chat_model, default_kind
 from tuner.config import RunConfig
 from tuner.engines.transformers import TransformersEngine
 from tuner.errors import ConfigError
-from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults
+from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults, SessionLimits
 from tuner.rollout import RolloutRunner, RolloutSettings
 from tuner.training import PolicyTrainer, TrainerSettings
 
@@ -85,6 +85,7 @@ def build_stack(
             timeout=config.explorer.max_timeout,
             max_retries=config.explorer.max_retry_times,
             seed=config.tuner.seed,
+            limits=SessionLimits(config.tuner.max_calls, config.tuner.max_tokens),
             deterministic=config.tuner.deterministic,
         ),
     )

@@ -6,6 +6,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from tuner.chat_models.handle import SessionHandle
 from tuner.errors import MissingDependencyError
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def trinity_chat_model() -> type[Any]:
             "versions that work together"
         ) from error
 
-    class TrinityChatModel(OpenAIChatModel):
+    class TrinityChatModel(SessionHandle, OpenAIChatModel):
         """The model being trained, as an AgentScope 1.x chat model.
 
         Settings of the run (temperature, limits) apply where a call does not say: none is
@@ -64,26 +65,19 @@ def trinity_chat_model() -> type[Any]:
 
         Attributes:
             client: An `openai.AsyncOpenAI` that reaches the gateway without a socket.
-            api_key: The rollout's key, for any other client.
-            model_name: What requests give as `model`.
         """
 
-        def __init__(self, session: Session) -> None:
-            client: Any = session.async_client()
+        def __init__(self, session: Session, role: str | None = None) -> None:
+            SessionHandle.__init__(self, session, role)
+            client: Any = session.async_client(role)
             # AgentScope makes a client of its own here; given ours, it opens no connections.
-            super().__init__(
+            OpenAIChatModel.__init__(
+                self,
                 model_name=session.model_name,
-                api_key=session.key,
+                api_key=self.api_key,
                 stream=False,
                 client_kwargs={"http_client": client._client},
             )
             self.client = client
-            self._session = session
-            self.api_key = session.key
-
-        @property
-        def base_url(self) -> str:
-            """Where any other client finds the gateway; the first use opens the HTTP door."""
-            return self._session.base_url
 
     return TrinityChatModel

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tuner.chat_models.handle import SessionHandle
+
 if TYPE_CHECKING:
     import openai
     from openai.types.chat import ChatCompletionMessage
@@ -11,25 +13,16 @@ if TYPE_CHECKING:
     from tuner.gateway import Session
 
 
-class PlainChatModel:
+class PlainChatModel(SessionHandle):
     """The model being trained, for code that speaks OpenAI.
 
     Attributes:
         client: An `openai.AsyncOpenAI` that reaches the gateway without a socket.
-        api_key: The rollout's key, for any other client.
-        model_name: What requests give as `model`.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self.client: openai.AsyncOpenAI = session.async_client()
-        self.api_key = session.key
-        self.model_name = session.model_name
-
-    @property
-    def base_url(self) -> str:
-        """Where any other client finds the gateway; the first use opens the HTTP door."""
-        return self._session.base_url
+    def __init__(self, session: Session, role: str | None = None) -> None:
+        super().__init__(session, role)
+        self.client: openai.AsyncOpenAI = session.async_client(role)
 
     async def __call__(
         self, messages: list[Any], tools: list[Any] | None = None, **kwargs: Any

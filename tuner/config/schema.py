@@ -116,6 +116,14 @@ class TunerSection(Section):
     max_slots: int = Field(
         default=64, ge=1, description="Answers generated together; more wait in line."
     )
+    max_calls: int | None = Field(
+        default=None, ge=1, description="Answers that one rollout may ask for. Not set: any number."
+    )
+    max_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens that the model may write in one rollout. Not set: any number.",
+    )
     auxiliary_models: dict[str, RemoteModel] = Field(
         default_factory=dict,
         description="Frozen models behind OpenAI-compatible URLs, by name, each with the keys "

@@ -1,7 +1,15 @@
 """The gateway: speaks OpenAI to agents and token ids to an engine, and records calls."""
 
+from tuner.gateway.credit import RecordedCall
 from tuner.gateway.gateway import Gateway
 from tuner.gateway.renderer import ChatRenderer
-from tuner.gateway.session import SamplingDefaults, Session
+from tuner.gateway.session import SamplingDefaults, Session, SessionLimits
 
-__all__ = ["ChatRenderer", "Gateway", "SamplingDefaults", "Session"]
+__all__ = [
+    "ChatRenderer",
+    "Gateway",
+    "RecordedCall",
+    "SamplingDefaults",
+    "Session",
+    "SessionLimits",
+]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tuner.gateway.continuation import Conversations
+from tuner.gateway.credit import Credit, RecordedCall
 from tuner.gateway.errors import RequestError
 from tuner.traces import Call
 
@@ -57,14 +58,6 @@ class SessionLimits:
 
     calls: int | None = None
     tokens: int | None = None
-
-
-@dataclass
-class Credit:
-    """What the workflow said about one call."""
-
-    reward: float | None = None
-    excluded: bool = False
 
 
 @dataclass
@@ -131,6 +124,10 @@ class Session:
             else call
             for call in self._calls
         )
+
+    def recorded_calls(self) -> list[RecordedCall]:
+        """Its calls so far that were delivered, for the workflow to give credit to."""
+        return [RecordedCall(self, call) for call in self._calls if not call.undelivered]
 
     @property
     def sealed(self) -> bool:

@@ -8,11 +8,11 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tuner.errors import FunctionError
-from tuner.gateway import Gateway, SamplingDefaults, Session
+from tuner.gateway import Gateway, SamplingDefaults, Session, SessionLimits
 from tuner.judge import call_judge
 from tuner.rollout.seeds import derive_seed, seed_everything
 from tuner.traces import Outcome, RolloutId, Trace
@@ -30,6 +30,7 @@ class RolloutSettings:
         max_retries: Further attempts after a workflow error or a timeout; a judge that fails is
             asked again as often, with the same response.
         seed: Seed of the run; each rollout derives its own from it.
+        limits: What the calls of one attempt may come to.
         deterministic: Set the global random states of Python, NumPy and torch at the start of
             each attempt; only one may then run at a time.
     """
@@ -37,6 +38,7 @@ class RolloutSettings:
     timeout: float
     max_retries: int
     seed: int
+    limits: SessionLimits = field(default_factory=SessionLimits)
     deterministic: bool = False
 
 
@@ -106,7 +108,9 @@ class RolloutRunner:
         seed = derive_seed(self._settings.seed, id, number)
         if self._settings.deterministic:
             seed_everything(seed)
-        session = self._gateway.open_session(f"{id}-{number}", seed=seed, defaults=defaults)
+        session = self._gateway.open_session(
+            f"{id}-{number}", seed=seed, defaults=defaults, limits=self._settings.limits
+        )
         state, metrics = _Attempt(), dict[str, float]()
         try:
             with self._auxiliary_models(session.id, seed) as auxiliary:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tuner.engines.base import SamplingParams
-from tuner.traces import Outcome, RolloutId, Trace
+from tuner.traces import Call, Outcome, RolloutId, Trace
 
 # An outcome that leaves calls behind and may be given a penalty instead of being dropped.
 PENALIZABLE = frozenset(
@@ -20,7 +20,14 @@ PENALIZABLE = frozenset(
 
 @dataclass(frozen=True)
 class Row:
-    """One call as training data: `prompt_ids + completion_ids`, trained on the completion."""
+    """One call as training data: `prompt_ids + completion_ids`, trained on the completion.
+
+    Attributes:
+        rollout: Index of its rollout in the batch.
+        reward: The call's own reward, or None: then its rollout's counts.
+        peers: Index of the rows of its group that have a reward of their own and the same role,
+            which its reward is compared with; None where it has no reward of its own.
+    """
 
     call_id: str
     rollout: int
@@ -28,6 +35,8 @@ class Row:
     completion_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     sampling: SamplingParams
+    reward: float | None = None
+    peers: int | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
@@ -103,16 +112,15 @@ def build_batch(traces: Iterable[Trace], *, penalty: float | None = None) -> Bat
         kept_groups += 1
 
     rows: list[Row] = []
-    for index, (trace, _, _) in enumerate(used):
+    peers = _peers(used)
+    for index, (trace, _, group) in enumerate(used):
         for call in trace.calls:
-            if call.invalid is not None:
-                tokens["invalid_call"] += len(call.completion_ids)
-            elif call.undelivered:
-                tokens["undelivered_call"] += len(call.completion_ids)
-            elif call.excluded:
-                tokens["excluded_call"] += len(call.completion_ids)
-            elif call.sampling.temperature == 0:
-                tokens["greedy_call"] += len(call.completion_ids)
+            own = peers.get((group, call.role)) if call.reward is not None else None
+            reason = _untrainable(call)
+            if reason is None and call.reward is not None and own is None:
+                reason = "reward_without_peer"
+            if reason is not None:
+                tokens[reason] += len(call.completion_ids)
             else:
                 rows.append(
                     Row(
@@ -122,6 +130,8 @@ def build_batch(traces: Iterable[Trace], *, penalty: float | None = None) -> Bat
                         completion_ids=call.completion_ids,
                         logprobs=call.logprobs,
                         sampling=call.sampling,
+                        reward=call.reward,
+                        peers=own,
                     )
                 )
     batch = Batch(
@@ -139,6 +149,31 @@ def build_batch(traces: Iterable[Trace], *, penalty: float | None = None) -> Bat
             f"{batch.dropped_tokens} dropped do not add up; this is a bug in tuner"
         )
     return batch
+
+
+def _untrainable(call: Call) -> str | None:
+    """Why a call of a rollout that is used is not trained, or None."""
+    if call.invalid is not None:
+        return "invalid_call"
+    if call.undelivered:
+        return "undelivered_call"
+    if call.excluded:
+        return "excluded_call"
+    if call.sampling.temperature == 0:
+        return "greedy_call"
+    return None
+
+
+def _peers(used: Sequence[tuple[Trace, float, int]]) -> dict[tuple[int, str | None], int]:
+    """An index for each role of each group in which two rollouts or more have calls with rewards
+    of their own."""
+    rollouts: dict[tuple[int, str | None], set[int]] = defaultdict(set)
+    for index, (trace, _, group) in enumerate(used):
+        for call in trace.calls:
+            if call.reward is not None and _untrainable(call) is None:
+                rollouts[group, call.role].add(index)
+    shared = [key for key, members in rollouts.items() if len(members) > 1]
+    return {key: index for index, key in enumerate(shared)}
 
 
 def _reward(trace: Trace, penalty: float | None) -> float | None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tuner.algorithms import KL_ESTIMATORS, group_normalized, group_std, ppo_clip
+from tuner.algorithms import KL_ESTIMATORS, call_normalized, group_normalized, group_std, ppo_clip
 from tuner.engines.base import Engine
 from tuner.errors import TrainingError
 from tuner.training.batch import Batch, micro_batches
@@ -65,10 +65,15 @@ class TrainerSettings:
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """A batch with what the loss needs; per-row tuples hold one [T_row] tensor for each row."""
+    """A batch with what the loss needs.
+
+    Attributes:
+        advantages_N: One for each of the N rows; all of a row's tokens share it.
+        ref_logp: N tensors of the reference's log-probs, one per row, of shape [T_row].
+    """
 
     batch: Batch
-    advantages_R: Tensor
+    advantages_N: Tensor
     ref_logp: tuple[Tensor, ...] | None = None
 
 
@@ -140,10 +145,13 @@ class PolicyTrainer:
         return replace(scored, ref_logp=self.compute_logp(scored.batch, model=self.reference))
 
     def compute_advantages(self, batch: Batch) -> ScoredBatch:
-        """Group-normalised reward of each rollout; all of its tokens in all calls share it."""
+        """Group-normalised reward of each rollout, shared by all of its calls.
+
+        A call with a reward of its own is compared with its peers instead (`Row.peers`).
+        """
         settings = self.settings
         if not batch.ids:
-            return ScoredBatch(batch, batch.rewards_R)
+            return ScoredBatch(batch, batch.rewards_R.new_zeros(len(batch.rows)))
         advantages_R = group_normalized(
             batch.rewards_R,
             batch.group_R,
@@ -153,7 +161,21 @@ class PolicyTrainer:
         if settings.std_threshold is not None:
             quiet_G = group_std(batch.rewards_R, batch.group_R) <= settings.std_threshold
             advantages_R = advantages_R.masked_fill(quiet_G[batch.group_R], 0.0)
-        return ScoredBatch(batch, advantages_R)
+        rollout_N = torch.tensor([row.rollout for row in batch.rows], dtype=torch.long)
+        advantages_N = advantages_R[rollout_N]
+        own = [
+            (i, row.reward, row.peers) for i, row in enumerate(batch.rows) if row.peers is not None
+        ]
+        if own:
+            at_C, rewards, peers = zip(*own, strict=True)
+            places_C = torch.tensor(at_C)
+            advantages_N[places_C] = call_normalized(
+                torch.tensor(rewards, dtype=advantages_N.dtype),
+                rollout_N[places_C],
+                torch.tensor(peers),
+                epsilon=settings.epsilon,
+            )
+        return ScoredBatch(batch, advantages_N)
 
     def ppo_update(self, scored: ScoredBatch) -> dict[str, float]:
         """One optimizer step on the whole batch; weights change in place.
@@ -203,7 +225,7 @@ class PolicyTrainer:
         logp_T = current.logp_T
         old_T = torch.tensor([p for row in rows for p in row.logprobs]).to(logp_T)
         lengths = torch.tensor([len(row.completion_ids) for row in rows])
-        advantages_B = scored.advantages_R[[row.rollout for row in rows]]
+        advantages_B = scored.advantages_N[indices]
         advantages_T = advantages_B.repeat_interleave(lengths).to(logp_T)
         weight = 1.0 / batch.trained_tokens
 

@@ -1,0 +1,121 @@
+"""Roles, rewards of single calls, exclusions, and limits of a rollout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.gateway.toy import StubEngine, gateway_of, ids_of
+from tuner.chat_models import PlainChatModel
+from tuner.errors import TunerError
+from tuner.gateway import Session, SessionLimits
+
+USER: list[Any] = [{"role": "user", "content": "hi"}]
+
+
+async def ask(session: Session, **fields: Any) -> Any:
+    client = session.async_client()
+    return await client.chat.completions.create(model="tiny", messages=USER, **fields)
+
+
+async def test_a_role_names_the_calls_of_one_agent_in_process_and_over_http() -> None:
+    async with gateway_of(StubEngine(["a", "b", "c"])) as gateway:
+        model = PlainChatModel(gateway.open_session("r"))
+        planner = model.role("planner")
+        await planner(USER)
+        async with openai.AsyncOpenAI(base_url=planner.base_url, api_key=planner.api_key) as client:
+            await client.chat.completions.create(model="tiny", messages=USER)
+        await model(USER)
+        assert [call.role for call in model.calls] == ["planner", "planner", None]
+        assert [call.response["content"] for call in planner.calls] == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a.b", "x" * 65, "ä"])
+async def test_a_role_must_be_a_name(name: str) -> None:
+    async with gateway_of(StubEngine()) as gateway:
+        with pytest.raises(ValueError, match="must be 1 to 64"):
+            PlainChatModel(gateway.open_session("r")).role(name)
+
+
+async def test_a_role_that_is_no_name_is_no_key() -> None:
+    async with gateway_of(StubEngine()) as gateway:
+        session = gateway.open_session("r")
+        async with httpx.AsyncClient() as client:
+            headers = {"authorization": f"Bearer {session.key}.a b"}
+            answer = await client.get(f"{session.base_url}/models", headers=headers)
+        assert answer.status_code == 401
+
+
+async def test_rewards_and_exclusions_are_in_the_trace() -> None:
+    async with gateway_of(StubEngine(["a", "b", "c"])) as gateway:
+        session = gateway.open_session("r")
+        model = PlainChatModel(session)
+        for _ in range(3):
+            await model(USER)
+        model.calls[-1].reward = 1
+        model.calls[0].exclude()
+        assert model.calls[-1].reward == 1.0
+        calls = session.seal()
+        assert [call.reward for call in calls] == [None, None, 1.0]
+        assert [call.excluded for call in calls] == [True, False, False]
+
+
+async def test_a_reward_can_be_taken_back() -> None:
+    async with gateway_of(StubEngine()) as gateway:
+        session = gateway.open_session("r")
+        model = PlainChatModel(session)
+        await model(USER)
+        model.calls[0].reward = 0.5
+        model.calls[0].reward = None
+        assert session.seal()[0].reward is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+async def test_a_reward_must_be_finite(value: float) -> None:
+    async with gateway_of(StubEngine()) as gateway:
+        model = PlainChatModel(gateway.open_session("r"))
+        await model(USER)
+        with pytest.raises(ValueError, match="finite"):
+            model.calls[0].reward = value
+
+
+async def test_credit_comes_too_late_after_the_rollout() -> None:
+    async with gateway_of(StubEngine()) as gateway:
+        session = gateway.open_session("r")
+        model = PlainChatModel(session)
+        await model(USER)
+        (call,) = model.calls
+        session.seal()
+        with pytest.raises(TunerError, match="has ended"):
+            call.reward = 1.0
+        with pytest.raises(TunerError, match="has ended"):
+            call.exclude()
+
+
+async def test_a_rollout_may_ask_for_no_more_than_its_calls() -> None:
+    engine = StubEngine()
+    async with gateway_of(engine) as gateway:
+        session = gateway.open_session("r", limits=SessionLimits(calls=3))
+        await ask(session, n=2)
+        with pytest.raises(openai.PermissionDeniedError, match=r"asked for 2 .*max_calls"):
+            await ask(session, n=2)
+        await ask(session)
+        with pytest.raises(openai.PermissionDeniedError, match=r"asked for 3"):
+            await ask(session)
+        assert len(session.calls) == len(engine.requests) == 3
+
+
+async def test_a_rollout_samples_no_more_than_its_tokens() -> None:
+    async with gateway_of(StubEngine(["abcdef"])) as gateway:
+        session = gateway.open_session("r", limits=SessionLimits(tokens=10))
+        first = await ask(session)
+        second = await ask(session)
+        assert first.choices[0].finish_reason == "stop"
+        assert second.choices[0].finish_reason == "length"
+        assert [len(call.completion_ids) for call in session.calls] == [7, 3]
+        assert session.calls[1].completion_ids == ids_of("abc")
+        with pytest.raises(openai.PermissionDeniedError, match=r"sampled 10 tokens .*max_tokens"):
+            await ask(session)

@@ -1,0 +1,90 @@
+"""What a workflow may say about its own calls: a reward of their own, or not to train them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tuner.errors import TunerError
+from tuner.traces import Call
+
+if TYPE_CHECKING:
+    from tuner.gateway.session import Session
+
+
+@dataclass
+class Credit:
+    """What the workflow said about one call."""
+
+    reward: float | None = None
+    excluded: bool = False
+
+
+class RecordedCall:
+    """A call of a rollout that goes on, for the workflow that made it.
+
+        model.calls[-1].reward = 0.3      # instead of the rollout's reward
+        model.calls[0].exclude()          # recorded, not trained
+
+    Attributes:
+        call: The call as it was recorded.
+    """
+
+    def __init__(self, session: Session, call: Call) -> None:
+        self._session = session
+        self.call = call
+
+    @property
+    def id(self) -> str:
+        """The call's id: that of the response, and the choice's index."""
+        return self.call.id
+
+    @property
+    def role(self) -> str | None:
+        """The agent that made the call, where it was named."""
+        return self.call.role
+
+    @property
+    def response(self) -> dict[str, Any]:
+        """The assistant message that the agent received."""
+        return self.call.response
+
+    @property
+    def reward(self) -> float | None:
+        """The call's own reward; None is the rollout's.
+
+        Raises:
+            ValueError: It is set to something that is not a finite number.
+            TunerError: It is set after the rollout has ended.
+        """
+        return self._credit.reward
+
+    @reward.setter
+    def reward(self, value: float | None) -> None:
+        if value is not None:
+            value = float(value)
+            if not math.isfinite(value):
+                raise ValueError(f"the reward of call {self.id} is {value}: give a finite number")
+        self._open()
+        self._credit.reward = value
+
+    def exclude(self) -> None:
+        """Keep the call in the trace, but do not train it.
+
+        Raises:
+            TunerError: The rollout has ended.
+        """
+        self._open()
+        self._credit.excluded = True
+
+    @property
+    def _credit(self) -> Credit:
+        return self._session.credits.setdefault(self.id, Credit())
+
+    def _open(self) -> None:
+        if self._session.sealed:
+            raise TunerError(
+                f"call {self.id} belongs to a rollout that has ended ({self._session.id}): set "
+                "rewards and exclusions inside the workflow"
+            )
