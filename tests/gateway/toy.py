@@ -179,8 +179,8 @@ class StubEngine:
             for count, id_ in enumerate(ids):
                 if count == self.hold_after:
                     await self.gate.wait()
-                if sink is not None:
-                    sink.push(id_, -0.25, self.version)
+                if sink is not None and not sink.push(id_, -0.25, self.version):
+                    await asyncio.Event().wait()  # until the cancellation comes
                 await asyncio.sleep(0)
         except asyncio.CancelledError:
             self.cancelled += 1

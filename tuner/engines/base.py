@@ -66,8 +66,13 @@ class Generation:
 class TokenSink(Protocol):
     """Sees a completion grow, so that what was sampled is known even if it is never finished."""
 
-    def push(self, token_id: int, logprob: float, version: int) -> None:
-        """Take the next sampled token. Called in order, from any thread, and must not block."""
+    def push(self, token_id: int, logprob: float, version: int) -> bool:
+        """Take the next sampled token. Called in order, from any thread, and must not block.
+
+        Returns:
+            False if nobody wants the token any more: it does not count as sampled, and the
+            request is as good as cancelled.
+        """
 
 
 @dataclass(frozen=True)
@@ -97,8 +102,7 @@ class Engine(Protocol):
     ) -> Generation:
         """Sample one completion. Cancelling the awaiting task frees the request's slot.
 
-        Every token of the completion has been pushed into `sink` before this returns, and none
-        is after the awaiting task was cancelled.
+        Every token of the completion has been pushed into `sink` before this returns.
 
         Raises:
             ContextLengthError: The prompt leaves no room for a single token.

@@ -63,11 +63,12 @@ class Request:
 
     def push(self, token_id: int, logprob: float, version: int) -> bool:
         """Take a sampled token; True when it was the last one."""
+        if self.sink is not None and not self.sink.push(token_id, logprob, version):
+            self.cancelled = True
+            return False
         self.completion_ids.append(token_id)
         self.logprobs.append(logprob)
         self.versions.append(version)
-        if self.sink is not None and not self.cancelled:
-            self.sink.push(token_id, logprob, version)
         if token_id in self.end_ids or (self.stops is not None and self.stops.push(token_id)):
             self.finish_reason = "stop"
         elif len(self.completion_ids) >= self.limit:

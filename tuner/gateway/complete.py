@@ -89,12 +89,22 @@ class _Recording:
         self.prompt = prompt
         self.sampling = sampling
         self.tokens: list[tuple[int, float, int]] = []
+        self._closed = False
+        self._lock = threading.Lock()  # the engine may push from another thread
         self._wake = wake
 
-    def push(self, token_id: int, logprob: float, version: int) -> None:
-        # One append for the three, so that a snapshot from another thread never sees them differ.
-        self.tokens.append((token_id, logprob, version))
+    def push(self, token_id: int, logprob: float, version: int) -> bool:
+        with self._lock:
+            if self._closed:
+                return False
+            self.tokens.append((token_id, logprob, version))
         self._wake()
+        return True
+
+    def close(self) -> None:
+        """Take no more tokens."""
+        with self._lock:
+            self._closed = True
 
 
 class Completion:
@@ -386,10 +396,10 @@ class Completion:
             return []
         calls = []
         for index, recording in enumerate(self._recordings):
-            tokens = tuple(recording.tokens)
-            if not tokens:
+            recording.close()
+            if not recording.tokens:
                 continue
-            ids, logprobs, versions = zip(*tokens, strict=True)
+            ids, logprobs, versions = zip(*recording.tokens, strict=True)
             calls.append(
                 self._call(
                     index,
