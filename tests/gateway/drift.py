@@ -60,11 +60,15 @@ def letters(text: str, end: str = "<|im_end|>") -> tuple[int, ...]:
 
 
 class Scripted(StubEngine):
-    """Samples the scripted ids in turn, then the last ones for ever; cut at the limit."""
+    """Samples the scripted ids in turn, then the last ones for ever; cut at the limit.
+
+    With `updated_after`, it gets new weights after so many tokens of each completion.
+    """
 
     def __init__(self, *script: tuple[int, ...]) -> None:
         super().__init__(max_model_len=100_000)
         self.ids = script
+        self.updated_after: int | None = None
 
     async def generate(
         self,
@@ -78,8 +82,14 @@ class Scripted(StubEngine):
         await asyncio.sleep(0)
         reason = "length" if len(ids) > sampling.max_tokens else "stop"
         ids = ids[: sampling.max_tokens]
-        await self._sample(ids, sink)
-        return Generation(ids, (-0.25,) * len(ids), (3,) * len(ids), reason)  # type: ignore[arg-type]
+        split = len(ids) if self.updated_after is None else self.updated_after
+        await self._sample(ids[:split], sink)
+        before = self.version
+        if ids[split:]:
+            await self.update_weights(before + 1)
+            await self._sample(ids[split:], sink)
+        versions = (before,) * split + (self.version,) * len(ids[split:])
+        return Generation(ids, (-0.25,) * len(ids), versions, reason)  # type: ignore[arg-type]
 
 
 def gateway_of(*script: tuple[int, ...], template: str = TEMPLATE, **options: Any) -> Gateway:
