@@ -42,11 +42,10 @@ $(VENV2)/.installed: pyproject.toml constraints-agentscope2.txt
 	$(BIN2)/python -m pip install --quiet --upgrade pip
 	$(BIN2)/python -m pip install --quiet --no-compile --constraint constraints-agentscope2.txt torch
 	$(BIN2)/python -m pip install --quiet --no-compile --constraint constraints-agentscope2.txt \
-		--editable '.[agentscope,examples,dev]'
+		--editable '.[agentscope,examples]' pytest pytest-asyncio
 	touch $@
 
 test-agentscope2: $(VENV2)/.installed
-	$(BIN2)/mypy --follow-imports=silent examples/gsm8k/main_agentscope2.py
 	$(BIN2)/pytest tests/integration/agentscope2
 
 bench: $(VENV)/.installed-dev

@@ -28,12 +28,12 @@ def test_the_shipped_example_learns(example, tmp_path, caplog) -> None:
         example.run_react_agent,
         example.judge_function,
         config_path=REPOSITORY / "config.yaml",
-        overrides=[f"checkpoint_root_dir={tmp_path}", "buffer.total_steps=10"],
+        overrides=[f"checkpoint_root_dir={tmp_path}", "buffer.total_steps=6"],
     )
     before, after = result.eval_before["test"], result.eval_after["test"]
     assert 0.35 <= before <= 0.60
     assert after >= before + 0.25
-    assert result.outcomes == {"completed": 10 * 16 * 8}
+    assert result.outcomes == {"completed": 6 * 16 * 8}
     assert result.tokens.sampled == result.tokens.trained
     assert max(row["train/logprob_mismatch_max"] for row in result.history[1:]) < 1e-4
     assert [r for r in caplog.records if r.name.startswith("tuner.gateway")] == []
