@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tuner.chat_models.agentscope1 import agentscope_version
 from tuner.chat_models.agentscope2_check import check_agent, check_replies_ended, check_summary
+from tuner.chat_models.handle import SessionHandle
 from tuner.errors import MissingDependencyError
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def trinity_chat_model() -> type[Any]:
     """
     model, credential, agent = _modules()
 
-    class TrinityChatModel(model.OpenAIChatModel):  # type: ignore[misc, name-defined]
+    class TrinityChatModel(SessionHandle, model.OpenAIChatModel):  # type: ignore[misc, name-defined]
         """The model being trained, as an AgentScope 2.x chat model.
 
         Not streamed, and no call is made twice by itself. Settings of the run (temperature,
@@ -50,17 +51,18 @@ def trinity_chat_model() -> type[Any]:
 
         Attributes:
             client: An `openai.AsyncOpenAI` that reaches the gateway without a socket.
-            api_key: The rollout's key, for any other client.
-            model_name: What requests give as `model`; AgentScope's own name for it is `model`.
+            model: AgentScope's name for `model_name`.
             max_model_len: Tokens of prompt and answer together; `context_size` is the same, and
                 where AgentScope begins to compress the context.
         """
 
-        def __init__(self, session: Session) -> None:
-            client: Any = session.async_client()
+        def __init__(self, session: Session, role: str | None = None) -> None:
+            SessionHandle.__init__(self, session, role)
+            client: Any = session.async_client(role)
             # AgentScope makes a client of its own here; given ours, it opens no connections.
-            super().__init__(
-                credential=credential.OpenAICredential(api_key=session.key),
+            model.OpenAIChatModel.__init__(
+                self,
+                credential=credential.OpenAICredential(api_key=self.api_key),
                 model=session.model_name,
                 stream=False,
                 max_retries=0,
@@ -68,23 +70,22 @@ def trinity_chat_model() -> type[Any]:
                 client_kwargs={"http_client": client._client, "max_retries": 0},
             )
             self.client = client
-            self.api_key = session.key
-            self.model_name = session.model_name
             self.max_model_len = session.max_model_len
-            self._session = session
             self._agents: list[Any] = []  # held, because their replies are looked at in the end
 
-        @property
-        def base_url(self) -> str:
-            """Where any other client finds the gateway; the first use opens the HTTP door."""
-            return self._session.base_url
+        def role(self, name: str) -> Any:
+            """As `SessionHandle` has it, with the settings of this one."""
+            named = super().role(name)
+            own = ("_role", "api_key", "client", "client_kwargs", "credential")
+            vars(named).update({k: v for k, v in vars(self).items() if k not in own})
+            return named
 
         async def __call__(self, *args: Any, **kwargs: Any) -> Any:
             """One model call, as `ChatModelBase` has it; an agent's first is looked at."""
             caller = _calling_agent(sys._getframe(1), agent.Agent)
             if caller is not None and all(caller is not known for known in self._agents):
                 self._agents.append(caller)
-                await self._warn(await check_agent(caller))
+                self._warn(await check_agent(caller))
             return await super().__call__(*args, **kwargs)
 
         async def generate_structured_output(
@@ -93,11 +94,11 @@ def trinity_chat_model() -> type[Any]:
             """As `ChatModelBase` has it; an agent's own summaries are looked at."""
             caller = _calling_agent(sys._getframe(1), agent.Agent)
             if caller is not None:
-                await self._warn(check_summary(caller, structured_model))
+                self._warn(check_summary(caller, structured_model))
             return await super().generate_structured_output(messages, structured_model, **kwargs)
 
         def workflow_ended(self) -> None:
-            """Look at how the replies of this rollout ended.
+            """Look at how the replies of this rollout ended, those of every role.
 
             Raises:
                 ParkedToolCallError: An agent still waits for permission to call a tool.
@@ -105,7 +106,7 @@ def trinity_chat_model() -> type[Any]:
             for setting, sentence in check_replies_ended(self._agents).items():
                 self._session.warn_once(setting, sentence)
 
-        async def _warn(self, unsafe: dict[str, str]) -> None:
+        def _warn(self, unsafe: dict[str, str]) -> None:
             if self._session.recorded:  # nothing is trained on what the others say
                 for setting, sentence in unsafe.items():
                     self._session.warn_once(setting, sentence)

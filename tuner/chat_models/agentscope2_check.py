@@ -116,8 +116,8 @@ def _model_settings(model: Any) -> dict[str, str]:
     found = {}
     if model.stream:
         found["model.stream"] = (
-            "is True: an agent that stops reading early loses the rest of an answer that was "
-            "paid for, and nothing is gained while nobody looks on; leave it False"
+            "is True: an agent that stops reading early cuts the model's answer short, and "
+            "nothing is gained while nobody looks on; leave it False"
         )
     if model.max_retries > 0:
         found["model.max_retries"] = _retries(model.max_retries)

@@ -94,6 +94,35 @@ async def test_reasoning_stays_in_the_conversation_if_the_formatter_sends_it(
         assert len(list(TokenTree.build(session.calls).rows())) == rows
 
 
+async def test_streamed_agent_with_tools_is_recorded_like_any_other() -> None:
+    script = ["I add.\n" + CALL, "It is 42."]
+    paths = []
+    for stream in (False, True):
+        async with gateway_of(StubEngine(script)) as gateway:
+            session = gateway.open_session("r")
+            model = chat_model(session, kind="agentscope2")
+            model.stream = stream
+            reply = await agent_of(model, add).reply(QUESTION)
+            assert reply.get_text_content() == "It is 42."
+            assert [call.streamed for call in session.calls] == [stream, stream]
+            paths.append([(c.prompt_ids, c.completion_ids, c.logprobs) for c in session.calls])
+    assert paths[0] == paths[1]
+
+
+async def test_roles_keep_the_settings_and_name_their_calls() -> None:
+    async with gateway_of(StubEngine()) as gateway:
+        session = gateway.open_session("r")
+        model = chat_model(session, kind="agentscope2")
+        model.parameters = model.Parameters(temperature=0.3)
+        planner = model.role("planner")
+        await agent_of(planner).reply(QUESTION)
+        await agent_of(model).reply(QUESTION)
+        assert [call.role for call in session.calls] == ["planner", None]
+        assert session.calls[0].sampling.temperature == 0.3
+        model.calls[1].reward = 0.5
+        assert [call.reward for call in session.calls] == [None, 0.5]
+
+
 class Verdict(BaseModel):
     """A verdict."""
 

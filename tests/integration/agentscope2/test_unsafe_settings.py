@@ -171,6 +171,17 @@ async def test_parked_tool_call_is_a_failed_rollout_and_not_a_reward(caplog) -> 
         assert f"{PERMISSION} is DEFAULT: calls of add wait" in caplog.text
 
 
+async def test_parked_reply_of_a_role_is_found_too() -> None:
+    async def workflow(task, model):
+        helper = agent_of(model.role("helper"), add, state=state(PermissionMode.DEFAULT))
+        await helper.reply(QUESTION)
+        return WorkflowOutput(reward=1.0)
+
+    async with gateway_of(StubEngine([CALL])) as gateway:
+        trace = await run(runner_of(gateway, workflow))
+        assert trace.outcome is Outcome.WORKFLOW_ERROR
+
+
 async def test_permission_that_the_workflow_gives_is_no_failure() -> None:
     from agentscope.event import ConfirmResult, RequireUserConfirmEvent, UserConfirmResultEvent
 
