@@ -75,7 +75,7 @@ def trinity_chat_model() -> type[Any]:
 
         def role(self, name: str) -> Any:
             """As `SessionHandle` has it, with the settings of this one."""
-            named = super().role(name)
+            named: Any = super().role(name)
             own = ("_role", "api_key", "client", "client_kwargs", "credential")
             vars(named).update({k: v for k, v in vars(self).items() if k not in own})
             return named
