@@ -1,12 +1,15 @@
 # make demo   train the tiny model on a CPU and print what it learned
 # make test   lint, types and tests, as CI runs them
+# make test-agentscope2   the tests that need AgentScope 2.x, in an environment of its own
 # make bench  every benchmark; prints tables and writes benchmarks/results/*.json
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VENV2 := .venv-agentscope2
+BIN2 := $(VENV2)/bin
 
-.PHONY: demo test bench install clean
+.PHONY: demo test test-agentscope2 bench install clean
 
 install: $(VENV)/.installed
 
@@ -33,9 +36,21 @@ test: $(VENV)/.installed-dev
 	$(BIN)/mypy
 	$(BIN)/pytest
 
+# One environment holds one major version of AgentScope.
+$(VENV2)/.installed: pyproject.toml constraints-agentscope2.txt
+	$(PYTHON) -m venv $(VENV2)
+	$(BIN2)/python -m pip install --quiet --upgrade pip
+	$(BIN2)/python -m pip install --quiet --no-compile --constraint constraints-agentscope2.txt torch
+	$(BIN2)/python -m pip install --quiet --no-compile --constraint constraints-agentscope2.txt \
+		--editable '.[agentscope,examples]' pytest pytest-asyncio
+	touch $@
+
+test-agentscope2: $(VENV2)/.installed
+	$(BIN2)/pytest tests/integration/agentscope2
+
 bench: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt trl
 	for benchmark in benchmarks/[a-z]*.py; do $(BIN)/python $$benchmark || exit 1; done
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV2) .mypy_cache .ruff_cache .pytest_cache .hypothesis

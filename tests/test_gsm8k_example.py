@@ -17,8 +17,16 @@ pytest.importorskip("math_verify")
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gsm8k" / "main.py"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def neighbours():
+    """The example imports its neighbours, as a script can."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLE.parent)
+        yield
+
+
 @pytest.fixture(scope="module")
-def example():
+def example(neighbours):
     spec = importlib.util.spec_from_file_location("gsm8k_example", EXAMPLE)
     assert spec is not None
     assert spec.loader is not None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tuner.algorithm import AlgorithmConfig
-    from tuner.chat_models import require_agentscope1
+    from tuner.chat_models import require_agentscope1, require_agentscope2
     from tuner.config import RemoteModel, RunConfig
     from tuner.dataset import Dataset, DatasetConfig
     from tuner.errors import (
@@ -58,6 +58,7 @@ _MODULES = {
     "check_judge_function": "tuner.judge",
     "check_workflow_function": "tuner.workflow",
     "require_agentscope1": "tuner.chat_models",
+    "require_agentscope2": "tuner.chat_models",
     "tune": "tuner.tune",
 }
 
@@ -85,6 +86,7 @@ __all__ = [
     "check_judge_function",
     "check_workflow_function",
     "require_agentscope1",
+    "require_agentscope2",
     "tune",
 ]
 

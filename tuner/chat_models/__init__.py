@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
-from tuner.chat_models.agentscope1 import (
-    agentscope_version,
-    require_agentscope1,
-    trinity_chat_model,
-)
+from tuner.chat_models import agentscope1, agentscope2
+from tuner.chat_models.agentscope1 import agentscope_version, require_agentscope1
+from tuner.chat_models.agentscope2 import require_agentscope2
 from tuner.chat_models.plain import PlainChatModel
 from tuner.chat_models.remote import RemoteChatModel, agentscope1_remote_model
 from tuner.errors import MissingDependencyError
@@ -25,12 +24,24 @@ __all__ = [
     "default_kind",
     "remote_chat_model",
     "require_agentscope1",
+    "require_agentscope2",
     "trinity_chat_model_class",
 ]
 
-ChatModelKind = Literal["agentscope1", "plain"]
+ChatModelKind = Literal["agentscope1", "agentscope2", "plain"]
 
 logger = logging.getLogger(__name__)
+
+_CLASSES: dict[ChatModelKind, Callable[[], type[Any]]] = {
+    "agentscope1": agentscope1.trinity_chat_model,
+    "agentscope2": agentscope2.trinity_chat_model,
+    "plain": lambda: PlainChatModel,
+}
+_REMOTE: dict[ChatModelKind, Callable[..., Any]] = {
+    "agentscope1": agentscope1_remote_model,
+    "agentscope2": agentscope2.agentscope2_remote_model,
+    "plain": RemoteChatModel,
+}
 
 
 def chat_model(session: Session, *, kind: ChatModelKind) -> Any:
@@ -39,8 +50,7 @@ def chat_model(session: Session, *, kind: ChatModelKind) -> Any:
     Raises:
         MissingDependencyError: The framework is not installed in a version that works.
     """
-    model_class = trinity_chat_model() if kind == "agentscope1" else PlainChatModel
-    return model_class(session)
+    return _CLASSES[kind]()(session)
 
 
 def remote_chat_model(*, base_url: str, api_key: str, model_name: str, kind: ChatModelKind) -> Any:
@@ -49,22 +59,24 @@ def remote_chat_model(*, base_url: str, api_key: str, model_name: str, kind: Cha
     Raises:
         MissingDependencyError: The framework is not installed in a version that works.
     """
-    make = agentscope1_remote_model if kind == "agentscope1" else RemoteChatModel
-    return make(base_url=base_url, api_key=api_key, model_name=model_name)
+    return _REMOTE[kind](base_url=base_url, api_key=api_key, model_name=model_name)
 
 
 def default_kind() -> ChatModelKind:
-    """The kind that `trinity_chat_model_class` gives."""
-    return "plain" if trinity_chat_model_class() is PlainChatModel else "agentscope1"
+    """The framework that workflows are written with here: AgentScope in the version that is
+    installed, where it works, else none."""
+    found = agentscope_version()
+    if found is None:
+        return "plain"
+    kind: ChatModelKind = "agentscope1" if found.startswith("1.") else "agentscope2"
+    try:
+        _CLASSES[kind]()
+    except MissingDependencyError as error:
+        logger.warning("TrinityChatModel is the plain chat model: %s", error)
+        return "plain"
+    return kind
 
 
 def trinity_chat_model_class() -> type[Any]:
-    """What `TrinityChatModel` means here: AgentScope 1.x's where that works, else the plain one."""
-    found = agentscope_version()
-    if found is None or not found.startswith("1."):
-        return PlainChatModel
-    try:
-        return trinity_chat_model()
-    except MissingDependencyError as error:
-        logger.warning("TrinityChatModel is the plain chat model: %s", error)
-        return PlainChatModel
+    """What `TrinityChatModel` means here: the class of the `default_kind`."""
+    return _CLASSES[default_kind()]()

@@ -77,12 +77,16 @@ class Gateway:
         engine: What generates.
         renderer: The model family's chat form.
         model_name: What requests must give as `model`.
+
+    Attributes:
+        warned: The settings that `Session.warn_once` has warned of.
     """
 
     def __init__(self, engine: Engine, renderer: ChatRenderer, *, model_name: str) -> None:
         self.engine = engine
         self.renderer = renderer
         self.model_name = model_name
+        self.warned: set[str] = set()
         self._sessions: dict[str, Session] = {}
         self._ended: OrderedDict[str, RequestError] = OrderedDict()
         self._door: HttpDoor | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import re
 import secrets
 import time
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,11 @@ class Session:
         return self._gateway.model_name
 
     @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and completion together that the engine takes."""
+        return self._gateway.engine.capabilities.max_model_len
+
+    @property
     def base_url(self) -> str:
         """Where HTTP clients find the gateway; the first use opens the door."""
         return self._gateway.base_url
@@ -183,6 +191,12 @@ class Session:
             for task in list(self._in_flight):
                 task.get_loop().call_soon_threadsafe(task.cancel)
         return self.calls
+
+    def warn_once(self, setting: str, sentence: str) -> None:
+        """Log that a setting of the user's agent is unsafe, once for all sessions of a gateway."""
+        if setting not in self._gateway.warned:
+            self._gateway.warned.add(setting)
+            logger.warning("%s %s", setting, sentence)
 
     def occurrence(self, prompt: bytes) -> int:
         """How often this session has asked the prompt with this digest before; counts it."""

@@ -159,13 +159,16 @@ class RolloutRunner:
     ) -> None:
         started = time.perf_counter()
         try:
+            model = self._make_model(session)
             output = await call_workflow(
                 self._workflow,
                 task=dict(task),
-                model=self._make_model(session),
+                model=model,
                 auxiliary_models=auxiliary,
                 logger=logger,
             )
+            if hasattr(model, "workflow_ended"):  # frameworks whose agents can stop half-way
+                model.workflow_ended()
         except asyncio.CancelledError:
             if _being_cancelled():
                 raise

@@ -1,0 +1,93 @@
+"""Train an AgentScope 2 agent to solve grade-school math problems: what main.py does for 1.x.
+
+    python examples/gsm8k/main_agentscope2.py [key=value ...]
+
+Overrides take the keys of config.yaml, as in `buffer.total_steps=10`. With
+TUNER_MODEL_PATH=Qwen/Qwen3-1.7B and TUNER_DATASET=openai/gsm8k it is the real GSM8K, on a GPU.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from tuner import (
+    Dataset,
+    JudgeOutput,
+    TrinityChatModel,
+    TunerError,
+    WorkflowOutput,
+    require_agentscope2,
+    tune,
+)
+
+require_agentscope2()  # says what to install if AgentScope 2.x is missing
+
+from agentscope.agent import Agent, InjectionConfig, ReActConfig
+from agentscope.message import Msg, UserMsg
+from agentscope.permission import PermissionContext, PermissionMode
+from agentscope.state import AgentState
+from agentscope.tool import Toolkit
+from math_answers import final_answer, is_equal
+
+HERE = Path(__file__).resolve().parent
+
+
+async def run_react_agent(
+    task: dict[str, Any],
+    model: TrinityChatModel,
+    auxiliary_models: dict[str, TrinityChatModel],
+) -> WorkflowOutput:
+    """Run the agent on one problem."""
+    agent = Agent(
+        name="react_agent",
+        system_prompt="You are a helpful math problem solving agent.",
+        model=model,  # directly use the trainable model here
+        toolkit=Toolkit(),  # your tools; the tiny model was never shown any
+        # AgentScope 2's defaults are made for a person who looks on. In training nobody gives
+        # permission for a tool, and the time of day in a prompt would make every rollout another.
+        state=AgentState(permission_context=PermissionContext(mode=PermissionMode.BYPASS)),
+        injection_config=InjectionConfig(inject_runtime_state=False),
+        react_config=ReActConfig(max_iters=10),
+    )
+
+    response = await agent.reply(
+        UserMsg("user", task["question"]),  # extract question from task
+    )
+
+    return WorkflowOutput(
+        response=response,
+    )
+
+
+async def judge_function(
+    task: dict[str, Any], response: Msg, auxiliary_models: dict[str, TrinityChatModel]
+) -> JudgeOutput:
+    """1.0 if the reply ends in the right number, else 0.0."""
+    truth = final_answer(task["answer"])
+    # A reply of only reasoning or tool calls has no text.
+    answer = final_answer(response.get_text_content() or "")
+    return JudgeOutput(reward=1.0 if is_equal(truth, answer) else 0.0)
+
+
+def main() -> None:
+    path = os.environ.get("TUNER_DATASET", str(HERE / "data"))
+    train_dataset = Dataset(path=path, split="train")
+    train_dataset.preview(n=2)
+    result = tune(
+        workflow_func=run_react_agent,
+        judge_func=judge_function,
+        train_dataset=train_dataset,
+        eval_dataset=Dataset(path=path, split="test"),
+        experiment_name="GSM8K-agentscope2",  # not the run of main.py, which has the same file
+        config_path=HERE.parent.parent / "config.yaml",
+        overrides=sys.argv[1:],
+    )
+    print(result)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except TunerError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
