@@ -28,6 +28,7 @@ from tests.gateway.drift import (
     rendered,
 )
 from tests.gateway.toy import ADD_TOOL, TEMPLATE
+from tuner.chat_models import chat_model, default_kind
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults
 
 MODEL = Path(__file__).parents[2] / "models" / "tiny_math"
@@ -80,14 +81,12 @@ async def test_twenty_tool_turns_are_one_path(script: str) -> None:
     assert "".join(turns) == rendered(gateway, calls[-1]).replace(CALL, "")
 
 
+@pytest.mark.skipif(default_kind() != "agentscope1", reason="needs AgentScope 1.x")
 async def test_agentscope_agent_that_rewrites_arguments_stays_on_one_path() -> None:
-    pytest.importorskip("agentscope")
     from agentscope.agent import ReActAgent
     from agentscope.formatter import OpenAIChatFormatter
     from agentscope.message import Msg, TextBlock
     from agentscope.tool import Toolkit, ToolResponse
-
-    from tuner.chat_models import chat_model
 
     def add(a: int, b: int) -> ToolResponse:
         """Add two integers.

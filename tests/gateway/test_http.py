@@ -67,7 +67,7 @@ async def test_first_use_from_another_thread_opens_the_door() -> None:
     [
         ("POST", "/chat/completions", "wrong", 401, "no open session"),
         ("POST", "/chat/completions", "", 401, "no open session"),
-        ("POST", "/responses", None, 404, "POST /v1/responses is not served"),
+        ("POST", "/embeddings", None, 404, "POST /v1/embeddings is not served"),
         ("GET", "/chat/completions", None, 404, "GET /v1/chat/completions is not served"),
     ],
 )
@@ -99,6 +99,47 @@ async def test_body_over_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -
             )
         assert answer.status_code == 413
         assert "1000 bytes" in answer.json()["error"]["message"]
+
+
+async def test_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "STALLED_SECONDS", 0.05)
+    async with gateway_of(StubEngine()) as gateway:
+        url = httpx.URL(gateway.base_url)
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
+        assert b" 408 " in await reader.readline()
+        writer.close()
+
+
+async def test_client_that_stops_reading_a_stream_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(door, "STALLED_SECONDS", 0.05)
+    engine = StubEngine(["abc"])
+    async with gateway_of(engine) as gateway:
+        session = gateway.open_session("r")
+        body = json.dumps({"model": "tiny", "messages": USER, "stream": True}).encode()
+        events = iter([{"type": "http.request", "body": body}])
+
+        async def receive() -> dict[str, object]:
+            for event in events:
+                return event
+            return await asyncio.Event().wait()  # type: ignore[return-value]
+
+        async def send(message: dict[str, object]) -> None:
+            if message["type"] == "http.response.body":
+                await asyncio.Event().wait()
+
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/chat/completions",
+            "headers": [(b"authorization", f"Bearer {session.key}".encode())],
+        }
+        async with asyncio.timeout(10):
+            await door._Endpoint(gateway)(scope, receive, send)  # type: ignore[arg-type]
+        assert engine.sampling == engine.waiting == 0
+        assert not any(not call.undelivered for call in session.calls)
 
 
 async def test_client_that_goes_away_frees_its_slot() -> None:
