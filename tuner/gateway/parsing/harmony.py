@@ -1,7 +1,8 @@
 r"""GPT-OSS's harmony: a completion is several messages, each with a channel.
 
     <|channel|>analysis<|message|>…<|end|>
-    <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>
+    <|start|>assistant<|channel|>commentary to=functions.NAME
+        <|constrain|>json<|message|>{…}<|call|>
     <|start|>assistant<|channel|>final<|message|>…<|return|>
 
 The reasoning parser takes the messages apart: analysis is reasoning; final, and commentary to
