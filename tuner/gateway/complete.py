@@ -251,6 +251,7 @@ class Completion:
                 prompt_ids=recording.prompt.ids,
                 tools=self._request.shown_tools,
                 stop=self._request.stop,
+                plain=self._request.prompts is not None,
             )
             for recording in self._recordings
         ]

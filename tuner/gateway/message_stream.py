@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tuner.gateway.parsing import Delta, ParsedMessage, ParsedToolCall, Tools
-from tuner.gateway.parsing.scanning import begun
+from tuner.gateway.parsing.scanning import PlainText, Scanner, begun
 from tuner.gateway.renderer import ChatRenderer
 from tuner.gateway.text_stream import TextStream
 
@@ -29,6 +29,7 @@ class MessageStream:
         prompt_ids: The prompt, whose end tells whether reasoning was already opened.
         tools: Tools the model was shown; without any, no tool calls are looked for.
         stop: Strings that end the completion; nothing from the first one on is said.
+        plain: All text is content: a completion without a chat template.
     """
 
     def __init__(
@@ -38,12 +39,16 @@ class MessageStream:
         prompt_ids: Sequence[int],
         tools: Tools,
         stop: Sequence[str] = (),
+        plain: bool = False,
     ) -> None:
         self._special = renderer.special_tokens.ids
         self._last: list[int] = []  # a special token, which is not shown if it is the last one
         self._text = TextStream(renderer.tokenizer)
         self._stop = _StopCut(stop)
-        self._scanner = renderer.scanner(tools=tools, opened=renderer.opened_reasoning(prompt_ids))
+        self._scanner: Scanner = PlainText()
+        if not plain:
+            opened = renderer.opened_reasoning(prompt_ids)
+            self._scanner = renderer.scanner(tools=tools, opened=opened)
         self._reasoning: list[str] = []
         self._content: list[str] = []
         self._calls: list[ParsedToolCall] = []
@@ -61,7 +66,8 @@ class MessageStream:
         """What is still missing of the whole message.
 
         Args:
-            message: `ChatRenderer.parse` of all ids, with the same prompt, tools and stop strings.
+            message: What `ChatRenderer.parse` makes of all ids, with the same prompt, tools and
+                stop strings; for a plain text, the text as content.
 
         Raises:
             RuntimeError: The message does not begin with what was said.

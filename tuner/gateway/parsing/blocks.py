@@ -156,8 +156,6 @@ class BlockScanner:
                 found = [tag for tag in self._form.openers if self._text.startswith(tag, inner)]
                 if found:
                     begin = inner + len(found[0])
-                elif not final and begun(self._text[inner:], self._form.openers) == 0:
-                    return None
         match = self._boundary.search(self._text, max(begin, self._searched))
         if match:
             return match.end()

@@ -21,7 +21,8 @@ class Scanner(Protocol):
         malformed: Calls that could not be read so far.
     """
 
-    malformed: int
+    @property
+    def malformed(self) -> int: ...
 
     def feed(self, text: str) -> list[Delta]:
         """Take the text that comes next; what has become certain with it."""
