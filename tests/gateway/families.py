@@ -81,7 +81,7 @@ _HARMONY_PIECES = (
     " to=functions.add", "<|constrain|>json", "<|message|>", "<|end|>", "<|call|>", "<|return|>",
     "{}", "<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>final<|message|>",
 )  # fmt: skip
-_DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 
 FAMILIES = [
     Family("qwen2_5", "hermes", "none", "<|im_end|>", _HERMES_PIECES, _HERMES, reasoning=False),
@@ -130,7 +130,7 @@ FAMILIES = [
         "deepseek_r1",
         "<｜end▁of▁sentence｜>",
         _DEEPSEEK_PIECES,
-        _DEEPSEEK.format("function<｜tool▁sep｜>add\n```json\n%s\n```"),
+        DEEPSEEK.format("function<｜tool▁sep｜>add\n```json\n%s\n```"),
         reasoning=False,
     ),
     Family(
@@ -139,7 +139,7 @@ FAMILIES = [
         "deepseek_r1",
         "<｜end▁of▁sentence｜>",
         _DEEPSEEK_PIECES,
-        _DEEPSEEK.format("add<｜tool▁sep｜>%s"),
+        DEEPSEEK.format("add<｜tool▁sep｜>%s"),
         reasoning=False,
     ),
     Family(

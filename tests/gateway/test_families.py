@@ -1,18 +1,24 @@
 """What each family's template writes is read back, and its malformed calls stay in the text."""
 
+# The bars of DeepSeek's tags are full-width.
+# ruff: noqa: RUF001
+
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
-from tests.gateway.families import FAMILIES, TEMPLATES, Family, texts, turn
-from tests.gateway.toy import TEMPLATE, tokenizer
+from tests.gateway.drift import USER, Scripted, ask, continues
+from tests.gateway.families import DEEPSEEK, FAMILIES, TEMPLATES, Family, texts, turn
+from tests.gateway.toy import ADD_TOOL, TEMPLATE, tokenizer
 from tuner.errors import ConfigError
-from tuner.gateway import ChatRenderer
+from tuner.gateway import ChatRenderer, Gateway
 from tuner.gateway.parsing import TOOL_CALL_PARSERS, ParsedToolCall
 
 ANY_TOOL = {
@@ -284,3 +290,53 @@ def test_call_ids_have_the_form_that_the_templates_accept() -> None:
             assert made.isalnum()
         else:
             assert made == f"call_{bytes(range(32)).hex()[:24]}"
+
+
+def spoken_with(ends: list[str]) -> PreTrainedTokenizerFast:
+    """The toy tokenizer, with the families' own end tokens."""
+    spoken = deepcopy(tokenizer())
+    spoken.add_special_tokens({"additional_special_tokens": ends})
+    return spoken
+
+
+SAMPLED = {
+    "qwen2_5": '<tool_call>{"name":"add","arguments":{"a":1,"b":2}}</tool_call>',
+    "qwen3_5": (
+        "Hm.\n</think>\n\n<tool_call><function=add><parameter=a>1</parameter>"
+        "<parameter=b>\n2</parameter></function></tool_call>"
+    ),
+    "llama3": '{"name":"add","parameters":{"a":1,"b":2}}',
+    "mistral_v3": '[TOOL_CALLS][{"name":"add","arguments":{"a":1,"b":2}}]',
+    "mistral_v11": '[TOOL_CALLS]add[CALL_ID]xxxxxxxxx[ARGS]{"a":1,"b":2}',
+    "mistral_v13": '[THINK]Hm.[/THINK][TOOL_CALLS]add[ARGS]{"a":1,"b":2}',
+    "deepseek_v31": DEEPSEEK.format('add<｜tool▁sep｜>{"a":1,"b":2}'),
+    "gpt_oss": (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.add <|constrain|>json<|message|>{"a":1,"b":2}'
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+async def test_conversation_goes_on_with_the_call_that_was_sampled(name: str) -> None:
+    (family,) = (family for family in FAMILIES if family.name == name)
+    spoken = spoken_with([family.end])
+    renderer = ChatRenderer(
+        spoken,
+        chat_template=(TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8"),
+        tool_call_parser=family.tool_call_parser,
+        reasoning_parser=family.reasoning_parser,
+    )
+    sampled = tuple(spoken.encode(SAMPLED[name] + family.end, add_special_tokens=False))
+    gateway = Gateway(Scripted(sampled), renderer, model_name="tiny")
+    session = gateway.open_session("r")
+    answer = await ask(session, [USER], tools=[ADD_TOOL])
+    (call,) = answer["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": 2}
+    call["function"]["arguments"] = '{"a": 1, "b": 2}'  # as a framework writes it anew
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
+    await ask(session, [USER, answer, result], tools=[ADD_TOOL])
+    earlier, later = session.calls
+    assert later.rerendered is None
+    assert continues(later, earlier)
+    await gateway.aclose()

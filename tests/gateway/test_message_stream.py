@@ -147,6 +147,15 @@ def test_stop_string_that_begins_earlier_wins_over_one_that_is_complete() -> Non
     assert message.content == "one a"
 
 
+def test_plain_text_is_content_whatever_it_holds() -> None:
+    stream = MessageStream(
+        ChatRenderer(tokenizer()), prompt_ids=(), tools=[ADD_TOOL], stop=["END"], plain=True
+    )
+    assert stream.push(ids_of("<think>a</think><tool_call>END")) == [
+        Delta(content="<think>a</think><tool_call>")
+    ]
+
+
 def test_message_that_was_not_streamed_is_an_error() -> None:
     stream = MessageStream(ChatRenderer(tokenizer()), prompt_ids=(), tools=[])
     stream.push(ids_of("one"))
