@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from tests.gateway.toy import ADD_TOOL, ids_of, tokenizer
 from tuner.gateway import ChatRenderer
-from tuner.gateway.parsing import ParsedToolCall, parse_deepseek_r1, parse_hermes
+from tuner.gateway.parsing import REASONING_PARSERS, TOOL_CALL_PARSERS, ParsedToolCall
+
+parse_deepseek_r1 = REASONING_PARSERS["deepseek_r1"]
+
+
+def parse_hermes(text: str) -> tuple[str, tuple[ParsedToolCall, ...], int]:
+    return TOOL_CALL_PARSERS["hermes"](text, [ADD_TOOL])
 
 
 @pytest.mark.parametrize(
@@ -23,7 +29,8 @@ from tuner.gateway.parsing import ParsedToolCall, parse_deepseek_r1, parse_herme
         ("<think></think>b", False, "", "b"),
         ("a\n</think>\n\nb", True, "a", "b"),
         ("cut off", True, "cut off", ""),
-        ("a</think>b", False, "a", "b"),
+        ("a</think>b", False, None, "a</think>b"),
+        ("<think>a</think>b", True, "a", "b"),
         ("see <think>x</think> y", False, None, "see <think>x</think> y"),
         ("<think>a</think>b</think>c", False, "a", "b</think>c"),
         ("", False, None, ""),

@@ -251,6 +251,7 @@ class Completion:
                 prompt_ids=recording.prompt.ids,
                 tools=self._request.shown_tools,
                 stop=self._request.stop,
+                plain=self._request.prompts is not None,
             )
             for recording in self._recordings
         ]
@@ -329,7 +330,7 @@ class Completion:
         else:
             parsed = renderer.parse_text(
                 text,
-                tools=bool(request.shown_tools),
+                tools=request.shown_tools,
                 opened=renderer.opened_reasoning(prompt_ids),
             )
         finish_reason: str = generation.finish_reason
@@ -386,7 +387,7 @@ class Completion:
         if self._request.prompts is None:
             for call, recording in zip(calls, self._recordings, strict=True):
                 self._session.conversations.add(
-                    recording.prompt, call.completion_ids, tools=bool(self._request.shown_tools)
+                    recording.prompt, call.completion_ids, tools=self._request.shown_tools
                 )
         return Answer(tuple(choices))
 

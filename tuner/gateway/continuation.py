@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tuner.gateway.parsing import ParsedMessage
+from tuner.gateway.parsing import ParsedMessage, Tools
 from tuner.gateway.renderer import ChatRenderer
 from tuner.traces import Rerendered
 
@@ -63,7 +63,7 @@ class _Completion:
         text: Of the completion; None if it holds parts of characters, "" at the root.
         end: The special token that it ends with, if it does.
         opened: Whether the prompt has opened the reasoning.
-        tools: Whether tool calls were looked for in it.
+        tools: Tools the model was shown, in whose terms its calls are read.
         turns: Assistant turns in the conversation up to here.
         asked: The completions of each prompt that went on from here, by the text it added.
         parsed, message: What it says, once that was asked; see `_comparable`.
@@ -74,7 +74,7 @@ class _Completion:
     text: str | None = ""
     end: int | None = None
     opened: bool = False
-    tools: bool = False
+    tools: Tools = ()
     turns: int = 0
     asked: dict[str, list[_Completion]] = field(default_factory=dict)
     parsed: bool = False
@@ -109,7 +109,7 @@ class Conversations:
     def __init__(self, renderer: ChatRenderer) -> None:
         self._renderer = renderer
         self._root = _Completion()
-        self._unread: list[tuple[Prompt, tuple[int, ...], bool]] = []
+        self._unread: list[tuple[Prompt, tuple[int, ...], Tools]] = []
 
     def prompt(self, text: str, turns: int) -> Prompt:
         """The prompt with this text, begun with the ids of an earlier call where that is exact.
@@ -142,17 +142,17 @@ class Conversations:
         """The prompt with these very ids, shape [P]."""
         return Prompt(ids, 0, None, 0, self._root, "")
 
-    def add(self, prompt: Prompt, completion_ids: tuple[int, ...], *, tools: bool) -> None:
+    def add(self, prompt: Prompt, completion_ids: tuple[int, ...], *, tools: Tools) -> None:
         """Remember a committed call.
 
         Args:
             prompt: As `prompt` gave it.
             completion_ids: What was sampled after it, shape [T].
-            tools: Whether tool calls were looked for in it.
+            tools: Tools the model was shown; without any, no tool calls are looked for.
         """
         self._unread.append((prompt, completion_ids, tools))
 
-    def _read(self, prompt: Prompt, ids: tuple[int, ...], tools: bool) -> None:
+    def _read(self, prompt: Prompt, ids: tuple[int, ...], tools: Tools) -> None:
         siblings = prompt.after.asked.setdefault(prompt.text, [])
         if any(known.ids == ids and known.prompt_ids == prompt.ids for known in siblings):
             return

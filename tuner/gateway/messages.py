@@ -169,23 +169,35 @@ def check_tools(value: Any) -> list[dict[str, Any]]:
     return value
 
 
-def for_template(messages: list[Message], *, developer_role: bool) -> list[Message]:
+def for_template(
+    messages: list[Message],
+    *,
+    developer_role: bool,
+    arguments_as_text: bool = False,
+    content_always: bool = False,
+) -> list[Message]:
     """Checked messages as chat templates expect them.
 
     Text parts become one string and fields without a value go. Arguments of earlier tool calls
     become the object they spell, because templates write them with `tojson`; text that is not a
     JSON object stays as it is. "developer" becomes "system" unless the template knows it.
+
+    Args:
+        messages: As `check_messages` gave them.
+        developer_role: The template knows the role "developer".
+        arguments_as_text: The template writes arguments as they are, so they stay text.
+        content_always: The template reads content that is not there; it becomes "".
     """
     shaped = []
     for message in messages:
         copy = {key: value for key, value in message.items() if value is not None and value != []}
         if "content" in copy:
             copy["content"] = _text(copy["content"], "content")
-        elif message.get("content") == []:
+        elif message.get("content") == [] or content_always:
             copy["content"] = ""
         if copy["role"] == "developer" and not developer_role:
             copy["role"] = "system"
-        if "tool_calls" in copy:
+        if "tool_calls" in copy and not arguments_as_text:
             copy["tool_calls"] = [_call_for_template(call) for call in copy["tool_calls"]]
         shaped.append(copy)
     return shaped

@@ -12,8 +12,18 @@ from typing import TYPE_CHECKING, Any
 from tuner.errors import ConfigError
 from tuner.gateway.errors import RequestError, shown
 from tuner.gateway.messages import Message, for_template
-from tuner.gateway.parsing import REASONING_PARSERS, TOOL_CALL_PARSERS, ParsedMessage
+from tuner.gateway.parsing import (
+    REASONING_PARSERS,
+    TOOL_CALL_PARSERS,
+    MessageScanner,
+    ParsedMessage,
+    ReasoningParser,
+    ToolCallParser,
+    Tools,
+    joined,
+)
 from tuner.gateway.special_tokens import SpecialTokens
+from tuner.gateway.template_form import TemplateForm, template_form
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,7 +31,7 @@ if TYPE_CHECKING:
 # Prompts whose ids are kept: the rollouts of a group begin with the same one.
 _CACHED_PROMPTS = 512
 # Enough of a prompt's end to see whether the template has opened the reasoning.
-_TAIL = 8
+_TAIL = 32
 
 
 class ChatRenderer:
@@ -32,11 +42,13 @@ class ChatRenderer:
         chat_template: Jinja source; None takes the tokenizer's own.
         enable_thinking: Given to the template of every prompt, unless a request's
             `chat_template_kwargs` says otherwise; None leaves it to the template.
-        tool_call_parser: "hermes"; "none" or None leaves calls in the text.
-        reasoning_parser: "deepseek_r1"; "none" or None leaves reasoning in the text.
+        tool_call_parser: A name of `TOOL_CALL_PARSERS`; "none" or None leaves calls in the text.
+        reasoning_parser: A name of `REASONING_PARSERS`; "none" or None leaves reasoning in the
+            text.
 
     Raises:
-        ConfigError: A parser is unknown, there is no template, or it knows no thinking.
+        ConfigError: A parser is unknown, the tool-call parser cannot read what the template
+            writes, there is no template, or it knows no thinking.
     """
 
     def __init__(
@@ -49,8 +61,12 @@ class ChatRenderer:
         reasoning_parser: str | None = "deepseek_r1",
     ) -> None:
         self.tokenizer = tokenizer
-        self._parse_tool_calls = _named(TOOL_CALL_PARSERS, "tool_call_parser", tool_call_parser)
-        self._parse_reasoning = _named(REASONING_PARSERS, "reasoning_parser", reasoning_parser)
+        self._tool_calls: ToolCallParser = _named(
+            TOOL_CALL_PARSERS, "tool_call_parser", tool_call_parser
+        )
+        self._reasoning: ReasoningParser = _named(
+            REASONING_PARSERS, "reasoning_parser", reasoning_parser
+        )
         self._template = chat_template or _own_template(tokenizer)
         if enable_thinking and not self._reads("enable_thinking"):
             raise ConfigError(
@@ -63,6 +79,7 @@ class ChatRenderer:
         self._reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters)
         self._reserved |= {"messages", "self"}
         self._developer_role = self._reads("developer")
+        self._form: TemplateForm = template_form(self._apply, tool_call_parser or "none")
         self.special_tokens = SpecialTokens(tokenizer, self._encode_text)
         self._encode_prompt = lru_cache(_CACHED_PROMPTS)(self._encode_text)
 
@@ -80,16 +97,14 @@ class ChatRenderer:
         """
         extra = chat_template_kwargs or {}
         self._check_template_kwargs(extra)
-        shaped = for_template(list(messages), developer_role=self._developer_role)
+        shaped = for_template(
+            list(messages),
+            developer_role=self._developer_role,
+            arguments_as_text=self._form.arguments_as_text,
+            content_always=self._form.content_always,
+        )
         try:
-            text = self.tokenizer.apply_chat_template(
-                shaped,
-                tools=list(tools) or None,
-                chat_template=self._template,
-                add_generation_prompt=True,
-                tokenize=False,
-                **{**self._template_kwargs, **extra},
-            )
+            return self._apply(shaped, tools, add_generation_prompt=True, **extra)
         except Exception as error:
             # A template is a program of the model's author: it says what it cannot render by
             # raising, and what it forgot to check fails with any error at all.
@@ -97,6 +112,18 @@ class ChatRenderer:
                 f"the model's chat template cannot render these messages: {error}",
                 param="messages",
             ) from error
+
+    def _apply(
+        self, shaped: list[Message], tools: Tools, *, add_generation_prompt: bool, **extra: Any
+    ) -> str:
+        text = self.tokenizer.apply_chat_template(
+            shaped,
+            tools=[dict(tool) for tool in tools] or None,
+            chat_template=self._template,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+            **{**self._template_kwargs, **extra},
+        )
         if not isinstance(text, str):
             raise TypeError(f"apply_chat_template returned a {type(text).__name__}, not text")
         return text
@@ -113,7 +140,7 @@ class ChatRenderer:
         self,
         completion_ids: Sequence[int],
         *,
-        tools: Sequence[dict[str, Any]],
+        tools: Tools,
         prompt_ids: Sequence[int] = (),
         stop: Sequence[str] = (),
     ) -> ParsedMessage:
@@ -126,7 +153,7 @@ class ChatRenderer:
             stop: Strings that ended the completion; the text is cut before the first one.
         """
         text, _ = self.completion_text(completion_ids, stop)
-        return self.parse_text(text, tools=bool(tools), opened=self.opened_reasoning(prompt_ids))
+        return self.parse_text(text, tools=tools, opened=self.opened_reasoning(prompt_ids))
 
     def completion_text(
         self, completion_ids: Sequence[int], stop: Sequence[str] = ()
@@ -146,22 +173,26 @@ class ChatRenderer:
         position, string = min(cuts)
         return text[:position], string
 
-    def tool_call_id(self, digest: bytes) -> str:
-        """The id of a tool call, made from a digest of 12 bytes or more."""
-        return f"call_{digest.hex()[:24]}"
-
-    def parse_text(self, text: str, *, tools: bool, opened: bool) -> ParsedMessage:
+    def parse_text(self, text: str, *, tools: Tools, opened: bool) -> ParsedMessage:
         """The message that a completion's text spells.
 
         Args:
             text: The completion without its final special token.
-            tools: Whether tool calls are looked for.
+            tools: Tools the model was shown; without any, no tool calls are looked for.
             opened: Whether the prompt has already opened the reasoning.
         """
-        reasoning, content = self._parse_reasoning(text, opened)
-        rest, calls, malformed = self._parse_tool_calls(content) if tools else (content, (), 0)
-        shown_content = rest if rest or not (calls or reasoning is not None) else None
-        return ParsedMessage(shown_content, reasoning, calls, malformed)
+        scanner = self.scanner(tools=tools, opened=opened)
+        deltas = [*scanner.feed(text), *scanner.close()]
+        return joined(deltas, scanner.malformed)
+
+    def scanner(self, *, tools: Tools, opened: bool) -> MessageScanner:
+        """The same for a text that comes in pieces; see `parse_text`."""
+        return MessageScanner(self._reasoning, self._tool_calls, tools=tools, opened=opened)
+
+    def tool_call_id(self, digest: bytes) -> str:
+        """A tool call's id in the form that the family's templates accept."""
+        # Mistral's templates take nine letters and digits, and nothing else.
+        return digest.hex()[:9] if self._tool_calls.short_ids else f"call_{digest.hex()[:24]}"
 
     def token_text(self, token_id: int) -> str:
         """A single token as text; part of a character shows as U+FFFD."""
@@ -210,8 +241,10 @@ class ChatRenderer:
 
     def opened_reasoning(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the prompt's end has opened the reasoning."""
-        tail = self.decode(prompt_ids[-_TAIL:]) if prompt_ids else ""
-        return tail.rstrip().endswith("<think>")
+        opener = self._reasoning.opener
+        if opener is None or not prompt_ids:
+            return False
+        return self.decode(prompt_ids[-_TAIL:]).rstrip().endswith(opener)
 
 
 def _named(table: Mapping[str, Any], setting: str, name: str | None) -> Any:

@@ -1,0 +1,179 @@
+"""The supported model families: chat template, parsers, and texts as their models write them."""
+
+# The bars of DeepSeek's tags are full-width.
+# ruff: noqa: RUF001
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+from tests.gateway.toy import tokenizer
+from tuner.gateway import ChatRenderer
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family and what its template can say.
+
+    Attributes:
+        end: What its template ends an assistant turn with.
+        several, content, reasoning: Whether a turn with tool calls can have more than one, and
+            content and reasoning beside them.
+        pieces: Parts of texts that its parsers look at.
+        call: A well-formed call of `add`, with the arguments' text to be put in.
+    """
+
+    template: str
+    tool_call_parser: str
+    reasoning_parser: str
+    end: str
+    pieces: tuple[str, ...]
+    call: str
+    several: bool = True
+    content: bool = True
+    reasoning: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.template
+
+    def renderer(self) -> ChatRenderer:
+        return _renderer(self)
+
+
+@cache
+def _renderer(family: Family) -> ChatRenderer:
+    return ChatRenderer(
+        tokenizer(),
+        chat_template=(TEMPLATES / f"{family.template}.jinja").read_text(encoding="utf-8"),
+        tool_call_parser=family.tool_call_parser,
+        reasoning_parser=family.reasoning_parser,
+    )
+
+
+_THINK = ("<think>", "</think>")
+_HERMES = '<tool_call>\n{"name": "add", "arguments": %s}\n</tool_call>'
+_HERMES_PIECES = (*_THINK, "<tool_call>", "</tool_call>", '{"name": "add", "arguments": {}}')
+_MISTRAL_PIECES = (
+    "[THINK]", "[/THINK]", "[TOOL_CALLS]", "add", "[ARGS]", "[CALL_ID]", "{}", " [", "]", ",",
+    '{"name": "add", "arguments": {}}',
+)  # fmt: skip
+_DEEPSEEK_PIECES = (
+    *_THINK, "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "function", "<｜tool▁sep｜>", "add",
+    "\n```json\n", "{}", "\n```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
+)  # fmt: skip
+_XML_PIECES = (
+    *_THINK, "<tool_call>", "<function=add>", "<parameter=a>", "1", "</parameter>", "</function>",
+    "</tool_call>",
+)  # fmt: skip
+_LLAMA_PIECES = (
+    *_THINK, "<|python_tag|>", '{"name": "add", "parameters": {}}', ";", "{", "}",
+)  # fmt: skip
+_HARMONY_PIECES = (
+    "<|start|>", "<|start|>assistant", "<|channel|>", "analysis", "final", "commentary",
+    " to=functions.add", "<|constrain|>json", "<|message|>", "<|end|>", "<|call|>", "<|return|>",
+    "{}", "<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>final<|message|>",
+)  # fmt: skip
+DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+
+FAMILIES = [
+    Family("qwen2_5", "hermes", "none", "<|im_end|>", _HERMES_PIECES, _HERMES, reasoning=False),
+    Family("qwen3", "hermes", "deepseek_r1", "<|im_end|>", _HERMES_PIECES, _HERMES),
+    Family(
+        "qwen3_5",
+        "qwen3_coder",
+        "qwen3",
+        "<|im_end|>",
+        _XML_PIECES,
+        "<tool_call>\n<function=add>\n<parameter=a>\n%s\n</parameter>\n</function>\n</tool_call>",
+    ),
+    Family(
+        "llama3",
+        "llama3_json",
+        "none",
+        "<|eot_id|>",
+        _LLAMA_PIECES,
+        '<|python_tag|>{"name": "add", "parameters": %s}',
+        content=False,
+        reasoning=False,
+    ),
+    Family(
+        "mistral_v3",
+        "mistral",
+        "none",
+        "</s>",
+        _MISTRAL_PIECES,
+        '[TOOL_CALLS] [{"name": "add", "arguments": %s, "id": "123456789"}]',
+        content=False,
+        reasoning=False,
+    ),
+    Family(
+        "mistral_v11",
+        "mistral",
+        "none",
+        "</s>",
+        _MISTRAL_PIECES,
+        "[TOOL_CALLS]add[CALL_ID]123456789[ARGS]%s",
+        reasoning=False,
+    ),
+    Family("mistral_v13", "mistral", "mistral", "</s>", _MISTRAL_PIECES, "[TOOL_CALLS]add[ARGS]%s"),
+    Family(
+        "deepseek_v3",
+        "deepseek_v3",
+        "deepseek_r1",
+        "<｜end▁of▁sentence｜>",
+        _DEEPSEEK_PIECES,
+        DEEPSEEK.format("function<｜tool▁sep｜>add\n```json\n%s\n```"),
+        reasoning=False,
+    ),
+    Family(
+        "deepseek_v31",
+        "deepseek_v31",
+        "deepseek_r1",
+        "<｜end▁of▁sentence｜>",
+        _DEEPSEEK_PIECES,
+        DEEPSEEK.format("add<｜tool▁sep｜>%s"),
+        reasoning=False,
+    ),
+    Family(
+        "gpt_oss",
+        "openai",
+        "openai_gptoss",
+        "<|call|>",
+        _HARMONY_PIECES,
+        "<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+        "%s<|call|>",
+        several=False,
+        content=False,
+    ),
+]
+
+
+def texts(family: Family) -> st.SearchStrategy[str]:
+    """Texts that say something to the family's parsers, right and wrong."""
+    piece = st.sampled_from(
+        [*family.pieces, family.call % '{"a": 1}', family.call % "{", "\n", "\n\n", " ", "é", "x…"]
+    )
+    return st.lists(piece, max_size=10).map("".join)
+
+
+def turn(family: Family, message: dict[str, Any], tools: list[dict[str, Any]]) -> tuple[str, bool]:
+    """The assistant turn as the template writes it, without its end; whether it began opened."""
+    renderer = family.renderer()
+    user = {"role": "user", "content": "Please."}
+    prompt = renderer.render_text([user], tools)
+    result = {"role": "tool", "tool_call_id": "123456789", "content": "3"}
+    count = len(message.get("tool_calls", ()))
+    whole = renderer.render_text([user, message, *[result] * count], tools)
+    opened = whole.startswith(prompt) and prompt.endswith(("<think>\n", "<think>"))
+    if not whole.startswith(prompt):
+        prompt = prompt.removesuffix("<think>\n")  # the template does not repeat it in history
+    assert whole.startswith(prompt)
+    return whole[len(prompt) : whole.index(family.end, len(prompt))], opened

@@ -1,0 +1,342 @@
+"""What each family's template writes is read back, and its malformed calls stay in the text."""
+
+# The bars of DeepSeek's tags are full-width.
+# ruff: noqa: RUF001
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from tests.gateway.drift import USER, Scripted, ask, continues
+from tests.gateway.families import DEEPSEEK, FAMILIES, TEMPLATES, Family, texts, turn
+from tests.gateway.toy import ADD_TOOL, TEMPLATE, tokenizer
+from tuner.errors import ConfigError
+from tuner.gateway import ChatRenderer, Gateway
+from tuner.gateway.parsing import TOOL_CALL_PARSERS, ParsedToolCall
+
+ANY_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "a": {"type": "integer", "description": "a"},
+                "b": {"type": "number", "description": "b"},
+                "flag": {"type": "boolean", "description": "flag"},
+                "word": {"type": "string", "description": "word"},
+                "items": {"type": "array", "items": {}, "description": "items"},
+                "maybe": {
+                    "anyOf": [{"$ref": "#/$defs/Inner"}, {"type": "null"}],
+                    "description": "maybe",
+                },
+            },
+            "$defs": {"Inner": {"type": "object", "properties": {"x": {"type": "integer"}}}},
+        },
+    },
+}
+family_of = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+words = st.text("ab é…\n{}\"';", min_size=1, max_size=12).map(str.strip).filter(bool)
+leaf = st.none() | st.booleans() | st.integers(-(2**40), 2**40) | words
+arguments = st.fixed_dictionaries(
+    {},
+    optional={
+        "a": st.integers(),
+        "b": st.floats(allow_nan=False, allow_infinity=False),
+        "flag": st.booleans(),
+        "word": words,
+        "items": st.lists(leaf | st.lists(leaf, max_size=2), max_size=3),
+        "maybe": st.none() | st.dictionaries(st.sampled_from("xyz"), leaf, max_size=2),
+    },
+)
+
+
+def tool_call(given: dict[str, Any], index: int = 0) -> dict[str, Any]:
+    function = {"name": "add", "arguments": json.dumps(given, ensure_ascii=False)}
+    return {"id": f"call{index:05d}", "type": "function", "function": function}
+
+
+@family_of
+@settings(deadline=None, max_examples=30)
+@given(data=st.data())
+def test_turn_that_the_template_writes_is_read_back(family: Family, data: Any) -> None:
+    calls = data.draw(st.lists(arguments, min_size=1, max_size=3 if family.several else 1))
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": data.draw(st.none() | words) if family.content else None,
+        "tool_calls": [tool_call(given, index) for index, given in enumerate(calls)],
+    }
+    if family.reasoning:
+        message["reasoning_content"] = data.draw(words)
+    text, opened = turn(family, message, [ANY_TOOL])
+    parsed = family.renderer().parse_text(text, tools=[ANY_TOOL], opened=opened)
+    assert [call.name for call in parsed.tool_calls] == ["add"] * len(calls)
+    assert [json.loads(call.arguments) for call in parsed.tool_calls] == calls
+    assert (parsed.content or None) == message["content"]
+    if family.reasoning:
+        assert parsed.reasoning == message["reasoning_content"]
+    assert parsed.malformed_tool_calls == 0
+
+
+@family_of
+@pytest.mark.parametrize("given", ['{"a":1,  "b": 2}', "{ }", '{"b": 1.50, "é": "\\u00e9"}'])
+def test_arguments_are_the_text_that_the_model_wrote(family: Family, given: str) -> None:
+    if family.tool_call_parser == "qwen3_coder":
+        pytest.skip("the form holds no JSON")
+    text = "Let me see. " + family.call % given
+    read = TOOL_CALL_PARSERS[family.tool_call_parser]
+    assert read(text, [ANY_TOOL]) == ("Let me see. ", (ParsedToolCall("add", given),), 0)
+
+
+@family_of
+@pytest.mark.parametrize("given", ["", "{", "[1]", '{"a": NaN}', "{} {", '"text"'])
+def test_malformed_call_stays_in_the_text_beside_good_ones(family: Family, given: str) -> None:
+    if family.tool_call_parser == "qwen3_coder":
+        bad = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</function>\n</tool_call>"
+    else:
+        bad = family.call % given
+    good = family.call % '{"a": 1}'
+    read = TOOL_CALL_PARSERS[family.tool_call_parser]
+    rest, calls, malformed = read(f"x{bad}", [ANY_TOOL])
+    if given == "{} {" and family.call.endswith("%s"):
+        # Nothing closes a call here but its JSON.
+        assert (rest, len(calls)) == ("x {", 1)
+        return
+    if given == "{} {" and family.tool_call_parser == "llama3_json":
+        assert (rest, len(calls), malformed) == (f"x{bad}", 0, 1)
+        return
+    assert (rest, calls, malformed) == (f"x{bad}", (), 1)
+    rest, calls, malformed = read(f"x{bad}{good}", [ANY_TOOL])
+    assert (rest, len(calls), malformed) == (f"x{bad}", 1, 1)
+
+
+@family_of
+def test_truncated_call_stays_in_the_text(family: Family) -> None:
+    whole = family.call % '{"a": 1}'
+    read = TOOL_CALL_PARSERS[family.tool_call_parser]
+    for end in range(1, len(whole)):
+        rest, calls, malformed = read(f"x{whole[:end]}", [ANY_TOOL])
+        assert rest == f"x{whole[:end]}" or calls
+        assert malformed <= 1
+    half = whole[: whole.index("1") + 1]
+    assert read(f"x{half}", [ANY_TOOL]) == (f"x{half}", (), 1)
+
+
+@family_of
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_no_text_raises_or_loses_more_than_the_form(family: Family, data: Any) -> None:
+    text = data.draw(texts(family) | st.text(max_size=20))
+    opened = data.draw(st.booleans())
+    parsed = family.renderer().parse_text(text, tools=[ANY_TOOL], opened=opened)
+    kept = "".join(filter(None, (parsed.reasoning, parsed.content)))
+    # Each part is the text without some pieces of the form: in order, and nothing added but the
+    # newline between two messages of harmony.
+    added = "\n" if family.reasoning_parser == "openai_gptoss" else None
+    for part in (parsed.reasoning or "", parsed.content or ""):
+        rest = iter(text)
+        assert all(letter == added or letter in rest for letter in part)
+    for letter in "é…":
+        # Letters that are in no tag are lost with a call alone.
+        assert parsed.tool_calls or kept.count(letter) == text.count(letter)
+
+
+def test_calls_keep_their_order() -> None:
+    for family in FAMILIES:
+        text = "".join(family.call % f'{{"a": {number}}}' for number in range(3))
+        if family.tool_call_parser == "qwen3_coder":
+            text = "".join(family.call % number for number in range(3))
+        calls = TOOL_CALL_PARSERS[family.tool_call_parser](text, [ANY_TOOL])[1]
+        assert [json.loads(call.arguments) for call in calls] == [{"a": n} for n in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("a", "1", "1"),
+        ("a", " 7 ", "7"),
+        ("a", "1.5", '"1.5"'),
+        ("a", "seven", '"seven"'),
+        ("b", "1.50", "1.50"),
+        ("b", "3", "3"),
+        ("flag", "True", "true"),
+        ("flag", "false", "false"),
+        ("word", "1", '"1"'),
+        ("word", "null", '"null"'),
+        ("word", "a\nb\n", '"a\\nb\\n"'),
+        ("word", "</parameter>", '"</parameter>"'),
+        ("items", '[1,  "a"]', '[1,  "a"]'),
+        ("maybe", "None", "null"),
+        ("maybe", '{"x":1}', '{"x":1}'),
+        ("unknown", "1", '"1"'),
+    ],
+)
+def test_qwen3_xml_values_have_the_types_of_the_schema(key: str, value: str, expected: str) -> None:
+    text = (
+        f"<tool_call>\n<function=add>\n<parameter={key}>\n{value}\n</parameter>\n</function>\n"
+        "</tool_call>"
+    )
+    _, calls, _ = TOOL_CALL_PARSERS["qwen3_xml"](text, [ANY_TOOL])
+    assert calls == (ParsedToolCall("add", f'{{"{key}": {expected}}}'),)
+
+
+@pytest.mark.parametrize(
+    ("text", "rest", "calls", "malformed"),
+    [
+        ('{"name": "add", "parameters": {}}', "", 1, 0),
+        ('\n{"type": "function", "name": "add", "parameters": {}}', "", 1, 0),
+        ('{"name": "add", "parameters": {}}; {"name": "add", "parameters": {}}', "", 2, 0),
+        ('{"name": "add", "parameters": {}};\n<|python_tag|>{"name": "add", "arguments": {}}',
+         "", 2, 0),
+        ('{"name": "add", "parameters": {}}; {"name": "add', '; {"name": "add', 1, 1),
+        ('{"name": "add", "parameters": {}} done', " done", 1, 0),
+        ('{"name": "Ann", "age": 3}', '{"name": "Ann", "age": 3}', 0, 0),
+        ('{"answer": 4', '{"answer": 4', 0, 0),
+        ('{"name": "add", "parameters": []}', '{"name": "add", "parameters": []}', 0, 1),
+        ('So: {"name": "add", "parameters": {}}', 'So: {"name": "add", "parameters": {}}', 0, 0),
+        ("<|python_tag|>print(1)", "<|python_tag|>print(1)", 0, 1),
+    ],
+)  # fmt: skip
+def test_llama_calls_are_the_objects_at_the_beginning_or_after_the_tag(
+    text: str, rest: str, calls: int, malformed: int
+) -> None:
+    found = TOOL_CALL_PARSERS["llama3_json"](text, [ANY_TOOL])
+    assert found == (rest, (ParsedToolCall("add", "{}"),) * calls, malformed)
+
+
+def test_mistral_array_keeps_what_follows_a_malformed_member() -> None:
+    good = '{"name": "add", "arguments": {}}'
+    read = TOOL_CALL_PARSERS["mistral"]
+    assert read(f'[TOOL_CALLS][{good}, {{"name"', [ANY_TOOL]) == (
+        ', {"name"',
+        (ParsedToolCall("add", "{}"),),
+        1,
+    )
+    assert read(f"[TOOL_CALLS] [{good}] so", [ANY_TOOL])[0] == " so"
+
+
+def test_harmony_channels_become_reasoning_content_and_calls() -> None:
+    (family,) = (family for family in FAMILIES if family.name == "gpt_oss")
+    text = (
+        "<|channel|>analysis<|message|>One.<|end|>"
+        "<|start|>assistant<|channel|>analysis<|message|>Two.<|end|>"
+        "<|start|>assistant<|channel|>commentary<|message|>I add.<|end|>"
+        "<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{}<|call|>"
+        "<|start|>assistant<|channel|>commentary to=python code<|message|>{}<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>Done."
+    )
+    parsed = family.renderer().parse_text(text, tools=[ANY_TOOL], opened=False)
+    python = "<|start|>assistant<|channel|>commentary to=python code<|message|>{}<|end|>"
+    assert parsed.reasoning == "One.\nTwo."
+    assert parsed.content == f"I add.{python}\nDone."
+    assert parsed.tool_calls == (ParsedToolCall("add", "{}"),)
+    assert parsed.malformed_tool_calls == 1
+
+
+@pytest.mark.parametrize(
+    ("parser", "prompt", "opened"),
+    [
+        ("deepseek_r1", "x<think>\n", True),
+        ("deepseek_r1", "x</think>", False),
+        ("mistral", "[/INST][THINK]", True),
+        ("mistral", "<think>", False),
+        ("openai_gptoss", "<|start|>assistant<|channel|>analysis<|message|>", True),
+        ("openai_gptoss", "<|start|>assistant", False),
+        ("none", "<think>", False),
+    ],
+)
+def test_prompt_that_ends_with_the_opener_has_opened_the_reasoning(
+    parser: str, prompt: str, opened: bool
+) -> None:
+    renderer = ChatRenderer(tokenizer(), reasoning_parser=parser)
+    assert renderer.opened_reasoning(renderer.encode(prompt)) is opened
+
+
+@family_of
+def test_parser_that_cannot_read_the_template_is_refused_with_the_one_that_can(
+    family: Family,
+) -> None:
+    template = (TEMPLATES / f"{family.template}.jinja").read_text(encoding="utf-8")
+    wrong = "llama3_json" if family.tool_call_parser != "llama3_json" else "hermes"
+    with pytest.raises(ConfigError, match=f"'{wrong}' cannot read; set it to"):
+        ChatRenderer(tokenizer(), chat_template=template, tool_call_parser=wrong)
+    ChatRenderer(tokenizer(), chat_template=template, tool_call_parser="none")
+
+
+def test_template_with_a_form_that_nobody_reads_is_refused() -> None:
+    template = TEMPLATE.replace("<tool_call>", "<invoke>")
+    with pytest.raises(ConfigError, match="set it to null"):
+        ChatRenderer(tokenizer(), chat_template=template)
+
+
+def test_template_without_tool_calls_is_taken_as_it_is() -> None:
+    template = "{% for m in messages %}{{ m.role + ': ' + (m.content or '') }}{% endfor %}"
+    ChatRenderer(tokenizer(), chat_template=template)
+
+
+def test_call_ids_have_the_form_that_the_templates_accept() -> None:
+    for family in FAMILIES:
+        made = family.renderer().tool_call_id(bytes(range(32)))
+        if family.tool_call_parser == "mistral":
+            assert len(made) == 9
+            assert made.isalnum()
+        else:
+            assert made == f"call_{bytes(range(32)).hex()[:24]}"
+
+
+def spoken_with(ends: list[str]) -> PreTrainedTokenizerFast:
+    """The toy tokenizer, with the families' own end tokens."""
+    spoken = deepcopy(tokenizer())
+    spoken.add_special_tokens({"additional_special_tokens": ends})
+    return spoken
+
+
+SAMPLED = {
+    "qwen2_5": '<tool_call>{"name":"add","arguments":{"a":1,"b":2}}</tool_call>',
+    "qwen3_5": (
+        "Hm.\n</think>\n\n<tool_call><function=add><parameter=a>1</parameter>"
+        "<parameter=b>\n2</parameter></function></tool_call>"
+    ),
+    "llama3": '{"name":"add","parameters":{"a":1,"b":2}}',
+    "mistral_v3": '[TOOL_CALLS][{"name":"add","arguments":{"a":1,"b":2}}]',
+    "mistral_v11": '[TOOL_CALLS]add[CALL_ID]xxxxxxxxx[ARGS]{"a":1,"b":2}',
+    "mistral_v13": '[THINK]Hm.[/THINK][TOOL_CALLS]add[ARGS]{"a":1,"b":2}',
+    "deepseek_v31": DEEPSEEK.format('add<｜tool▁sep｜>{"a":1,"b":2}'),
+    "gpt_oss": (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.add <|constrain|>json<|message|>{"a":1,"b":2}'
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+async def test_conversation_goes_on_with_the_call_that_was_sampled(name: str) -> None:
+    (family,) = (family for family in FAMILIES if family.name == name)
+    spoken = spoken_with([family.end])
+    renderer = ChatRenderer(
+        spoken,
+        chat_template=(TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8"),
+        tool_call_parser=family.tool_call_parser,
+        reasoning_parser=family.reasoning_parser,
+    )
+    sampled = tuple(spoken.encode(SAMPLED[name] + family.end, add_special_tokens=False))
+    gateway = Gateway(Scripted(sampled), renderer, model_name="tiny")
+    session = gateway.open_session("r")
+    answer = await ask(session, [USER], tools=[ADD_TOOL])
+    (call,) = answer["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": 2}
+    call["function"]["arguments"] = '{"a": 1, "b": 2}'  # as a framework writes it anew
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
+    await ask(session, [USER, answer, result], tools=[ADD_TOOL])
+    earlier, later = session.calls
+    assert later.rerendered is None
+    assert continues(later, earlier)
+    await gateway.aclose()
