@@ -19,7 +19,6 @@ from tuner.judge import JudgeOutput
 from tuner.traces import read_traces
 from tuner.workflow import WorkflowOutput
 
-
 TINY_MATH = Path(__file__).parents[2] / "models" / "tiny_math"
 
 
@@ -58,7 +57,7 @@ def test_always_failing_workflow_stops_the_run_with_its_error(random_model_path,
 def test_reasoning_policy_is_recorded_and_its_cost_reported_once(tmp_path, capsys, policy):
     async def two_questions(task, model):
         messages = []
-        for question in (task["question"], "Are you sure?"):
+        for question in ("Tom has 3 apples and buys 4 more. How many apples?", "Are you sure?"):
             messages.append({"role": "user", "content": question})
             answer = await model.client.chat.completions.create(
                 model=model.model_name, messages=messages, max_tokens=60
