@@ -313,6 +313,35 @@ async def test_line_ends_that_stand_alone_are_words() -> None:
     assert fresh(gateway, session.calls[1])
 
 
+@pytest.mark.parametrize(
+    ("template", "thinking"),
+    [(EMPTY, None), (DROPS.replace("{{- content }}", "{{- content.lstrip('\n') }}"), False)],
+    ids=["rendered", "prompt"],
+)
+async def test_line_ends_beside_an_empty_block_may_differ(
+    template: str, thinking: bool | None
+) -> None:
+    gateway = gateway_of(
+        letters("\nYes."), template=template, reasoning="keep", enable_thinking=thinking
+    )
+    session = gateway.open_session("r")
+    answer = await ask(session, [USER])
+    await ask(session, [USER, answer, SURE])
+    assert one_path(session.calls)
+
+
+async def test_reasoning_that_the_template_shortens_is_another_turn() -> None:
+    shortens = TEMPLATE.replace(
+        "+ message.reasoning_content +", "+ message.reasoning_content[:3] +"
+    )
+    gateway = gateway_of(letters(YES), template=shortens, reasoning="keep")
+    session = gateway.open_session("r")
+    answer = await ask(session, [USER])
+    await ask(session, [USER, answer, SURE])
+    assert "<think>\nthe\n</think>" in rendered(gateway, session.calls[1])
+    assert fresh(gateway, session.calls[1])
+
+
 async def test_reasoning_written_with_other_line_ends_is_the_same() -> None:
     gateway = gateway_of(letters("<think>hm</think>Yes."), reasoning="keep")
     session = gateway.open_session("r")
@@ -336,10 +365,11 @@ async def test_of_equal_answers_the_first_goes_on_unless_the_reasoning_tells(tem
     assert [continues(call, b) for call in later] == [False, True, False, True]
 
 
-async def test_a_conversation_stays_with_the_answer_it_went_on_from() -> None:
+@pytest.mark.parametrize("first", ["<think>\none\n</think>\n\n", ""], ids=["reasoned", "plain"])
+async def test_a_conversation_stays_with_the_answer_it_went_on_from(first: str) -> None:
     """The template shows the reasoning in the tool loop, and drops it with the next question."""
-    one, two = (f"<think>\n{word}\n</think>\n\n{CALL}" for word in ("one", "two"))
-    gateway = gateway_of(letters(one), letters(two), letters(YES), template=QWEN3, reasoning="keep")
+    script = letters(first + CALL), letters("<think>\ntwo\n</think>\n\n" + CALL), letters(YES)
+    gateway = gateway_of(*script, template=QWEN3, reasoning="keep")
     session = gateway.open_session("r")
     _, second = await choices(session, [USER], n=2, tools=[ADD_TOOL])
     answer = await ask(session, [USER, second, RESULT], tools=[ADD_TOOL])
