@@ -174,8 +174,8 @@ class ChatRenderer:
             text: A completion or a rendered turn, without its final special token.
             opened: Whether the text before it has already opened the reasoning.
         """
-        reasoning, rest = self._parse_reasoning(text, opened)
-        return reasoning, rest
+        parsed = self.parse_text(text, tools=False, opened=opened)
+        return parsed.reasoning, parsed.content or ""
 
     @cached_property
     def turn_end(self) -> int | None:
