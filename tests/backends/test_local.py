@@ -3,6 +3,7 @@
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import openai
 import pytest
@@ -17,6 +18,8 @@ from tuner.errors import ConfigError, FunctionError, ModelLoadError, TrainingErr
 from tuner.judge import JudgeOutput
 from tuner.traces import read_traces
 from tuner.workflow import WorkflowOutput
+
+TINY_MATH = Path(__file__).parents[2] / "models" / "tiny_math"
 
 
 def tune(model, root, *overrides, workflow=runs.workflow, judge=runs.judge):
@@ -48,6 +51,52 @@ def test_always_failing_workflow_stops_the_run_with_its_error(random_model_path,
     assert [json.loads(row)["step"] for row in rows] == [0, 1, 2]
     # What was recorded stays.
     assert len(list(read_traces(tmp_path / "p/run/traces/step_000001.jsonl"))) == 6
+
+
+@pytest.mark.parametrize("policy", ["template", "keep"])
+def test_reasoning_policy_is_recorded_and_its_cost_reported_once(tmp_path, capsys, policy):
+    async def two_questions(task, model):
+        messages = []
+        for question in ("Tom has 3 apples and buys 4 more. How many apples?", "Are you sure?"):
+            messages.append({"role": "user", "content": question})
+            answer = await model.client.chat.completions.create(
+                model=model.model_name, messages=messages, max_tokens=60
+            )
+            messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+        return WorkflowOutput(response=messages[-1]["content"] or "")
+
+    async def judge(task, response):
+        return JudgeOutput(reward=float(len(response) % 7))
+
+    tune(
+        TINY_MATH,
+        tmp_path,
+        f"tuner.reasoning={policy}",
+        "explorer.eval_on_startup=false",
+        "algorithm.optimizer.lr=1e-6",  # the model goes on writing well-formed turns
+        workflow=two_questions,
+        judge=judge,
+    )
+    traces = [
+        trace
+        for step in (1, 2)
+        for trace in read_traces(tmp_path / f"p/run/traces/step_{step:06d}.jsonl")
+    ]
+    pairs = [trace.calls for trace in traces]
+    assert all(call.reasoning_policy == policy for pair in pairs for call in pair)
+    rows = [json.loads(row) for row in (tmp_path / "p/run/metrics.jsonl").read_text().splitlines()]
+    said = capsys.readouterr()
+    text = said.out + said.err
+    if policy == "keep":
+        kept = sum(second.kept_reasoning_ids for _, second in pairs)
+        assert sum(row["tokens/kept_reasoning"] for row in rows) == kept > 0
+        assert all(second.rerendered is None for _, second in pairs)
+        assert "tuner.reasoning" not in text
+    else:
+        again = sum(second.recomputed_ids for _, second in pairs)
+        assert sum(row["tokens/recomputed"] for row in rows) == again > 0
+        assert text.count("tuner.reasoning: keep puts the reasoning back") == 1
+        assert f"{rows[0]['tokens/recomputed']:,} tokens of history" in text
 
 
 def test_equal_rewards_stop_the_run_with_advice(random_model_path, tmp_path):

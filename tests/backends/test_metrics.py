@@ -1,5 +1,7 @@
 """The numbers of a step, and what a run that cannot learn says."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.builders import call, trace
@@ -39,6 +41,19 @@ def test_rollout_metrics_count_outcomes_and_average_what_there_is():
     assert metrics["rollouts/retried"] == 1
     assert metrics["calls/completion_tokens"] == pytest.approx(5 / 3)
     assert metrics["workflow/turns"] == 3
+
+
+def test_what_the_reasoning_policy_costs_is_summed_over_the_calls():
+    one, two = (call(name, [1, 2], [3], [-1.0]) for name in "ab")
+    branched = [trace(0, 0, [one, replace(two, recomputed_ids=7)], reward=1.0)]
+    assert rollout_metrics(branched)["tokens/recomputed"] == 7
+    kept = [
+        replace(one, reasoning_policy="keep"),
+        replace(two, reasoning_policy="keep", kept_reasoning_ids=5),
+    ]
+    metrics = rollout_metrics([trace(0, 0, kept, reward=1.0)] * 2)
+    assert metrics["tokens/kept_reasoning"] == 10
+    assert "tokens/recomputed" not in metrics
 
 
 def test_batch_metrics_say_where_every_token_went():

@@ -357,6 +357,10 @@ def test_evaluation_is_greedy_unless_said_otherwise(write):
             ],
             "set one of them",
         ),
+        (
+            ["tuner.reasoning=keep", "explorer.rollout_model.reasoning_parser=none"],
+            "reasoning_parser is none: reasoning cannot be told",
+        ),
         (["buffer.explorer_input.eval_tasksets=[{}, {}]"], "eval_tasksets.1.name is 'eval'"),
         (["buffer.explorer_input.eval_tasksets=[{name: train}]"], "which is taken"),
         (["buffer.explorer_input.taskset.rollout_args.temperature=0"], "nothing to learn from"),

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.gateway.toy import TEMPLATE, StubEngine
 from tuner.engines.base import Generation, SamplingParams, TokenSink
 from tuner.gateway import ChatRenderer, Gateway, Session
-from tuner.traces import Call
+from tuner.traces import Call, ReasoningPolicy
 
 USER = {"role": "user", "content": "2+40?"}
 SURE = {"role": "user", "content": "Sure?"}
@@ -92,9 +92,14 @@ class Scripted(StubEngine):
         return Generation(ids, (-0.25,) * len(ids), versions, reason)  # type: ignore[arg-type]
 
 
-def gateway_of(*script: tuple[int, ...], template: str = TEMPLATE, **options: Any) -> Gateway:
+def gateway_of(
+    *script: tuple[int, ...],
+    template: str = TEMPLATE,
+    reasoning: ReasoningPolicy = "template",
+    **options: Any,
+) -> Gateway:
     renderer = ChatRenderer(merging(), chat_template=template, **options)
-    return Gateway(Scripted(*script), renderer, model_name="tiny")
+    return Gateway(Scripted(*script), renderer, model_name="tiny", reasoning=reasoning)
 
 
 async def ask(session: Session, messages: list[Any], **fields: Any) -> dict[str, Any]:

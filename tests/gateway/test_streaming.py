@@ -75,6 +75,23 @@ async def test_a_call_is_committed_before_the_terminal_event(door: Any) -> None:
         assert len(session.calls) == 1
 
 
+async def test_text_arrives_while_the_model_still_writes(door: Any) -> None:
+    engine = StubEngine(["abcdef"], hold_after=3)
+    engine.gate.clear()
+    async with gateway_of(engine) as gateway:
+        session = gateway.open_session("r")
+        stream = await door(session).chat.completions.create(
+            model="tiny", messages=USER, stream=True
+        )
+        text = ""
+        async for chunk in stream:
+            text += chunk.choices[0].delta.content or ""
+            if text == "abc":
+                assert session.calls == ()
+                engine.gate.set()
+        assert text == "abcdef"
+
+
 async def test_usage_comes_last_when_it_is_asked_for(door: Any) -> None:
     async with gateway_of(StubEngine(["abc"])) as gateway:
         session = gateway.open_session("r")
@@ -107,6 +124,49 @@ async def test_every_choice_of_a_stream_is_recorded(door: Any) -> None:
             "de<|im_end|>",
             "f<|im_end|>",
         ]
+
+
+async def test_a_stream_closed_early_keeps_what_was_sampled_as_undelivered(door: Any) -> None:
+    engine = StubEngine(["abcdef"], hold_after=3)
+    engine.gate.clear()
+    async with gateway_of(engine) as gateway:
+        session = gateway.open_session("r")
+        stream = await door(session).chat.completions.create(
+            model="tiny", messages=USER, stream=True
+        )
+        text = ""
+        async for chunk in stream:
+            text += chunk.choices[0].delta.content or ""
+            if text == "abc":
+                break
+        await stream.close()
+        await until(lambda: bool(session.calls))
+        (call,) = session.calls
+        assert call.undelivered
+        assert call.finish_reason == "abandoned"
+        assert call.completion_ids == ids_of("abc")
+        assert call.logprobs == (-0.25,) * 3
+        assert call.versions == (3,) * 3
+        await until(lambda: engine.cancelled == 1)
+        assert engine.sampling == 0
+
+
+async def test_sealing_keeps_what_a_stream_has_sampled(door: Any) -> None:
+    engine = StubEngine(["abcdef"], hold_after=2)
+    engine.gate.clear()
+    async with gateway_of(engine) as gateway:
+        session = gateway.open_session("r")
+        stream = await door(session).chat.completions.create(
+            model="tiny", messages=USER, stream=True
+        )
+        text = ""
+        while text != "ab":
+            text += (await anext(stream)).choices[0].delta.content or ""
+        calls = session.seal()
+        with pytest.raises(openai.APIError, match="has ended"):
+            await anext(stream)
+        assert [call.undelivered for call in calls] == [True]
+        assert calls == session.calls
 
 
 async def test_cancelling_a_call_that_is_not_streamed_keeps_what_was_sampled() -> None:

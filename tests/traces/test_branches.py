@@ -106,6 +106,7 @@ def test_two_ways_on_from_one_call_are_a_fork(trace):
         (said("4", reasoning_content="2+2"), said("4"), "reasoning"),
         (said("4", reasoning_content="2+2"), said("4", reasoning_content="2+2"), "reasoning"),
         (said("4", reasoning="2+2"), said("4"), "reasoning"),
+        (said("4", reasoning_content=""), said("4"), "reasoning"),
         (said("<think>2+2</think>\n\n4"), said("4"), "reasoning"),
         (said("2+2</think>\n\n4"), said("2+2</think>\n\n4"), "reasoning"),
         (said("4 "), said("4"), "whitespace"),

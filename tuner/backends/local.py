@@ -22,9 +22,11 @@ from typing import Any
 import torch
 
 from tuner.backends.metrics import (
+    RECOMPUTED,
     batch_metrics,
     diagnosis,
     has_signal,
+    reasoning_notice,
     rollout_metrics,
     time_split,
 )
@@ -173,6 +175,7 @@ class _Loop:
         )
         metrics = {**rollout_metrics(traces), **batch_metrics(batch)}
         metrics["signal"] = float(has_signal(batch))
+        self._say_what_branching_costs(step, metrics)
         if batch.rows:
             scored = trainer.compute_ref_logp(trainer.compute_advantages(batch))
             async with stack.engine.pause():
@@ -243,6 +246,11 @@ class _Loop:
         recent = [row["signal"] for row in self._history[-patience:] if "signal" in row]
         if len(recent) == patience and not any(recent):
             raise TrainingError(diagnosis(traces, patience))
+
+    def _say_what_branching_costs(self, step: int, metrics: Mapping[str, float]) -> None:
+        cost = int(metrics.get(RECOMPUTED, 0))
+        if cost and not any(row.get(RECOMPUTED) for row in self._history):
+            self._console.say(reasoning_notice(step, cost))
 
     def _save(self, step: int, stack: Stack, trainer: PolicyTrainer) -> None:
         def write(folder: Path) -> None:

@@ -11,11 +11,15 @@ from tuner.algorithms import group_std
 from tuner.traces import Outcome, TokenTree, Trace
 from tuner.training import Batch
 
+RECOMPUTED = "tokens/recomputed"
+
 
 def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
     """Reward, outcomes, lengths and the user's own metrics of one step's traces.
 
     The user's metrics appear as `workflow/<name>`, averaged over the rollouts that reported them.
+    What the reasoning policy costs is summed over the calls: `tokens/kept_reasoning` under `keep`,
+    `tokens/recomputed` under `template`.
     """
     final = [trace for trace in traces if trace.final]
     rewards = [trace.reward for trace in final if trace.reward is not None]
@@ -35,6 +39,10 @@ def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
         metrics["calls/malformed_tool_calls"] = sum(call.malformed_tool_calls for call in calls)
         metrics["calls/undelivered"] = sum(call.undelivered for call in calls)
         metrics["calls/invalid"] = sum(call.invalid is not None for call in calls)
+        if any(call.reasoning_policy == "keep" for call in calls):
+            metrics["tokens/kept_reasoning"] = sum(call.kept_reasoning_ids for call in calls)
+        else:
+            metrics[RECOMPUTED] = sum(call.recomputed_ids for call in calls)
     names = sorted({name for trace in final for name in trace.metrics})
     for name in names:
         values = [trace.metrics[name] for trace in final if name in trace.metrics]
@@ -123,6 +131,15 @@ def diagnosis(traces: Sequence[Trace], steps: int) -> str:
         f"{head} Within every group all rollouts were given the same reward, though rewards differ "
         "between tasks: raise algorithm.repeat_times or model.temperature, or choose tasks that "
         "the model solves sometimes"
+    )
+
+
+def reasoning_notice(step: int, recomputed: int) -> str:
+    """What the policy `template` costs, said when that is first seen."""
+    return (
+        f"step {step}: prompts leave out the reasoning of earlier turns, so conversations branch "
+        f"there, and {recomputed:,} tokens of history were computed again; tuner.reasoning: keep "
+        "puts the reasoning back, off the chat template's habit (docs/recording.md has both costs)"
     )
 
 

@@ -71,7 +71,12 @@ def build_stack(
         deterministic=config.tuner.deterministic,
         version=version,
     )
-    gateway = Gateway(engine, _renderer(config, tokenizer), model_name=path)
+    gateway = Gateway(
+        engine,
+        _renderer(config, tokenizer),
+        model_name=path,
+        reasoning=config.tuner.reasoning,
+    )
     kind = default_kind()
     auxiliary = AuxiliaryModels(kind)
     _add_auxiliary_models(auxiliary, config, device)

@@ -36,7 +36,7 @@ def _sizes(config: RunConfig, foreign: Mapping[str, Any]) -> Iterator[Problem]:
             f"algorithm.optimizer.lr_warmup_steps is {optimizer.lr_warmup_steps} and "
             f"lr_warmup_steps_ratio is {optimizer.lr_warmup_steps_ratio}: set one of them",
         )
-    model = config.model
+    model, rollout_model = config.model, config.explorer.rollout_model
     if (
         model.max_model_len is not None
         and model.max_response_tokens is not None
@@ -51,6 +51,13 @@ def _sizes(config: RunConfig, foreign: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem(
             "model.chat_template_path",
             "model.custom_chat_template and model.chat_template_path are both set: set one of them",
+        )
+    if config.tuner.reasoning == "keep" and rollout_model.reasoning_parser in (None, "none"):
+        yield Problem(
+            "tuner.reasoning",
+            "tuner.reasoning is keep, but explorer.rollout_model.reasoning_parser is "
+            f"{rollout_model.reasoning_parser or 'null'}: reasoning cannot be told from the rest "
+            "of an answer; set the parser, or tuner.reasoning to template",
         )
 
 

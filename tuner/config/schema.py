@@ -124,6 +124,11 @@ class TunerSection(Section):
         ge=1,
         description="Tokens that the model may write in one rollout. Not set: any number.",
     )
+    reasoning: Literal["template", "keep"] = Field(
+        default="template",
+        description="Earlier reasoning that the chat template or the agent leaves out of a prompt: "
+        "leave it out (`template`), or put it back as it was sampled (`keep`).",
+    )
     auxiliary_models: dict[str, RemoteModel] = Field(
         default_factory=dict,
         description="Frozen models behind OpenAI-compatible URLs, by name, each with the keys "

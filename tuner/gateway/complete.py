@@ -189,7 +189,7 @@ class Completion:
             chat_template_kwargs=request.chat_template_kwargs,
         )
         turns = sum(message["role"] == "assistant" for message in request.messages)
-        return [conversations.prompt(text, turns)]
+        return [conversations.prompt(text, turns, request.messages)]
 
     def _room(self, prompt_ids: Sequence[int]) -> int:
         """How many tokens may follow the prompt."""
@@ -427,6 +427,9 @@ class Completion:
             seconds=time.perf_counter() - self._clock,
             reused_ids=prompt.reused,
             rerendered=prompt.rerendered,
+            reasoning_policy=self._session.conversations.reasoning,
+            kept_reasoning_ids=prompt.kept_reasoning,
+            recomputed_ids=prompt.recomputed,
             dialect=self._dialect,
             streamed=request.stream,
             role=self._role,

@@ -15,18 +15,32 @@ the model wrote `{"a":1}` and the template writes `{"a": 1}`. The parsers read t
 of both texts, so the framework sent back what it was given, and the model reads its own tokens. A
 turn whose reasoning or words the template or the agent changed is another one: everything from
 there on is rendered afresh.
+
+Under the policy `keep` a third case counts: the rendered turn says the same, but its reasoning is
+missing. Whether the template or the agent left it out, the model reads what it wrote. The prompt
+before the turn may have opened the reasoning, which a history does not show: a piece that ends with
+the reasoning's tags is found without them, too.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 
-from tuner.gateway.parsing import ParsedMessage, Tools
+from tuner.gateway.messages import Message, said
+from tuner.gateway.parsing import Tools
 from tuner.gateway.renderer import ChatRenderer
-from tuner.traces import Rerendered
+from tuner.gateway.turns import (
+    LONGEST_OPENER,
+    Turn,
+    comparable,
+    opener,
+    same_but_for_reasoning,
+    turn,
+)
+from tuner.traces import ReasoningPolicy, Rerendered
 
 # The end of a prompt gives a completion's first tokens their context when they are decoded.
 _CONTEXT = 8
@@ -44,6 +58,8 @@ class Prompt:
         turns: Assistant turns in it.
         after: The completion that it goes on from.
         text: What the template rendered after that completion.
+        kept_reasoning: How many of `ids` are reasoning that the template's text does not hold.
+        recomputed: How many of `ids` are turns that "keep" would have taken over.
     """
 
     ids: tuple[int, ...]
@@ -52,6 +68,8 @@ class Prompt:
     turns: int
     after: _Completion
     text: str
+    kept_reasoning: int = 0
+    recomputed: int = 0
 
 
 @dataclass(eq=False)
@@ -66,7 +84,8 @@ class _Completion:
         tools: Tools the model was shown, in whose terms its calls are read.
         turns: Assistant turns in the conversation up to here.
         asked: The completions of each prompt that went on from here, by the text it added.
-        parsed, message: What it says, once that was asked; see `_comparable`.
+        parsed, message: What it says, once that was asked; see `comparable`.
+        turn: The same, cut behind its reasoning.
     """
 
     prompt_ids: tuple[int, ...] = ()
@@ -79,6 +98,7 @@ class _Completion:
     asked: dict[str, list[_Completion]] = field(default_factory=dict)
     parsed: bool = False
     message: tuple[object, ...] | None = None
+    turn: Turn | None = None
 
 
 @dataclass(frozen=True)
@@ -88,12 +108,16 @@ class _Match:
     Attributes:
         kept: How many of its ids are in the text: all, or all but the end token.
         end: The end token if it is in the text; the text after it is encoded in its context.
+        unseen: How many ids up to here are reasoning that is not in the text.
+        lacks_from: Where the first turn that lacks its reasoning begins.
     """
 
     completion: _Completion
     position: int
     kept: int
     end: int | None
+    unseen: int = 0
+    lacks_from: int | None = None
 
 
 class Conversations:
@@ -104,19 +128,24 @@ class Conversations:
 
     Args:
         renderer: The chat form of the session's model.
+        reasoning: What becomes of reasoning that is missing from a rendered turn.
     """
 
-    def __init__(self, renderer: ChatRenderer) -> None:
+    def __init__(self, renderer: ChatRenderer, reasoning: ReasoningPolicy = "template") -> None:
+        self.reasoning = reasoning
         self._renderer = renderer
+        self._opener = cache(partial(opener, renderer))
         self._root = _Completion()
         self._unread: list[tuple[Prompt, tuple[int, ...], Tools]] = []
 
-    def prompt(self, text: str, turns: int) -> Prompt:
+    def prompt(self, text: str, turns: int, messages: Sequence[Message] = ()) -> Prompt:
         """The prompt with this text, begun with the ids of an earlier call where that is exact.
 
         Args:
             text: As the template rendered it.
             turns: Assistant turns in it.
+            messages: What it was rendered from. Under `keep`, reasoning that was sent back tells
+                apart completions that are otherwise the same.
 
         Raises:
             RequestError: 400: the text cannot be tokenized.
@@ -126,7 +155,9 @@ class Conversations:
         for call in self._unread:
             self._read(*call)
         self._unread.clear()
-        match, obstacle = self._find(text)
+        keep = self.reasoning == "keep"
+        sent = self._sent_reasoning(messages) if keep else []
+        match, obstacle = self._find(text, sent, keep=keep)
         found = match.completion
         rest = text[match.position :]
         if found is not self._root:
@@ -134,9 +165,14 @@ class Conversations:
             if ids is not None:
                 reused = (*found.prompt_ids, *found.ids[: match.kept])
                 why = None if found.turns == turns else obstacle
-                return Prompt((*reused, *ids), len(reused), why, turns, found, rest)
+                again = self._recomputed(text, messages) if why == "text" else 0
+                return Prompt(
+                    (*reused, *ids), len(reused), why, turns, found, rest, match.unseen, again
+                )
             obstacle = "tokenizer"
-        return Prompt(self._renderer.encode(text), 0, obstacle, turns, self._root, text)
+        again = self._recomputed(text, messages) if obstacle == "text" else 0
+        ids = self._renderer.encode(text)
+        return Prompt(ids, 0, obstacle, turns, self._root, text, recomputed=again)
 
     def raw(self, ids: tuple[int, ...]) -> Prompt:
         """The prompt with these very ids, shape [P]."""
@@ -178,7 +214,23 @@ class Conversations:
         text = whole[len(before) :]
         return text if whole.startswith(before) and _REPLACEMENT not in text else None
 
-    def _find(self, text: str) -> tuple[_Match, Rerendered]:
+    def _recomputed(self, text: str, messages: Sequence[Message]) -> int:
+        """Ids of the turns in `text` that lack nothing but reasoning: what `template` costs."""
+        if self.reasoning == "keep" or not self._renderer.reads_reasoning:
+            return 0
+        match, _ = self._find(text, self._sent_reasoning(messages), keep=True)
+        if match.lacks_from is None:
+            return 0
+        return len(self._renderer.encode(text[match.lacks_from : match.position]))
+
+    def _sent_reasoning(self, messages: Sequence[Message]) -> list[str]:
+        """The reasoning of each assistant turn as the agent sent it back, "" for none."""
+        sent = []
+        for reasoning, content in (said(m) for m in messages if m["role"] == "assistant"):
+            sent.append((reasoning or turn(self._renderer, content).reasoning or "").strip())
+        return sent
+
+    def _find(self, text: str, sent: Sequence[str], *, keep: bool) -> tuple[_Match, Rerendered]:
         """The completion that reaches furthest into `text`; of equal ones the earliest committed.
 
         Returns:
@@ -189,13 +241,12 @@ class Conversations:
         frontier = [best]
         for match in frontier:
             for asked, completions in match.completion.asked.items():
-                if not text.startswith(asked, match.position):
+                if keep:
+                    found = self._said_again(match, asked, completions, text, sent)
+                else:
+                    found = self._rendered_again(match, asked, completions, text)
+                if found is None:
                     continue
-                start = match.position + len(asked)
-                exact = [m for c in completions if (m := self._exact(c, text, start)) is not None]
-                found = exact or [
-                    m for c in completions if (m := self._same_message(c, text, start)) is not None
-                ]
                 if not found and any(c.text is None for c in completions):
                     obstacle = "characters"
                 frontier += found
@@ -203,6 +254,122 @@ class Conversations:
                     if candidate.position > best.position:
                         best = candidate
         return best, obstacle
+
+    def _rendered_again(
+        self, match: _Match, asked: str, completions: Sequence[_Completion], text: str
+    ) -> list[_Match] | None:
+        """Those of `completions` whose turn was rendered; None if `asked` is not before it."""
+        start = match.position + len(asked)
+        if not text.startswith(asked, match.position):
+            return None
+        exact = [m for c in completions if (m := self._exact(c, text, start)) is not None]
+        return exact or [
+            m for c in completions if (m := self._same_message(c, text, start)) is not None
+        ]
+
+    def _said_again(
+        self,
+        match: _Match,
+        asked: str,
+        completions: Sequence[_Completion],
+        text: str,
+        sent: Sequence[str],
+    ) -> list[_Match] | None:
+        """Those of `completions` whose turn was rendered, with or without its reasoning.
+
+        If the agent sent reasoning back, those that reasoned so; else first those whose very text
+        was rendered. None if `asked` is not before the turn.
+        """
+        tags = self._opener(asked[-LONGEST_OPENER:])
+        bare = asked.removesuffix(tags)
+        if not text.startswith(bare, match.position):
+            return None
+        start = match.position + len(bare)
+        index = completions[0].turns - 1
+        known = sent[index] if index < len(sent) else ""
+        exact: list[_Match] = []
+        if text.startswith(tags, start):
+            after = start + len(tags)
+            exact = [m for c in completions if (m := self._exact(c, text, after)) is not None]
+        kept = [m for c in completions if (m := self._reasoned(c, text, start, tags, known))]
+        if not (known and kept):
+            as_it_was = {m.completion for m in exact}
+            kept = exact + [m for m in kept if m.completion not in as_it_was]
+        return [
+            replace(
+                m,
+                unseen=match.unseen + m.unseen,
+                lacks_from=start if match.lacks_from is None and m.unseen else match.lacks_from,
+            )
+            for m in kept
+        ]
+
+    def _reasoned(
+        self, completion: _Completion, text: str, start: int, tags: str, known: str
+    ) -> _Match | None:
+        """The completion in place of the turn at `start`, if that lacks only its reasoning.
+
+        Args:
+            completion: One that followed a prompt which ended with `tags`.
+            text, start: The rendered turn, without those tags or with them.
+            tags: See `opener`.
+            known: The reasoning that the agent sent back with the turn, "" for none.
+        """
+        if completion.text is None:
+            return None
+        special = self._renderer.special_tokens
+        kept = len(completion.ids)
+        sampled = completion.text
+        if completion.end is not None:
+            kept -= 1
+            sampled = sampled.removesuffix(special.text(completion.end))
+        if completion.turn is None:
+            completion.turn = turn(self._renderer, sampled, opened=completion.opened)
+        ours = completion.turn
+        if known and known != ours.reasoning:
+            return None
+        for stop, end in self._ends(completion, text, start):
+            rendered = turn(self._renderer, text[start:stop])
+            if not same_but_for_reasoning(
+                self._renderer, ours, rendered, opened=bool(tags), tools=completion.tools
+            ):
+                continue
+            unseen = 0 if rendered.reasoning else self._reasoning_ids(completion, sampled, tags)
+            if end is None:
+                return _Match(completion, stop, kept, None, unseen)
+            past = stop + len(special.text(end))
+            return _Match(completion, past, len(completion.ids), end, unseen)
+        return None
+
+    def _ends(
+        self, completion: _Completion, text: str, start: int
+    ) -> Iterator[tuple[int, int | None]]:
+        """Where the turn that begins at `start` may end, with the end token if it was sampled.
+
+        A turn that was cut off, or that the model ended with another token, ends at the template's.
+        """
+        for token in dict.fromkeys((completion.end, self._renderer.turn_end)):
+            if token is not None:
+                stop = text.find(self._renderer.special_tokens.text(token), start)
+                if stop >= 0:
+                    yield stop, token if token == completion.end else None
+
+    def _reasoning_ids(self, completion: _Completion, sampled: str, tags: str) -> int:
+        """How many ids of the completion, and of the prompt's end, stand before its answer."""
+        assert completion.turn is not None
+        before = len(sampled) - len(completion.turn.answer)
+        prompt_ids, ids = completion.prompt_ids, completion.ids
+        context = list(prompt_ids[-_CONTEXT:])
+        base = len(self._renderer.decode(context))
+
+        def length(count: int) -> int:
+            return len(self._renderer.decode([*context, *ids[:count]])) - base
+
+        def tail(count: int) -> int:
+            return len(self._renderer.decode(prompt_ids[len(prompt_ids) - count :]))
+
+        spoken = bisect_left(range(len(ids)), before, key=length)
+        return spoken + bisect_left(range(len(prompt_ids)), len(tags), key=tail)
 
     def _exact(self, completion: _Completion, text: str, start: int) -> _Match | None:
         """The completion in `text` at `start`, word for word, if its turn ends there."""
@@ -241,36 +408,10 @@ class Conversations:
 
     def _message(self, completion: _Completion, text: str) -> tuple[object, ...] | None:
         parsed = self._renderer.parse_text(text, tools=completion.tools, opened=completion.opened)
-        return _comparable(parsed, text)
+        return comparable(parsed, text)
 
     def _encode_rest(self, match: _Match, rest: str) -> tuple[int, ...] | None:
         special = self._renderer.special_tokens
         if match.end is not None:
             return special.encode_after(match.end, rest)
         return special.encode_from(rest)
-
-
-def _comparable(message: ParsedMessage, text: str) -> tuple[object, ...] | None:
-    """What a message says: equal for texts that differ in the formatting of tool calls alone.
-
-    Everything up to the end of reasoning and content counts word for word: a template that writes
-    their tags anew, or moves them, rewrites the turn. Arguments are compared as JSON, where 1, 1.0
-    and true differ. A message without tool calls is its text alone, and equals no other.
-    """
-    if not message.tool_calls:
-        return None
-    spoken = 0
-    for part in (message.reasoning, message.content):
-        if part is not None:
-            start = text.find(part, spoken)
-            if start < 0:
-                return None
-            spoken = start + len(part)
-    try:
-        calls: list[Any] = [
-            (call.name, json.dumps(json.loads(call.arguments), sort_keys=True))
-            for call in message.tool_calls
-        ]
-    except (ValueError, RecursionError):
-        return None
-    return (text[:spoken], message.content, message.reasoning, calls)

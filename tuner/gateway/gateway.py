@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tuner.engines.base import Engine
+from tuner.errors import ConfigError
 from tuner.gateway.chat import ChatExchange
 from tuner.gateway.complete import Answer, Completion
 from tuner.gateway.dialect import Exchange
@@ -19,6 +20,7 @@ from tuner.gateway.errors import RequestError
 from tuner.gateway.renderer import ChatRenderer
 from tuner.gateway.session import ROLE, Replay, SamplingDefaults, Session, SessionLimits
 from tuner.gateway.text import TextExchange
+from tuner.traces import ReasoningPolicy
 
 if TYPE_CHECKING:
     from tuner.gateway.http import HttpDoor
@@ -77,16 +79,34 @@ class Gateway:
         engine: What generates.
         renderer: The model family's chat form.
         model_name: What requests must give as `model`.
+        reasoning: What becomes of earlier reasoning that is missing from a rendered prompt:
+            "template" leaves it out, "keep" puts it back as it was sampled.
 
     Attributes:
         warned: The settings that `Session.warn_once` has warned of.
+
+    Raises:
+        ConfigError: `reasoning` is "keep", and the renderer cannot tell what reasoning is.
     """
 
-    def __init__(self, engine: Engine, renderer: ChatRenderer, *, model_name: str) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        renderer: ChatRenderer,
+        *,
+        model_name: str,
+        reasoning: ReasoningPolicy = "template",
+    ) -> None:
+        if reasoning == "keep" and not renderer.reads_reasoning:
+            raise ConfigError(
+                "reasoning is 'keep', but the renderer has no reasoning_parser to tell reasoning "
+                "from the rest of an answer: give it one, or set reasoning to 'template'"
+            )
         self.engine = engine
         self.renderer = renderer
         self.model_name = model_name
         self.warned: set[str] = set()
+        self.reasoning = reasoning
         self._sessions: dict[str, Session] = {}
         self._ended: OrderedDict[str, RequestError] = OrderedDict()
         self._door: HttpDoor | None = None

@@ -125,6 +125,12 @@ def _text(content: Any, at: str) -> str | None:
     return "\n".join(texts)
 
 
+def said(message: Message) -> tuple[str | None, str]:
+    """The reasoning that a checked message holds in a field of its own, and its text."""
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    return reasoning, _text(message.get("content"), "content") or ""
+
+
 def check_tools(value: Any) -> list[dict[str, Any]]:
     """The request's tools, known to be well formed.
 

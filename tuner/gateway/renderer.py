@@ -6,8 +6,8 @@ import difflib
 import inspect
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, Final
 
 from tuner.errors import ConfigError
 from tuner.gateway.errors import RequestError, shown
@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 _CACHED_PROMPTS = 512
 # Enough of a prompt's end to see whether the template has opened the reasoning.
 _TAIL = 32
+_ANY_TURN: Final = [
+    {"role": "user", "content": "What is 6*7?"},
+    {"role": "assistant", "content": "It is 42."},
+]
 
 
 class ChatRenderer:
@@ -193,6 +197,30 @@ class ChatRenderer:
         """A tool call's id in the form that the family's templates accept."""
         # Mistral's templates take nine letters and digits, and nothing else.
         return digest.hex()[:9] if self._tool_calls.short_ids else f"call_{digest.hex()[:24]}"
+
+    def split_reasoning(self, text: str, *, opened: bool) -> tuple[str | None, str]:
+        """The reasoning that `text` begins with, None without any, and the text after it.
+
+        Args:
+            text: A completion or a rendered turn, without its final special token.
+            opened: Whether the text before it has already opened the reasoning.
+        """
+        return self._reasoning(text, opened)
+
+    @cached_property
+    def turn_end(self) -> int | None:
+        """The special token that the template ends an assistant turn with, if it can be told."""
+        try:
+            text = self.render_text(_ANY_TURN, ())
+        except RequestError:
+            return None
+        _, found, rest = text.rpartition(_ANY_TURN[-1]["content"])
+        return self.special_tokens.at(rest, 0) if found else None
+
+    @property
+    def reads_reasoning(self) -> bool:
+        """Whether reasoning can be told from the rest of a text."""
+        return self._reasoning is not REASONING_PARSERS["none"]
 
     def token_text(self, token_id: int) -> str:
         """A single token as text; part of a character shows as U+FFFD."""

@@ -107,7 +107,7 @@ class Session:
         self.errors: list[Exception] = []
         self.credits: dict[str, Credit] = {}
         self.replays: dict[str, Replay] = {}
-        self.conversations = Conversations(gateway.renderer)
+        self.conversations = Conversations(gateway.renderer, gateway.reasoning)
         self._calls: list[Call] = []
         self._carried: list[Completion] = []
         self._admitted = 0
@@ -187,7 +187,7 @@ class Session:
             self._sealed = True
             self._gateway.forget(self)
             self.replays.clear()
-            self.conversations = Conversations(self._gateway.renderer)
+            self.conversations = Conversations(self._gateway.renderer, self._gateway.reasoning)
             for task in list(self._in_flight):
                 task.get_loop().call_soon_threadsafe(task.cancel)
         return self.calls

@@ -1,7 +1,7 @@
 """Traces: what a rollout leaves behind, exactly, and the token tree over a batch of them."""
 
 from tuner.traces.branches import Branch, BranchCause, branches
-from tuner.traces.call import Call, Dialect, Rerendered
+from tuner.traces.call import Call, Dialect, ReasoningPolicy, Rerendered
 from tuner.traces.store import TraceStore, read_traces
 from tuner.traces.trace import Outcome, RolloutId, Trace
 from tuner.traces.tree import TokenTree, TreeRow
@@ -12,6 +12,7 @@ __all__ = [
     "Call",
     "Dialect",
     "Outcome",
+    "ReasoningPolicy",
     "Rerendered",
     "RolloutId",
     "TokenTree",

@@ -18,7 +18,8 @@ The first line that holds is the cause:
     If c repeats e, and shares with no earlier call more messages than that:
     fork            c extends e by its ids: another call has already continued e
     tools_changed   the tools of c are not those of e
-    reasoning       equal as they are, with reasoning in e; or equal once it is left out
+    reasoning       equal as they are, with reasoning in e, were it an empty block; or equal once
+                    it is left out
     template        equal as they are, without reasoning: the chat template or the tokenizer
                     made other ids of the same messages
     whitespace      equal once whitespace is left out
@@ -218,7 +219,9 @@ class _Talk:
     def unseen_cause(self) -> BranchCause:
         """Why a call that repeats this one to the letter has other ids."""
         said = [*self._call.messages, self._call.response]
-        has_reasoning = any(map(_has_reasoning, said))
+        # The gateway answers "" for a block without reasoning, which is dropped like any other.
+        empty_block = self._call.response.get("reasoning_content") == ""
+        has_reasoning = empty_block or any(map(_has_reasoning, said))
         return BranchCause.REASONING if has_reasoning else BranchCause.TEMPLATE
 
     @property

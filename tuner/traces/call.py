@@ -10,6 +10,7 @@ from tuner.engines.base import SamplingParams
 
 Rerendered = Literal["text", "characters", "tokenizer"]
 Dialect = Literal["chat", "completions", "responses", "messages"]
+ReasoningPolicy = Literal["template", "keep"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,12 @@ class Call:
         undelivered: Whether the caller went away, or was cut off, before the end of the answer;
             what was sampled until then is kept, and never trained.
         malformed_tool_calls: Tool calls of the completion that could not be read.
+        reasoning_policy: Whether reasoning that is missing from the rendered prompt stays missing
+            ("template") or is put back as it was sampled ("keep").
+        kept_reasoning_ids: How many of `prompt_ids` are reasoning of earlier turns, its tags
+            included, of which the rendered prompt shows nothing: what "keep" costs.
+        recomputed_ids: How many of `prompt_ids` are the earlier turns, from the first one on that
+            lacks its reasoning, which "keep" would have taken over: what "template" costs.
         invalid: Why the call can never be trained, or None.
     """
 
@@ -74,6 +81,9 @@ class Call:
     excluded: bool = False
     undelivered: bool = False
     malformed_tool_calls: int = 0
+    reasoning_policy: ReasoningPolicy = "template"
+    kept_reasoning_ids: int = 0
+    recomputed_ids: int = 0
     invalid: str | None = field(default=None)
 
     def __post_init__(self) -> None:
