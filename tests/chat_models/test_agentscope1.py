@@ -46,7 +46,8 @@ async def test_react_agent_without_tools_gets_the_completion() -> None:
         assert call.invalid is None
 
 
-async def test_react_agent_calls_a_tool_and_goes_on_with_its_result() -> None:
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_react_agent_calls_a_tool_and_goes_on_with_its_result(streamed: bool) -> None:
     def add(a: int, b: int) -> ToolResponse:
         """Add two integers.
 
@@ -66,6 +67,7 @@ async def test_react_agent_calls_a_tool_and_goes_on_with_its_result() -> None:
     async with gateway_of(engine) as gateway:
         session = gateway.open_session("r")
         model = chat_model(session, kind="agentscope1")
+        model.stream = streamed
         reply = await agent_of(model, toolkit)(Msg("user", "2 + 40?", "user"))
         assert reply.get_text_content() == "It is 42."
         first, second = session.calls
@@ -74,6 +76,7 @@ async def test_react_agent_calls_a_tool_and_goes_on_with_its_result() -> None:
         assert "<tool_response>\n42\n</tool_response>" in text_of(second.prompt_ids)
         assert first.response["tool_calls"][0]["function"]["arguments"] == '{"a": 2,  "b": 40}'
         assert first.malformed_tool_calls == 0
+        assert first.streamed == second.streamed == streamed
         assert session.generation_seconds > 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -80,4 +81,34 @@ def trinity_chat_model() -> type[Any]:
             )
             self.client = client
 
+        def _parse_openai_stream_response(
+            self, start_datetime: Any, response: Any, structured_model: Any = None
+        ) -> Any:
+            return super()._parse_openai_stream_response(
+                start_datetime, _Readable(response), structured_model
+            )
+
     return TrinityChatModel
+
+
+class _Readable:
+    """A stream that AgentScope 1.x can read: it looks into `delta.audio`, which openai leaves None
+    in a text's chunks."""
+
+    def __init__(self, response: Any) -> None:
+        self._response = response
+
+    async def __aenter__(self) -> AsyncIterator[Any]:
+        return self._items(await self._response.__aenter__())
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._response.__aexit__(*error)
+
+    @staticmethod
+    async def _items(stream: Any) -> AsyncIterator[Any]:
+        async for item in stream:
+            chunk = getattr(item, "chunk", item)  # structured output comes as events
+            for choice in getattr(chunk, "choices", ()):
+                if getattr(choice.delta, "audio", None) is None:
+                    choice.delta.audio = {}
+            yield item
