@@ -85,7 +85,9 @@ def trinity_chat_model() -> type[Any]:
             self, start_datetime: Any, response: Any, structured_model: Any = None
         ) -> Any:
             return super()._parse_openai_stream_response(
-                start_datetime, _Readable(response), structured_model
+                start_datetime,
+                _Readable(response),
+                structured_model,  # type: ignore[arg-type]
             )
 
     return TrinityChatModel
