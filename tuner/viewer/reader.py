@@ -9,6 +9,7 @@ from typing import Any
 
 from tuner.backends.run_directory import RunDirectory
 from tuner.errors import TunerError
+from tuner.viewer.causes import CauseIndex, branch_rows
 from tuner.viewer.follow import MetricsFollower, TraceIndex
 from tuner.viewer.vocabulary import Vocabulary
 
@@ -22,6 +23,7 @@ class RunReader:
     Attributes:
         metrics: Rows of `metrics.jsonl`.
         traces: One row per trace.
+        causes: Why they branch.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,6 +38,7 @@ class RunReader:
             )
         self.metrics = MetricsFollower(self.directory.metrics)
         self.traces = TraceIndex(self.directory.traces)
+        self.causes = CauseIndex(self.traces)
         self._vocabulary: Vocabulary | None = None
 
     def info(self) -> dict[str, Any]:
@@ -62,7 +65,7 @@ class RunReader:
         """One trace as stored, with the text of its tokens.
 
         Returns:
-            `trace`; `vocabulary`, text by id; `characters`, for each call and then for "prompt"
+            `trace`; `branches`, its branches with their causes; `vocabulary`, text by id; `characters`, for each call and then for "prompt"
             and "completion" the text of tokens that only together make a character, by position;
             `no_text`, why there is no text, or None.
 
@@ -76,6 +79,7 @@ class RunReader:
         vocabulary = self.vocabulary()
         return {
             "trace": trace,
+            "branches": branch_rows(trace),
             "vocabulary": vocabulary.texts(ids),
             "characters": [
                 {

@@ -34,7 +34,8 @@ def viewer_app(run: Path, token: str) -> Starlette:
 
     `api/metrics?from=N&generation=G` gives the rows from N on, and what the header shows;
     `api/traces?from=N&generation=G` at most 2000 rows of the list; both begin anew at row 0 when
-    G is not the current generation. `api/trace?file=F&offset=B` gives one trace.
+    G is not the current generation. `api/causes?from=N&generation=G` follows the list with the
+    branches of each trace by cause. `api/trace?file=F&offset=B` gives one trace.
 
     Raises:
         TunerError: `run` is not a run directory.
@@ -62,6 +63,17 @@ def viewer_app(run: Path, token: str) -> Starlette:
             "rows": [row.to_json() for row in rows],
             "more": not complete or first + len(rows) < len(reader.traces.rows),
             "problems": reader.traces.problems,
+        }
+
+    def causes(query: dict[str, str]) -> dict[str, Any]:
+        complete = reader.causes.refresh(READING_SECONDS)
+        first = _first_row(query, reader.causes.generation)
+        rows = reader.causes.counts[first:]
+        return {
+            "from": first,
+            "generation": reader.causes.generation,
+            "rows": rows,
+            "more": not complete,
         }
 
     def trace(query: dict[str, str]) -> dict[str, Any]:
@@ -96,6 +108,7 @@ def viewer_app(run: Path, token: str) -> Starlette:
             Route("/{token}/", index),
             Route("/{token}/api/metrics", answer(metrics)),
             Route("/{token}/api/traces", answer(traces)),
+            Route("/{token}/api/causes", answer(causes)),
             Route("/{token}/api/trace", answer(trace)),
             Route("/{rest:path}", nothing),
         ]
