@@ -9,6 +9,13 @@ os.environ.setdefault("AGENTSCOPE_DISABLE_CONSOLE_OUTPUT", "true")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+def pytest_ignore_collect(collection_path, config):
+    """The browser tests need Chromium: they run when they are named, as `make test-browser` does."""
+    if collection_path.name == "browser" and not any("browser" in name for name in config.args):
+        return True
+    return None
+
+
 @pytest.fixture(scope="session")
 def random_model_path(tmp_path_factory) -> Path:
     """A Hugging Face folder: 60k random parameters, ChatML, one token per byte."""

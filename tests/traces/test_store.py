@@ -101,11 +101,12 @@ def test_traces_of_the_first_format_are_still_read(original):
 
 # A line as the first version wrote it, with each call's whole prompt.
 FIRST_FORMAT = """{"id": {"step": 1, "task": 0, "rollout": 2, "split": "train"}, "task": {"q": "?"},
-"calls": [{"id": "a", "prompt_ids": [1, 2], "completion_ids": [3], "logprobs": [-0.5], "versions": [4],
-"sampling": {"max_tokens": 9, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "stop": ["x"],
-"seed": 5, "top_logprobs": 0}, "finish_reason": "stop", "messages": [{"role": "user", "content":
-"hi"}], "tools": [], "response": {"role": "assistant", "content": "ho"}, "started": 1.5, "seconds":
-0.25, "cached_tokens": 0, "invalid": null}], "outcome": "completed", "reward": 1.0, "metrics": {},
+"calls": [{"id": "a", "prompt_ids": [1, 2], "completion_ids": [3], "logprobs": [-0.5],
+"versions": [4], "sampling": {"max_tokens": 9, "temperature": 1.0, "top_p": 1.0, "top_k": -1,
+"stop": ["x"], "seed": 5, "top_logprobs": 0}, "finish_reason": "stop",
+"messages": [{"role": "user", "content": "hi"}], "tools": [],
+"response": {"role": "assistant", "content": "ho"}, "started": 1.5, "seconds": 0.25,
+"cached_tokens": 0, "invalid": null}], "outcome": "completed", "reward": 1.0, "metrics": {},
 "response": "ho", "error": null, "attempt": 1, "final": true, "seconds": {"workflow": 2.0}}"""
 
 

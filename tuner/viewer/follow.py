@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.errors import TunerError
-from tuner.traces.packing import is_one_path, unpack
+from tuner.traces.packing import is_one_path
 from tuner.traces.store import NOT_A_TRACE
 
 # What a list shows of an error; the trace itself has all of it.
@@ -164,7 +164,7 @@ class TraceIndex:
         return True
 
     def read(self, file: str, offset: int) -> dict[str, Any]:
-        """The trace whose line starts at byte `offset` of `file`, with all of each call.
+        """The trace whose line starts at byte `offset` of `file`, as it was stored.
 
         Raises:
             TunerError: The folder has no such file, or no trace begins there.
@@ -177,9 +177,8 @@ class TraceIndex:
             stream.seek(min(offset, path.stat().st_size))
             line = stream.readline()
         try:
-            stored = json.loads(line)
-            _row(file, offset, line, stored)
-            trace = unpack(stored)
+            trace: dict[str, Any] = json.loads(line)
+            _row(file, offset, line, trace)
         except NOT_A_TRACE as error:
             raise TunerError(f"{file}, byte {offset}: no trace begins there") from error
         return trace

@@ -21,6 +21,8 @@ from tuner.viewer.reader import RunReader, to_json
 # Rows of one answer, and how long one request may read traces: the page asks again for the rest.
 ROWS = 2000
 READING_SECONDS = 0.5
+# The same for the causes of branches; opening a trace may have to wait for this long.
+CAUSE_SECONDS = 0.2
 _HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",  # the link holds the token
@@ -66,7 +68,7 @@ def viewer_app(run: Path, token: str) -> Starlette:
         }
 
     def causes(query: dict[str, str]) -> dict[str, Any]:
-        complete = reader.causes.refresh(READING_SECONDS)
+        complete = reader.causes.refresh(CAUSE_SECONDS)
         first = _first_row(query, reader.causes.generation)
         rows = reader.causes.counts[first:]
         return {
@@ -74,6 +76,7 @@ def viewer_app(run: Path, token: str) -> Starlette:
             "generation": reader.causes.generation,
             "rows": rows,
             "more": not complete,
+            "problems": reader.causes.problems,
         }
 
     def trace(query: dict[str, str]) -> dict[str, Any]:
@@ -145,6 +148,7 @@ def _bind(port: int) -> Any:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(("127.0.0.1", port))
+        listener.listen()  # who opens the link at once waits for the server
     except OSError as error:
         listener.close()
         raise TunerError(
