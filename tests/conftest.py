@@ -10,10 +10,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def pytest_ignore_collect(collection_path, config):
-    """The browser tests need Chromium: they run when they are named, as `make test-browser` does."""
-    if collection_path.name == "browser" and not any("browser" in name for name in config.args):
-        return True
-    return None
+    """The browser tests need Chromium: they run when named, as `make test-browser` does."""
+    named = any("tests/browser" in argument for argument in config.args)
+    return True if collection_path.name == "browser" and not named else None
 
 
 @pytest.fixture(scope="session")

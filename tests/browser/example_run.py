@@ -156,7 +156,7 @@ def metrics(steps):
     for step in range(1, steps + 1):
         row = {
             "step": step,
-            "reward/mean": min(1.0, 0.3 + step / 20 + dice.uniform(-0.05, 0.05)),
+            "reward/mean": 0.3 + 0.6 * (1 - 0.85**step) + dice.uniform(-0.04, 0.04),
             "reward/std": 0.45 - step / 60,
             "calls/completion_tokens": 20 + 3 * dice.random(),
             "time/step": 10.0,
@@ -176,12 +176,12 @@ def metrics(steps):
             "train/loss": -0.1 / step,
         }
         if step % 4 == 0:
-            row["eval/test/reward"] = 0.35 + step / 22
+            row["eval/test/reward"] = 0.3 + 0.6 * (1 - 0.85**step)
         rows.append(row)
     return rows
 
 
-def write_example(path, *, steps=12, tasks=4, rollouts=4):
+def write_example(path, *, steps=12, tasks=4, rollouts=4, completed=False):
     """A run directory with `steps * tasks * rollouts` traces."""
     store = TraceStore(path / "traces")
     for step in range(1, steps + 1):
@@ -192,6 +192,8 @@ def write_example(path, *, steps=12, tasks=4, rollouts=4):
                 store.append(example_trace(step, task, rollout, **(ending if failed else {})))
     rows = "".join(json.dumps(row) + "\n" for row in metrics(steps))
     (path / "metrics.jsonl").write_text(rows)
+    if completed:
+        (path / "result.json").write_text(json.dumps({"steps": steps}))
     (path / "config.yaml").write_text(
         f"project: AgentScope\nbuffer: {{total_steps: 20}}\nmodel: {{model_path: {TINY}}}\n"
         "algorithm: {algorithm_type: multi_step_grpo, repeat_times: 4}\n"
