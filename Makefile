@@ -1,6 +1,7 @@
 # make demo   train the tiny model on a CPU and print what it learned
 # make test   lint, types and tests, as CI runs them
 # make test-agentscope2   the tests that need AgentScope 2.x, in an environment of its own
+# make test-browser   the page of a run in a real browser; needs Chromium
 # make bench  every benchmark; prints tables and writes benchmarks/results/*.json
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ BIN := $(VENV)/bin
 VENV2 := .venv-agentscope2
 BIN2 := $(VENV2)/bin
 
-.PHONY: demo test test-agentscope2 bench install clean
+.PHONY: demo test test-agentscope2 test-browser bench install clean
 
 install: $(VENV)/.installed
 
@@ -47,6 +48,9 @@ $(VENV2)/.installed: pyproject.toml constraints-agentscope2.txt
 
 test-agentscope2: $(VENV2)/.installed
 	$(BIN2)/pytest tests/integration/agentscope2
+
+test-browser: $(VENV)/.installed-dev
+	$(BIN)/pytest tests/browser
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt trl

@@ -9,6 +9,12 @@ os.environ.setdefault("AGENTSCOPE_DISABLE_CONSOLE_OUTPUT", "true")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+def pytest_ignore_collect(collection_path, config):
+    """The browser tests need Chromium: they run when named, as `make test-browser` does."""
+    named = any("tests/browser" in argument for argument in config.args)
+    return True if collection_path.name == "browser" and not named else None
+
+
 @pytest.fixture(scope="session")
 def random_model_path(tmp_path_factory) -> Path:
     """A Hugging Face folder: 60k random parameters, ChatML, one token per byte."""

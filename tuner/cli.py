@@ -42,7 +42,11 @@ def run(config: ConfigFile, overrides: Overrides = None) -> None:
     from tuner.tune import tune
 
     workflow, judge = _functions(config, overrides or [])
-    result = tune(workflow, judge, config_path=config, overrides=overrides or [])
+    try:
+        result = tune(workflow, judge, config_path=config, overrides=overrides or [])
+    except KeyboardInterrupt as interruption:
+        _say_notes(interruption)
+        raise
     typer.echo(result)
 
 
@@ -107,9 +111,7 @@ def replay(
 def main() -> None:
     """Entry point; errors that are the user's to mend are printed without a traceback."""
     try:
-        app(standalone_mode=False)
-    except typer.Exit as stop:
-        sys.exit(stop.exit_code)
+        sys.exit(app(standalone_mode=False))  # None, or the code of an Exit, Ctrl-C's included
     except TrainingError as error:
         _fail(error, FAILED)
     except TunerError as error:
@@ -138,7 +140,13 @@ def _functions(
 
 def _fail(error: TunerError, code: int) -> NoReturn:
     typer.echo(f"{type(error).__name__}: {error}", err=True)
+    _say_notes(error)
     sys.exit(code)
+
+
+def _say_notes(error: BaseException) -> None:
+    for note in getattr(error, "__notes__", ()):
+        typer.echo(note, err=True)
 
 
 if __name__ == "__main__":

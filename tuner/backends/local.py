@@ -66,7 +66,8 @@ def run_local(
 ) -> TuneResult:
     """Train until `total_steps`, or go on with a run that was interrupted.
 
-    Must be called where no event loop is running.
+    `report.html` is left in the run directory however the run ends; where it stops before its end,
+    a note of the error says so. Must be called where no event loop is running.
 
     Raises:
         TrainingError: Nothing could be learned, or training failed; the message is the diagnosis.
@@ -80,8 +81,15 @@ def run_local(
         logger.warning("%s is complete; returning its result", directory.path)
         return finished
     loop = _Loop(config, directory, total_steps, train_tasks, eval_tasks)
-    with deterministic_torch(config.tuner.deterministic):
-        return asyncio.run(loop.run(workflow, judge))
+    try:
+        with deterministic_torch(config.tuner.deterministic):
+            result = asyncio.run(loop.run(workflow, judge))
+    except (Exception, KeyboardInterrupt) as error:
+        if directory.has_begun() and (report := _report(directory, stopped=_reason(error))):
+            error.add_note(f"what the run did until then: {report}")
+        raise
+    _report(directory)
+    return result
 
 
 def planned_steps(config: RunConfig, tasks: int) -> int:
@@ -290,22 +298,29 @@ class _Loop:
         if "tensorboard" in self._config.monitor.monitor_type:
             result.tensorboard = self._directory.tensorboard
         write_atomically(self._directory.result, result.model_dump_json(indent=2))
-        self._report()
         return result
 
-    def _report(self) -> None:
-        """Write `report.html`. Training is done by now: whatever goes wrong here is only said."""
-        from tuner.viewer import write_report
 
-        try:
-            write_report(self._directory.path)
-        except Exception as error:
-            logger.warning(
-                "report.html was not written: %s: %s; `tuner view %s --report` tries again",
-                type(error).__name__,
-                error,
-                self._directory.path,
-            )
+def _report(directory: RunDirectory, *, stopped: str | None = None) -> Path | None:
+    """Write `report.html`. The run has ended by now: whatever goes wrong here is only said."""
+    from tuner.viewer import write_report
+
+    try:
+        return write_report(directory.path, stopped=stopped)
+    except Exception as error:
+        logger.warning(
+            "report.html was not written: %s: %s; `tuner view %s --report` tries again",
+            type(error).__name__,
+            error,
+            directory.path,
+        )
+        return None
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return f"{type(error).__name__}: {error}"
 
 
 def summarize(

@@ -98,7 +98,8 @@ def branches(calls: Sequence[Call]) -> tuple[Branch, ...]:
     """
     keys = sequence_keys(calls)
     prompts = [keys[i][: 4 * len(call.prompt_ids)] for i, call in enumerate(calls)]
-    talks = [_Talk(call) for call in calls]
+    texts = _Texts()
+    talks = [_Talk(call, texts) for call in calls]
     ends: set[bytes] = set()
     found = []
     for i, (key, prompt) in enumerate(zip(keys, prompts, strict=True)):
@@ -188,19 +189,35 @@ _CAUSE_OF_VIEW = (None, BranchCause.REASONING, BranchCause.WHITESPACE, BranchCau
 # The end of reasoning inside the content; its beginning may be in the prompt.
 _END_OF_REASONING = "</think>"
 
+_to_text = json.JSONEncoder(sort_keys=True, default=repr).encode
+
+
+class _Texts:
+    """Text of messages by view; one object in many calls, as in a stored trace, is read once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], str] = {}
+
+    def of(self, message: Message, view: int) -> str:
+        key = (id(message), view)  # the calls keep their messages alive
+        if key not in self._known:
+            self._known[key] = _text(message, view)
+        return self._known[key]
+
 
 class _Talk:
     """A call's messages and response as text, by how they are compared."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, texts: _Texts) -> None:
         self._call = call
+        self._texts = texts
         self.messages = cache(self._messages)
         self.tools = call.tools
 
     def _messages(self, view: int, *, response: bool = False) -> list[str]:
         if response:
-            return [*self.messages(view), _text(self._call.response, view)]
-        return [_text(message, view) for message in self._call.messages]
+            return [*self.messages(view), self._texts.of(self._call.response, view)]
+        return [self._texts.of(message, view) for message in self._call.messages]
 
     @property
     def system(self) -> list[str]:
@@ -260,7 +277,7 @@ def _text(message: Message, view: int) -> str:
     if "tool_calls" in shown:
         shown["tool_calls"] = [_tool_call(call, view) for call in shown["tool_calls"]]
     # Interned, because each message of a long trace is compared again and again.
-    return sys.intern(json.dumps(shown, sort_keys=True, default=repr))
+    return sys.intern(_to_text(shown))
 
 
 def _content(message: Message) -> str:
@@ -271,7 +288,7 @@ def _content(message: Message) -> str:
     return "\n".join(
         part["text"]
         if isinstance(part, dict) and isinstance(part.get("text"), str)
-        else json.dumps(part, sort_keys=True, default=repr)
+        else _to_text(part)
         for part in content
     )
 

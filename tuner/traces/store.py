@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tuner.engines.base import SamplingParams
 from tuner.errors import TunerError
-from tuner.traces.call import Call
-from tuner.traces.trace import Outcome, RolloutId, Trace
+from tuner.traces.packing import pack, unpack
+from tuner.traces.plain import from_plain, to_plain
+from tuner.traces.trace import Trace
+
+# What reading something else than a trace raises.
+NOT_A_TRACE = (ValueError, LookupError, TypeError, AttributeError)
 
 
 class TraceStore:
     """Appends traces to `<folder>/<split>_step_<n>.jsonl` (`step_<n>.jsonl` for training).
+
+    Each line is one trace, packed as `tuner.traces.packing` says, so that it grows with what is new
+    in each call; files of earlier versions are read too.
 
     A line is written and flushed when its rollout ends, so a process that is killed loses at most
     the line it was writing; `read` leaves such a torn last line out and `append` cuts it off.
@@ -35,9 +40,8 @@ class TraceStore:
         if path not in self._mended:
             _cut_torn_line(path)
             self._mended.add(path)
-        line = json.dumps(trace_to_json(trace), default=_unserializable, ensure_ascii=False)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        with path.open("ab") as file:
+            file.write(_line(trace_to_json(trace)))
 
     def read(self, split: str, step: int) -> list[Trace]:
         """Every attempt recorded so far for one step of one split, in order of arrival."""
@@ -57,56 +61,32 @@ def read_traces(path: Path) -> Iterator[Trace]:
                 return
             try:
                 yield trace_from_json(json.loads(line))
-            except (ValueError, KeyError, TypeError) as error:
+            except NOT_A_TRACE as error:
                 raise TunerError(f"{path}, line {number} is not a trace: {error!r}") from error
 
 
 def trace_to_json(trace: Trace) -> dict[str, Any]:
-    """A trace as plain data; `trace_from_json` gives an equal trace back."""
-    return {
-        "id": asdict(trace.id),
-        "task": trace.task,
-        "calls": [_call_to_json(call) for call in trace.calls],
-        "outcome": trace.outcome.value,
-        "reward": trace.reward,
-        "metrics": trace.metrics,
-        "response": trace.response,
-        "error": trace.error,
-        "attempt": trace.attempt,
-        "final": trace.final,
-        "seconds": trace.seconds,
-    }
+    """A trace as plain data in the stored form; `trace_from_json` gives an equal trace back."""
+    return pack(to_plain(trace), _unserializable)
 
 
 def trace_from_json(data: dict[str, Any]) -> Trace:
-    calls = tuple(
-        Call(
-            **{
-                **call,
-                "prompt_ids": tuple(call["prompt_ids"]),
-                "completion_ids": tuple(call["completion_ids"]),
-                "logprobs": tuple(call["logprobs"]),
-                "versions": tuple(call["versions"]),
-                "sampling": SamplingParams(
-                    **{**call["sampling"], "stop": tuple(call["sampling"]["stop"])}
-                ),
-            }
-        )
-        for call in data["calls"]
-    )
-    return Trace(
-        **{
-            **data,
-            "id": RolloutId(**data["id"]),
-            "calls": calls,
-            "outcome": Outcome(data["outcome"]),
-        }
-    )
+    """The trace again, from data of this version or of an earlier one.
+
+    Calls share the messages and lists of tools that are equal: do not change them.
+
+    Raises:
+        ValueError, LookupError, TypeError: It is not a trace.
+    """
+    return from_plain(Trace, unpack(data))
 
 
-def _call_to_json(call: Call) -> dict[str, Any]:
-    # Not `asdict`: it copies every token id and every message.
-    return {**vars(call), "sampling": vars(call.sampling)}
+def _line(data: dict[str, Any]) -> bytes:
+    line = json.dumps(data, default=_unserializable, ensure_ascii=False) + "\n"
+    try:
+        return line.encode()
+    except UnicodeEncodeError:  # half a pair of UTF-16, which JSON can spell and UTF-8 cannot
+        return (json.dumps(data, default=_unserializable) + "\n").encode()
 
 
 def _unserializable(value: Any) -> Any:

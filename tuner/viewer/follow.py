@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tuner.errors import TunerError
+from tuner.traces.packing import is_one_path
+from tuner.traces.store import NOT_A_TRACE
 
 # What a list shows of an error; the trace itself has all of it.
 SHOWN_ERROR = 160
@@ -99,6 +101,7 @@ class TraceRow:
         size: Bytes of the line.
         tokens: Sampled tokens.
         error: The beginning of the error, or None.
+        one_path: Whether it has no branches for certain; False says nothing.
     """
 
     file: str
@@ -115,6 +118,7 @@ class TraceRow:
     calls: int
     tokens: int
     error: str | None
+    one_path: bool
 
     @property
     def key(self) -> str:
@@ -175,7 +179,7 @@ class TraceIndex:
         try:
             trace: dict[str, Any] = json.loads(line)
             _row(file, offset, line, trace)
-        except (ValueError, KeyError, TypeError) as error:
+        except NOT_A_TRACE as error:
             raise TunerError(f"{file}, byte {offset}: no trace begins there") from error
         return trace
 
@@ -185,7 +189,7 @@ class TraceIndex:
     def _add(self, name: str, start: int, line: bytes) -> None:
         try:
             self.rows.append(_row(name, start, line, json.loads(line)))
-        except (ValueError, KeyError, TypeError) as error:
+        except NOT_A_TRACE as error:
             self.problems.append(f"{name}, byte {start}: not a trace: {error!r}")
 
 
@@ -211,4 +215,5 @@ def _row(file: str, offset: int, line: bytes, trace: dict[str, Any]) -> TraceRow
         calls=len(trace["calls"]),
         tokens=sum(len(call["completion_ids"]) for call in trace["calls"]),
         error=error if error is None else error[:SHOWN_ERROR],
+        one_path=is_one_path(trace),
     )

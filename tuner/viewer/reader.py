@@ -9,6 +9,8 @@ from typing import Any
 
 from tuner.backends.run_directory import RunDirectory
 from tuner.errors import TunerError
+from tuner.traces.packing import unpack
+from tuner.viewer.causes import CauseIndex, branch_rows
 from tuner.viewer.follow import MetricsFollower, TraceIndex
 from tuner.viewer.vocabulary import Vocabulary
 
@@ -22,6 +24,7 @@ class RunReader:
     Attributes:
         metrics: Rows of `metrics.jsonl`.
         traces: One row per trace.
+        causes: Why they branch.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,6 +39,7 @@ class RunReader:
             )
         self.metrics = MetricsFollower(self.directory.metrics)
         self.traces = TraceIndex(self.directory.traces)
+        self.causes = CauseIndex(self.traces)
         self._vocabulary: Vocabulary | None = None
 
     def info(self) -> dict[str, Any]:
@@ -62,27 +66,31 @@ class RunReader:
         """One trace as stored, with the text of its tokens.
 
         Returns:
-            `trace`; `vocabulary`, text by id; `characters`, for each call and then for "prompt"
-            and "completion" the text of tokens that only together make a character, by position;
+            `trace`, packed as it was stored; `branches`, its branches with their causes;
+            `vocabulary`, text by id; `characters`, for each call and then for "prompt" and
+            "completion" the text of tokens that only together make a character, by position;
             `no_text`, why there is no text, or None.
 
         Raises:
-            TunerError: No trace begins there.
+            TunerError: No trace begins there, or none that this version knows.
         """
-        trace = self.traces.read(file, offset)
+        stored = self.traces.read(file, offset)
+        found = branch_rows(stored, f"{file}:{offset}")
+        calls = unpack(stored)["calls"]
         ids: set[int] = set()
-        for call in trace["calls"]:
+        for call in calls:
             ids.update(call["prompt_ids"], call["completion_ids"])
         vocabulary = self.vocabulary()
         return {
-            "trace": trace,
+            "trace": stored,
+            "branches": found,
             "vocabulary": vocabulary.texts(ids),
             "characters": [
                 {
                     "prompt": vocabulary.characters(call["prompt_ids"]),
                     "completion": vocabulary.characters(call["completion_ids"]),
                 }
-                for call in trace["calls"]
+                for call in calls
             ],
             "no_text": vocabulary.problem,
         }

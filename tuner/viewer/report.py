@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from tuner.backends.run_directory import write_atomically
+from tuner.errors import TunerError
+from tuner.viewer.causes import Causes, causes
 from tuner.viewer.follow import TraceRow
 from tuner.viewer.page import page
 from tuner.viewer.reader import RunReader
@@ -15,14 +19,17 @@ from tuner.viewer.reader import RunReader
 NAME = "report.html"
 TRACE_BYTES = 4 * 2**20
 LOGPROB_DIGITS = 4
+# How long traces that are not embedded are looked at for the causes of their branches.
+CAUSE_SECONDS = 20.0
 
 
-def write_report(run: Path, *, trace_bytes: int = TRACE_BYTES) -> Path:
+def write_report(run: Path, *, trace_bytes: int = TRACE_BYTES, stopped: str | None = None) -> Path:
     """Write `report.html` into a run directory, atomically.
 
     Args:
         run: The run directory.
         trace_bytes: The most bytes of stored traces that go into it.
+        stopped: Why the run stopped before its end, where that is known.
 
     Raises:
         TunerError: `run` is not a run directory, or its files are damaged.
@@ -30,18 +37,30 @@ def write_report(run: Path, *, trace_bytes: int = TRACE_BYTES) -> Path:
     """
     reader = RunReader(run)
     path = reader.directory.path / NAME
-    write_atomically(path, page(report_data(reader, trace_bytes=trace_bytes)))
+    write_atomically(path, page(report_data(reader, trace_bytes=trace_bytes, stopped=stopped)))
     return path
 
 
-def report_data(reader: RunReader, *, trace_bytes: int) -> dict[str, Any]:
+def report_data(
+    reader: RunReader, *, trace_bytes: int, stopped: str | None = None
+) -> dict[str, Any]:
     """Everything that the page shows without a server."""
     reader.metrics.refresh()
     reader.traces.refresh()
     vocabulary: dict[int, str] = {}
     rows, bodies, size = [], {}, 0
+    counts: dict[str, Causes] = {}
+    problems = list(reader.traces.problems)
+    deadline = time.monotonic() + CAUSE_SECONDS
     for row in selection(reader.traces.rows):
-        if size + row.size > trace_bytes:
+        embedded = size + row.size <= trace_bytes
+        if embedded or time.monotonic() < deadline:
+            try:
+                counts[row.key] = causes(reader.traces, row)
+            except TunerError as error:
+                problems.append(str(error))
+                continue
+        if not embedded:
             continue
         size += row.size
         body = reader.trace(row.file, row.offset)
@@ -55,14 +74,27 @@ def report_data(reader: RunReader, *, trace_bytes: int) -> dict[str, Any]:
     rows.sort(key=lambda row: order[row.key])
     return {
         "mode": "report",
-        "run": reader.info(),
+        "run": reader.info() | ({} if stopped is None else {"status": "stopped"}),
+        "stopped": stopped,
         "metrics": reader.metrics.rows,
         "traces": [row.to_json() for row in rows],
+        "causes": [counts[row.key] for row in rows],
+        "all_causes": _training_causes(reader.traces.rows, counts),
         "total_traces": len(reader.traces.rows),
-        "problems": reader.traces.problems,
+        "problems": problems,
         "bodies": bodies,
         "vocabulary": vocabulary,
     }
+
+
+def _training_causes(rows: Sequence[TraceRow], counts: Mapping[str, Causes]) -> dict[str, Any]:
+    """Branches of the traces that were looked at and are trained, and how many traces that are."""
+    trained = [row for row in rows if row.split == "train" and row.final]
+    looked_at = [counts[row.key] for row in trained if row.key in counts]
+    total: Counter[str] = Counter()
+    for one in looked_at:
+        total.update(one)
+    return {"traces": len(trained), "looked_at": len(looked_at), "counts": dict(total)}
 
 
 def selection(rows: Sequence[TraceRow]) -> Iterator[TraceRow]:

@@ -21,6 +21,8 @@ from tuner.viewer.reader import RunReader, to_json
 # Rows of one answer, and how long one request may read traces: the page asks again for the rest.
 ROWS = 2000
 READING_SECONDS = 0.5
+# The same for the causes of branches; opening a trace may have to wait for this long.
+CAUSE_SECONDS = 0.2
 _HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",  # the link holds the token
@@ -34,7 +36,8 @@ def viewer_app(run: Path, token: str) -> Starlette:
 
     `api/metrics?from=N&generation=G` gives the rows from N on, and what the header shows;
     `api/traces?from=N&generation=G` at most 2000 rows of the list; both begin anew at row 0 when
-    G is not the current generation. `api/trace?file=F&offset=B` gives one trace.
+    G is not the current generation. `api/causes?from=N&generation=G` follows the list with the
+    branches of each trace by cause. `api/trace?file=F&offset=B` gives one trace.
 
     Raises:
         TunerError: `run` is not a run directory.
@@ -62,6 +65,18 @@ def viewer_app(run: Path, token: str) -> Starlette:
             "rows": [row.to_json() for row in rows],
             "more": not complete or first + len(rows) < len(reader.traces.rows),
             "problems": reader.traces.problems,
+        }
+
+    def causes(query: dict[str, str]) -> dict[str, Any]:
+        complete = reader.causes.refresh(CAUSE_SECONDS)
+        first = _first_row(query, reader.causes.generation)
+        rows = reader.causes.counts[first:]
+        return {
+            "from": first,
+            "generation": reader.causes.generation,
+            "rows": rows,
+            "more": not complete,
+            "problems": reader.causes.problems,
         }
 
     def trace(query: dict[str, str]) -> dict[str, Any]:
@@ -96,6 +111,7 @@ def viewer_app(run: Path, token: str) -> Starlette:
             Route("/{token}/", index),
             Route("/{token}/api/metrics", answer(metrics)),
             Route("/{token}/api/traces", answer(traces)),
+            Route("/{token}/api/causes", answer(causes)),
             Route("/{token}/api/trace", answer(trace)),
             Route("/{rest:path}", nothing),
         ]
@@ -132,6 +148,7 @@ def _bind(port: int) -> Any:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(("127.0.0.1", port))
+        listener.listen()  # who opens the link at once waits for the server
     except OSError as error:
         listener.close()
         raise TunerError(

@@ -1,0 +1,118 @@
+"""Branches are counted by cause, behind the list of traces and in the report."""
+
+import dataclasses
+import json
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.builders import call, trace
+from tests.viewer.stored import read_data, small, store_run
+from tuner.viewer import RunReader, report, write_report
+from tuner.viewer.causes import CauseIndex
+from tuner.viewer.follow import TraceIndex
+from tuner.viewer.server import viewer_app
+
+
+def resampled(task, rollout, times=2, **fields):
+    """A trace whose prompt was sampled `times` times: each but the first is a branch."""
+    calls = [call(f"c{i}", [1, 2], [3 + i], [-0.5]) for i in range(times)]
+    return trace(task, rollout, calls, reward=1.0, **fields)
+
+
+def goes_on(task, rollout):
+    calls = [call("a", [1], [2], [-0.5]), call("b", [1, 2, 3], [4], [-0.5])]
+    return trace(task, rollout, calls, reward=1.0)
+
+
+def test_branches_are_counted_in_the_order_of_the_list_and_in_parts(tmp_path):
+    run = store_run(tmp_path, [goes_on(0, 0), resampled(0, 1), small(0, 2, 1.0)])
+    traces = TraceIndex(run / "traces")
+    index = CauseIndex(traces)
+    traces.refresh()
+    rounds = 1
+    while not index.refresh(seconds=0):
+        rounds += 1
+    assert rounds == 3
+    assert index.counts == [{}, {"resampled": 1}, {}]
+    store_run(tmp_path, [resampled(0, 3, times=3)])
+    traces.refresh()
+    assert index.refresh()
+    assert index.counts[3:] == [{"resampled": 2}]
+
+
+def test_a_replaced_file_is_counted_anew(tmp_path):
+    run = store_run(tmp_path, [resampled(0, 0), resampled(0, 1)])
+    traces = TraceIndex(run / "traces")
+    index = CauseIndex(traces)
+    traces.refresh()
+    index.refresh()
+    (run / "traces/step_000001.jsonl").unlink()
+    store_run(tmp_path, [goes_on(0, 0)])
+    traces.refresh()
+    index.refresh()
+    assert (index.counts, index.generation) == ([{}], 1)
+
+
+def test_only_traces_that_may_branch_are_read_again(tmp_path, monkeypatch):
+    run = store_run(tmp_path, [goes_on(0, 0), small(0, 1, 1.0), resampled(0, 2)])
+    traces = TraceIndex(run / "traces")
+    traces.refresh()
+    read = []
+    monkeypatch.setattr(
+        traces, "read", lambda *at, whole=traces.read: read.append(at) or whole(*at)
+    )
+    CauseIndex(traces).refresh()
+    assert read == [("step_000001.jsonl", traces.rows[2].offset)]
+
+
+def test_a_trace_that_this_version_does_not_know_is_named_and_the_others_are_counted(tmp_path):
+    run = store_run(tmp_path, [resampled(0, 0), resampled(0, 1)])
+    path = run / "traces/step_000001.jsonl"
+    first, second = path.read_text().splitlines()
+    later = json.loads(first)
+    later["calls"][0]["mood"] = "good"
+    path.write_text(f"{json.dumps(later)}\n{second}\n")
+    reader = RunReader(run)
+    reader.traces.refresh()
+    assert reader.causes.refresh()
+    assert reader.causes.counts == [{}, {"resampled": 1}]
+    assert "step_000001.jsonl:0 is no trace that this version knows" in reader.causes.problems[0]
+    assert "mood" in reader.causes.problems[0]
+
+
+def test_the_server_sends_the_causes_behind_the_list(tmp_path):
+    run = store_run(tmp_path, [resampled(0, 0)])
+    client = TestClient(viewer_app(run, "token"), base_url="http://127.0.0.1/token/")
+    client.get("api/traces")
+    assert client.get("api/causes").json() == {
+        "from": 0,
+        "generation": 0,
+        "rows": [{"resampled": 1}],
+        "more": False,
+        "problems": [],
+    }
+    assert client.get("api/causes", params={"from": 1, "generation": 0}).json()["rows"] == []
+    body = client.get("api/trace", params={"file": "step_000001.jsonl", "offset": 0}).json()
+    assert body["branches"] == [{"call": 1, "cause": "resampled", "earlier": 0}]
+
+
+@pytest.mark.parametrize("seconds", [60.0, -1.0])
+def test_the_report_counts_training_traces_that_are_not_in_it_while_there_is_time(
+    tmp_path, monkeypatch, seconds
+):
+    monkeypatch.setattr(report, "CAUSE_SECONDS", seconds)
+    traces = [resampled(0, i, step=1 + i) for i in range(6)]
+    evaluated = dataclasses.replace(traces[0].id, split="test")
+    replaced = resampled(0, 7, final=False)
+    run = store_run(tmp_path, [*traces, dataclasses.replace(traces[0], id=evaluated), replaced])
+    size = (run / "traces/step_000002.jsonl").stat().st_size
+    data = read_data(write_report(run, trace_bytes=4 * size).read_text(encoding="utf-8"))
+    assert len(data["causes"]) == len(data["traces"]) < 5
+    inside = sum(row["split"] == "train" and row["final"] for row in data["traces"])
+    counted = 6 if seconds > 0 else inside
+    assert data["all_causes"] == {
+        "traces": 6,
+        "looked_at": counted,
+        "counts": {"resampled": counted},
+    }
