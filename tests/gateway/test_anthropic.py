@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from typing import Any
 
 import anthropic
@@ -14,7 +14,8 @@ from anthropic.types import Message
 
 from tests.gateway.toy import StubEngine, gateway_of, text_of
 from tuner.engines.base import EngineError
-from tuner.gateway import Gateway, Session
+from tuner.gateway import Session
+from tuner.traces import TokenTree
 
 USER: list[Any] = [{"role": "user", "content": "hi"}]
 ADD: dict[str, Any] = {
@@ -191,11 +192,13 @@ async def test_a_conversation_with_tools_goes_on_with_the_sampled_ids(
             messages.append({"role": "user", "content": results or "thanks"})
         calls = session.calls
         assert len(calls) == 5
-        for before, after in zip(calls, calls[1:], strict=False):
+        for before, after in pairwise(calls):
             assert after.rerendered is None
             known = (*before.prompt_ids, *before.completion_ids)
             assert after.prompt_ids[: len(known)] == known
             assert after.reused_ids == len(known)
+        tree = TokenTree.build(calls)  # one path: as many nodes as the last call has tokens
+        assert len(tree.token) == len(calls[-1].prompt_ids) + len(calls[-1].completion_ids)
 
 
 async def test_blocks_become_the_messages_of_chat_completions() -> None:
@@ -330,14 +333,20 @@ async def test_a_stream_that_is_closed_early_leaves_an_undelivered_call(door: An
     async with gateway_of(engine) as gateway:
         session = gateway.open_session("r")
         stream = await door(session).messages.create(**asked(stream=True))
-        async for event in stream:
-            assert event.type == "message_start"
-            break
+
+        async def read() -> None:
+            async for _ in stream:
+                pass
+
+        reading = asyncio.ensure_future(read())
         await until(lambda: engine.sampling == 1)
+        reading.cancel()
+        await asyncio.wait({reading})
         await stream.close()
         await until(lambda: bool(session.calls))
         assert [call.undelivered for call in session.calls] == [True]
         assert session.calls[0].dialect == "messages"
+        assert len(session.calls[0].completion_ids) <= 3
         await until(lambda: engine.cancelled == 1)
 
 
@@ -412,15 +421,6 @@ async def test_no_client_without_the_package(monkeypatch: pytest.MonkeyPatch) ->
     async with gateway_of(StubEngine()) as gateway:
         with pytest.raises(MissingDependencyError, match="pip install anthropic"):
             gateway.open_session("r").async_anthropic()
-
-
-async def send(gateway: Gateway, body: Any, path: str = "/v1/messages") -> tuple[int, Any]:
-    session = gateway.open_session("r")
-    headers = {"authorization": f"Bearer {session.key}"}
-    reply = await gateway.handle("POST", path, headers, json.dumps(body).encode())
-    assert session.errors == []
-    session.seal()
-    return reply.status, json.loads(reply.body)  # type: ignore[union-attr]
 
 
 async def until(condition: Any) -> None:

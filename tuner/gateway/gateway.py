@@ -287,8 +287,10 @@ def dialect_of(path: str, headers: Mapping[str, str]) -> type[Exchange]:
         path: As in `Gateway.handle`.
         headers: By lower-case name; Anthropic's clients name their version in one.
     """
-    named = _EXCHANGES.get(_served(path))
-    return named or (MessagesExchange if "anthropic-version" in headers else ChatExchange)
+    path = _served(path)
+    if path == _COUNT_TOKENS or "anthropic-version" in headers:
+        return MessagesExchange
+    return _EXCHANGES.get(path, ChatExchange)
 
 
 def _served(path: str) -> str:
