@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from typing import Any
@@ -13,8 +15,12 @@ import pytest
 from anthropic.types import Message
 
 from tests.gateway.toy import StubEngine, gateway_of, text_of
+from tuner.chat_models.plain import PlainChatModel
 from tuner.engines.base import EngineError
+from tuner.errors import MissingDependencyError
 from tuner.gateway import Session
+from tuner.gateway.message_stream import Delta, MessageStream
+from tuner.gateway.parsing import ParsedMessage
 from tuner.traces import TokenTree
 
 USER: list[Any] = [{"role": "user", "content": "hi"}]
@@ -107,6 +113,37 @@ async def test_a_stream_adds_up_to_the_answer_that_is_not_streamed(door: Any, te
         assert [call.undelivered for call in session.calls] == [False]
         text_of_whole = [block.text for block in whole.content if block.type == "text"]
         assert "".join(text_of_whole) == (session.calls[0].response["content"] or "")
+
+
+class Piecewise(MessageStream):
+    """Tells a message letter by letter, and its tool calls before the last letters of its text."""
+
+    def finish(self, message: ParsedMessage) -> list[Delta]:
+        content = message.content or ""
+        calls = list(enumerate(message.tool_calls))
+        return [
+            *(Delta(reasoning=letter) for letter in message.reasoning or ""),
+            *(Delta(content=letter) for letter in content[:-2]),
+            *(Delta(tool_call=call) for call in calls),
+            *(Delta(content=letter) for letter in content[-2:]),
+        ]
+
+
+@pytest.mark.parametrize("text", STREAMED)
+async def test_a_stream_in_pieces_adds_up_too(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tuner.gateway.complete.MessageStream", Piecewise)
+    async with gateway_of(StubEngine([text])) as gateway:
+        client = gateway.open_session("r", seed=1).async_anthropic()
+        whole = await client.messages.create(**asked(tools=[ADD]))
+        client = gateway.open_session("r", seed=1).async_anthropic()
+        types = []
+        async with client.messages.stream(**asked(tools=[ADD])) as stream:
+            async for event in stream:
+                types.append(event.type)
+            got = await stream.get_final_message()
+        assert got.to_dict() == whole.to_dict()
+        assert types.count("content_block_start") == len(whole.content)
+        assert types.count("content_block_stop") == len(whole.content)
 
 
 async def test_a_streams_events_come_in_anthropics_order() -> None:
@@ -414,10 +451,51 @@ async def test_a_body_that_is_too_large_is_refused_in_anthropics_form(
         assert caught.value.body["error"]["type"] == "request_too_large"  # type: ignore[index]
 
 
-async def test_no_client_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tuner.errors import MissingDependencyError
+async def test_the_chat_model_has_anthropics_client_too() -> None:
+    async with gateway_of(StubEngine(["x"])) as gateway:
+        session = gateway.open_session("r")
+        model = PlainChatModel(session).role("planner")
+        assert model.anthropic_client is model.anthropic_client
+        got = await model.anthropic_client.messages.create(**asked())
+        assert got.content[0].text == "x"  # type: ignore[union-attr]
+        (call,) = session.calls
+        assert (call.role, call.dialect) == ("planner", "messages")
 
-    monkeypatch.setitem(__import__("sys").modules, "anthropic", None)
+
+def test_anthropic_is_not_imported_unless_its_client_is_asked_for() -> None:
+    program = (
+        "import sys, tuner, tuner.chat_models.plain, tuner.gateway.gateway\n"
+        "import tuner.gateway.in_process\n"
+        "sys.exit('anthropic' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+async def test_an_idempotency_key_replays_the_answer(door: Any) -> None:
+    engine = StubEngine(["one", "two"])
+    async with gateway_of(engine) as gateway:
+        session = gateway.open_session("r")
+        client = door(session)
+        headers = {"Idempotency-Key": "k"}
+        for _ in range(2):
+            async with client.messages.stream(**asked(), extra_headers=headers) as stream:
+                assert await stream.get_final_text() == "one"
+        assert len(session.calls) == 1
+
+
+async def test_a_header_of_anthropics_does_not_change_another_dialect() -> None:
+    async with gateway_of(StubEngine(["x"])) as gateway:
+        client = gateway.open_session("r").async_client()
+        got = await client.chat.completions.create(
+            model="tiny",
+            messages=USER,
+            extra_headers={"anthropic-version": "2023-06-01"},
+        )
+        assert got.choices[0].message.content == "x"
+
+
+async def test_no_client_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "anthropic", None)
     async with gateway_of(StubEngine()) as gateway:
         with pytest.raises(MissingDependencyError, match="pip install anthropic"):
             gateway.open_session("r").async_anthropic()

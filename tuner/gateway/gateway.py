@@ -288,9 +288,8 @@ def dialect_of(path: str, headers: Mapping[str, str]) -> type[Exchange]:
         headers: By lower-case name; Anthropic's clients name their version in one.
     """
     path = _served(path)
-    if path == _COUNT_TOKENS or "anthropic-version" in headers:
-        return MessagesExchange
-    return _EXCHANGES.get(path, ChatExchange)
+    anthropic = path == _COUNT_TOKENS or "anthropic-version" in headers
+    return _EXCHANGES.get(path, MessagesExchange if anthropic else ChatExchange)
 
 
 def _served(path: str) -> str:
