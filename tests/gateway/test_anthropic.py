@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -19,6 +20,7 @@ from tuner.chat_models.plain import PlainChatModel
 from tuner.engines.base import EngineError
 from tuner.errors import MissingDependencyError
 from tuner.gateway import Session
+from tuner.gateway.gateway import Reply
 from tuner.gateway.message_stream import Delta, MessageStream
 from tuner.gateway.parsing import ParsedMessage
 from tuner.traces import TokenTree
@@ -160,6 +162,16 @@ async def test_a_streams_events_come_in_anthropics_order() -> None:
         assert names.count("content_block_start") == names.count("content_block_stop") == 3
 
 
+async def test_arguments_that_no_client_could_read_are_answered_as_valid_json() -> None:
+    async with gateway_of(StubEngine([STREAMED[-1]])) as gateway:
+        headers = {"authorization": f"Bearer {gateway.open_session('r').key}"}
+        body = json.dumps(asked(tools=[ADD])).encode()
+        reply = await gateway.handle("POST", "/v1/messages", headers, body)
+        assert isinstance(reply, Reply)
+        answer = json.loads(reply.body, parse_constant=pytest.fail)
+        assert answer["content"][0]["input"] == {"a": sys.float_info.max, "b": "?", "c": "é\n"}
+
+
 async def test_stop_reasons() -> None:
     engine = StubEngine(["Some words END more", "long answer", "fine"])
     async with gateway_of(engine) as gateway:
@@ -263,6 +275,7 @@ async def test_blocks_become_the_messages_of_chat_completions() -> None:
                     {
                         "role": "user",
                         "content": [
+                            {"type": "text", "text": "Here."},
                             {"type": "tool_result", "tool_use_id": "x", "content": "3"},
                             {
                                 "type": "tool_result",
@@ -297,6 +310,7 @@ async def test_blocks_become_the_messages_of_chat_completions() -> None:
                 "reasoning_content": "Hm, yes.",
                 "tool_calls": [call("x", '{"a": 1}'), call("y", "{}")],
             },
+            {"role": "user", "content": "Here."},
             {"role": "tool", "tool_call_id": "x", "content": "3"},
             {"role": "tool", "tool_call_id": "y", "content": "Error: no a"},
             {"role": "user", "content": "And now?"},
