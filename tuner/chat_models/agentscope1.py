@@ -84,11 +84,8 @@ def trinity_chat_model() -> type[Any]:
         def _parse_openai_stream_response(
             self, start_datetime: Any, response: Any, structured_model: Any = None
         ) -> Any:
-            return super()._parse_openai_stream_response(
-                start_datetime,
-                _Readable(response),
-                structured_model,  # type: ignore[arg-type]
-            )
+            readable: Any = _Readable(response)
+            return super()._parse_openai_stream_response(start_datetime, readable, structured_model)
 
     return TrinityChatModel
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
+    import anthropic
+
     from tuner.gateway import RecordedCall, Session
 
 
@@ -30,6 +33,15 @@ class SessionHandle:
     def base_url(self) -> str:
         """Where any other client finds the gateway; the first use opens the HTTP door."""
         return self._session.base_url
+
+    @cached_property
+    def anthropic_client(self) -> anthropic.AsyncAnthropic:
+        """Anthropic's client of the session, which reaches the gateway without a socket.
+
+        Raises:
+            MissingDependencyError: The anthropic package is not installed.
+        """
+        return self._session.async_anthropic(self._role)
 
     @property
     def calls(self) -> list[RecordedCall]:

@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, Any
 
 from tuner.engines.base import Generation, SamplingParams
 from tuner.errors import ContextLengthError
-from tuner.gateway.continuation import Prompt
+from tuner.gateway.continuation import Conversations, Prompt
 from tuner.gateway.errors import RequestError
 from tuner.gateway.message_stream import Delta, MessageStream
 from tuner.gateway.parsing import ParsedMessage
+from tuner.gateway.renderer import ChatRenderer
 from tuner.gateway.request import CompletionRequest
 from tuner.traces import Call, Dialect
 
@@ -137,13 +138,7 @@ class Completion:
         dialect: Dialect,
         prefix: str,
     ) -> None:
-        if request.model != gateway.model_name:
-            raise RequestError(
-                f"model is {request.model!r}, but this key's model is {gateway.model_name!r}",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
+        check_model(gateway, request)
         self._engine = gateway.engine
         self._renderer = gateway.renderer
         self._session = session
@@ -183,13 +178,7 @@ class Completion:
                 else conversations.raw(prompt)
                 for prompt in request.prompts
             ]
-        text = self._renderer.render_text(
-            request.messages,
-            request.shown_tools,
-            chat_template_kwargs=request.chat_template_kwargs,
-        )
-        turns = sum(message["role"] == "assistant" for message in request.messages)
-        return [conversations.prompt(text, turns, request.messages)]
+        return [chat_prompt(self._renderer, conversations, request)]
 
     def _room(self, prompt_ids: Sequence[int]) -> int:
         """How many tokens may follow the prompt."""
@@ -219,6 +208,11 @@ class Completion:
             seed=seed & (2**63 - 1),
             top_logprobs=request.top_logprobs,
         )
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompts, counted once for each choice."""
+        return sum(len(recording.prompt.ids) for recording in self._recordings)
 
     def _wake(self) -> None:
         if not self._request.stream:
@@ -435,6 +429,38 @@ class Completion:
             role=self._role,
             **fields,
         )
+
+
+def check_model(gateway: Gateway, request: CompletionRequest) -> None:
+    """Refuse a request for another model than the gateway's.
+
+    Raises:
+        RequestError: 404.
+    """
+    if request.model != gateway.model_name:
+        raise RequestError(
+            f"model is {request.model!r}, but this key's model is {gateway.model_name!r}",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+
+
+def chat_prompt(
+    renderer: ChatRenderer, conversations: Conversations, request: CompletionRequest
+) -> Prompt:
+    """The prompt of a request's messages, continued from what its session has sampled.
+
+    Raises:
+        RequestError: 400: the template or the tokenizer refuses the messages.
+    """
+    text = renderer.render_text(
+        request.messages,
+        request.shown_tools,
+        chat_template_kwargs=request.chat_template_kwargs,
+    )
+    turns = sum(message["role"] == "assistant" for message in request.messages)
+    return conversations.prompt(text, turns, request.messages)
 
 
 def assistant_message(choice: Choice) -> dict[str, Any]:

@@ -75,6 +75,12 @@ class Exchange(ABC):
         """The body of a response with an error status."""
         return error.body()
 
+    @staticmethod
+    def models(model_name: str) -> dict[str, Any]:
+        """The body of the list of models, which holds the one."""
+        model = {"id": model_name, "object": "model", "created": 0, "owned_by": "tuner"}
+        return {"object": "list", "data": [model]}
+
 
 def sse(data: Any, event: str | None = None) -> bytes:
     """One server-sent event with a JSON payload."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tuner.engines.base import Engine
 from tuner.errors import ConfigError
+from tuner.gateway.anthropic import MessagesExchange, count_tokens
 from tuner.gateway.chat import ChatExchange
 from tuner.gateway.complete import Answer, Completion
 from tuner.gateway.dialect import Exchange
@@ -47,7 +48,9 @@ class Events(Protocol):
 _EXCHANGES: dict[str, type[Exchange]] = {
     "/v1/chat/completions": ChatExchange,
     "/v1/completions": TextExchange,
+    "/v1/messages": MessagesExchange,
 }
+_COUNT_TOKENS = "/v1/messages/count_tokens"
 
 
 @dataclass(frozen=True)
@@ -205,7 +208,8 @@ class Gateway:
         self, method: str, path: str, headers: Mapping[str, str], body: bytes
     ) -> Reply | StreamReply:
         session: Session | None = None
-        kind = _EXCHANGES.get(path, ChatExchange)
+        kind = dialect_of(path, headers)
+        path = _served(path)
         try:
             session, role = self._session(headers)
             if method == "POST" and path in _EXCHANGES:
@@ -215,10 +219,12 @@ class Gateway:
                 exchange = self._exchange(kind, session, role, body)
                 return await self._complete(exchange, session)
             if (method, path) == ("GET", "/v1/models"):
-                return Reply(200, self._models())
+                return Reply(200, json.dumps(kind.models(self.model_name)).encode())
+            if (method, path) == ("POST", _COUNT_TOKENS):
+                return Reply(200, json.dumps(count_tokens(self, session, body)).encode())
             raise RequestError(
                 f"{method} {path} is not served here: this gateway answers GET /v1/models and "
-                f"POST {', '.join(_EXCHANGES)}",
+                f"POST {', '.join((*_EXCHANGES, _COUNT_TOKENS))}",
                 status=404,
             )
         except RequestError as error:
@@ -293,9 +299,22 @@ class Gateway:
             if not isinstance(reply, StreamReply):
                 settle()
 
-    def _models(self) -> bytes:
-        model = {"id": self.model_name, "object": "model", "created": 0, "owned_by": "tuner"}
-        return json.dumps({"object": "list", "data": [model]}).encode()
+
+def dialect_of(path: str, headers: Mapping[str, str]) -> type[Exchange]:
+    """The dialect that a request is answered in, also where its path is not served.
+
+    Args:
+        path: As in `Gateway.handle`.
+        headers: By lower-case name; Anthropic's clients name their version in one.
+    """
+    path = _served(path)
+    anthropic = path == _COUNT_TOKENS or "anthropic-version" in headers
+    return _EXCHANGES.get(path, MessagesExchange if anthropic else ChatExchange)
+
+
+def _served(path: str) -> str:
+    """Anthropic's client adds "/v1/messages" to a base URL, which ends in "/v1" already here."""
+    return path.removeprefix("/v1") if path.startswith("/v1/v1/") else path
 
 
 async def _events(exchange: Exchange, session: Session) -> AsyncGenerator[bytes, None]:

@@ -15,7 +15,7 @@ from starlette.routing import Mount
 from starlette.types import Receive, Scope, Send
 
 from tuner.gateway.errors import RequestError
-from tuner.gateway.gateway import EVENT_STREAM, Events, StreamReply
+from tuner.gateway.gateway import EVENT_STREAM, Events, StreamReply, dialect_of
 
 if TYPE_CHECKING:
     from tuner.gateway.gateway import Gateway
@@ -92,7 +92,8 @@ class _Endpoint:
         try:
             body = await _body(receive)
         except RequestError as error:
-            await _send(error.status, error.body(), scope, receive, send)
+            body = dialect_of(scope["path"], headers).error(error)
+            await _send(error.status, body, scope, receive, send)
             return
         if body is None:
             return

@@ -1,11 +1,9 @@
-"""The door for Python agents: an OpenAI client that reaches the gateway without a socket."""
+"""The door for Python agents: clients that reach the gateway without a socket."""
 
 from __future__ import annotations
 
-import asyncio
-import importlib
 import json
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -14,23 +12,18 @@ import pydantic
 from openai.resources.chat import AsyncChat, AsyncCompletions
 from openai.types.chat import ChatCompletion
 
-from tuner.gateway.gateway import EVENT_STREAM, Events, StreamReply
+from tuner.errors import MissingDependencyError
+from tuner.gateway.transport import http_library, in_process_http_client, response
 
 if TYPE_CHECKING:
-    from tuner.gateway.gateway import Gateway, Reply
+    import anthropic
+
+    from tuner.gateway.gateway import Gateway
 
 _BASE_URL = "http://gateway.in-process/v1"
 
 
-def _http_library() -> Any:
-    """The library that the installed `openai` is built on: httpx2 from openai 3, httpx before."""
-    client = next(
-        base for base in openai.DefaultAsyncHttpxClient.__mro__ if base.__name__ == "AsyncClient"
-    )
-    return importlib.import_module(client.__module__.partition(".")[0])
-
-
-_http = _http_library()
+_http = http_library(openai.DefaultAsyncHttpxClient)
 
 
 def in_process_client(gateway: Gateway, key: str) -> InProcessOpenAI:
@@ -39,65 +32,31 @@ def in_process_client(gateway: Gateway, key: str) -> InProcessOpenAI:
         gateway=gateway,
         api_key=key,
         base_url=_BASE_URL,
-        http_client=_http.AsyncClient(
-            transport=InProcessTransport(gateway), trust_env=False, timeout=None
-        ),
+        http_client=in_process_http_client(gateway, openai.DefaultAsyncHttpxClient),
         max_retries=0,
         timeout=None,
     )
 
 
-class InProcessTransport(_http.AsyncBaseTransport):  # type: ignore[misc, name-defined]
-    """Hands each request to `Gateway.handle` in the caller's own task."""
+def in_process_anthropic(gateway: Gateway, key: str) -> anthropic.AsyncAnthropic:
+    """Anthropic's client of the session behind `key`: no retries, no time limit of its own.
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-
-    async def handle_async_request(self, request: Any) -> Any:
-        body = await request.aread()
-        answer = self._gateway.handle(request.method, request.url.path, request.headers, body)
-        seconds = request.extensions.get("timeout", {}).get("read")
-        try:
-            async with asyncio.timeout(seconds):
-                reply = await answer
-        except TimeoutError:
-            raise _http.ReadTimeout(
-                f"no answer within the client's timeout of {seconds} s", request=request
-            ) from None
-        if isinstance(reply, StreamReply):
-            return _http.Response(
-                200,
-                headers={"content-type": EVENT_STREAM},
-                stream=_EventStream(reply.events, seconds, request),
-                request=request,
-            )
-        return _response(reply, request)
-
-
-class _EventStream(_http.AsyncByteStream):  # type: ignore[misc, name-defined]
-    """The body of a streamed response."""
-
-    def __init__(self, events: Events, seconds: float | None, request: Any) -> None:
-        self._events = events
-        self._seconds = seconds
-        self._request = request
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        while True:
-            try:
-                async with asyncio.timeout(self._seconds):
-                    event = await anext(self._events, None)
-            except TimeoutError:
-                raise _http.ReadTimeout(
-                    f"no event within the client's timeout of {self._seconds} s",
-                    request=self._request,
-                ) from None
-            if event is None:
-                return
-            yield event
-
-    async def aclose(self) -> None:
-        await self._events.aclose()
+    Raises:
+        MissingDependencyError: The anthropic package is not installed.
+    """
+    try:
+        import anthropic
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"Anthropic's client does not import ({error}): pip install anthropic"
+        ) from error
+    return anthropic.AsyncAnthropic(
+        api_key=key,
+        base_url=_BASE_URL.removesuffix("/v1"),  # the client adds it itself
+        http_client=in_process_http_client(gateway, anthropic.DefaultAsyncHttpxClient),
+        max_retries=0,
+        timeout=None,
+    )
 
 
 class InProcessOpenAI(openai.AsyncOpenAI):
@@ -154,7 +113,7 @@ class _Completions(AsyncCompletions):
         if reply.status == 200:
             return ChatCompletion.model_validate_json(reply.body)
         request = _http.Request("POST", f"{_BASE_URL}/chat/completions")
-        raise client._make_status_error_from_response(_response(reply, request))
+        raise client._make_status_error_from_response(response(_http, reply, request))
 
 
 _LIBRARY_ONLY = {"extra_headers", "extra_query", "timeout", "response_format"}
@@ -171,12 +130,3 @@ def _jsonable(value: Any) -> Any:
     if isinstance(value, Iterable):
         return list(value)
     raise TypeError(f"a {type(value).__name__} cannot be sent as JSON")
-
-
-def _response(reply: Reply, request: Any) -> Any:
-    return _http.Response(
-        reply.status,
-        headers={"content-type": reply.content_type},
-        content=reply.body,
-        request=request,
-    )

@@ -72,7 +72,7 @@ class ChatRenderer:
             REASONING_PARSERS, "reasoning_parser", reasoning_parser
         )
         self._template = chat_template or _own_template(tokenizer)
-        if enable_thinking and not self._reads("enable_thinking"):
+        if enable_thinking and not self.reads("enable_thinking"):
             raise ConfigError(
                 "enable_thinking is true, but the model's chat template does not read it: "
                 "leave it out, or choose a model with a thinking mode"
@@ -82,7 +82,7 @@ class ChatRenderer:
         )
         self._reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters)
         self._reserved |= {"messages", "self"}
-        self._developer_role = self._reads("developer")
+        self._developer_role = self.reads("developer")
         self._form: TemplateForm = template_form(self._apply, tool_call_parser or "none")
         self.special_tokens = SpecialTokens(tokenizer, self._encode_text)
         self._encode_prompt = lru_cache(_CACHED_PROMPTS)(self._encode_text)
@@ -236,7 +236,8 @@ class ChatRenderer:
             return [_BYTE_OF[character] for character in token]
         return None
 
-    def _reads(self, name: str) -> bool:
+    def reads(self, name: str) -> bool:
+        """Whether the chat template reads the keyword `name`."""
         return re.search(rf"\b{re.escape(name)}\b", self._template) is not None
 
     def _check_template_kwargs(self, extra: Mapping[str, Any]) -> None:
@@ -245,7 +246,7 @@ class ChatRenderer:
             if key in self._reserved:
                 raise RequestError(f"{param} is set by the gateway: leave it out", param=param)
             # enable_thinking=false asks nothing of a model that cannot think.
-            if not self._reads(key) and not (key == "enable_thinking" and value is False):
+            if not self.reads(key) and not (key == "enable_thinking" and value is False):
                 raise RequestError(
                     f"{param} is {shown(value)}, but the model's chat template does not read "
                     f"{key!r}: leave it out",

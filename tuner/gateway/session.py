@@ -20,6 +20,7 @@ from tuner.gateway.errors import RequestError
 from tuner.traces import Call
 
 if TYPE_CHECKING:
+    import anthropic
     import openai
 
     from tuner.gateway.complete import Completion
@@ -174,6 +175,16 @@ class Session:
         from tuner.gateway.in_process import in_process_client
 
         return in_process_client(self._gateway, self.key_of(role))
+
+    def async_anthropic(self, role: str | None = None) -> anthropic.AsyncAnthropic:
+        """Anthropic's client of this session, which reaches the gateway without a socket.
+
+        Raises:
+            MissingDependencyError: The anthropic package is not installed.
+        """
+        from tuner.gateway.in_process import in_process_anthropic
+
+        return in_process_anthropic(self._gateway, self.key_of(role))
 
     def seal(self) -> tuple[Call, ...]:
         """End the session: cancel what is in flight, refuse what comes later.
