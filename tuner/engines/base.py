@@ -16,6 +16,10 @@ class EngineError(TunerError, RuntimeError):
     """A completion could not be finished: the engine failed or was closed; the cause is chained."""
 
 
+class GrammarError(TunerError, ValueError):
+    """A grammar cannot be compiled or followed, or ids do not follow it."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How one completion is sampled. Travels with the call, so that training can recompute it.

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tuner.errors import TunerError
+from tuner.engines.base import GrammarError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -33,10 +33,6 @@ Bits = NDArray[np.uint8]
 _HEAD = '%llguidance {"no_forcing": true}\n'
 _COMPILED = 256
 """Grammars whose compiled form is kept."""
-
-
-class GrammarError(TunerError, ValueError):
-    """A grammar cannot be compiled or followed, or ids do not follow it."""
 
 
 class GrammarState:
@@ -173,14 +169,6 @@ def unpacked(masks: Bits, vocabulary: int, device: torch.device) -> Tensor:
     flags = ((packed[..., None] >> shifts) & 1).bool().flatten(1)[:, :vocabulary]
     missing = vocabulary - flags.shape[1]
     return torch.nn.functional.pad(flags, (0, missing)) if missing > 0 else flags
-
-
-def schema_problem(schema: str) -> str | None:
-    """Why a JSON schema, given as JSON, cannot be made a grammar; None where it can."""
-    from llguidance import LLMatcher
-
-    error = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(f"start: %json {schema}"))
-    return _shortened(error) if error and not error.startswith("WARNING") else None
 
 
 def _vocabulary(tokenizer: Any, end_ids: list[int]) -> LLTokenizer:

@@ -16,10 +16,11 @@ from tuner.engines.base import (
     EngineError,
     FinishReason,
     Generation,
+    GrammarError,
     SamplingParams,
     TokenSink,
 )
-from tuner.engines.grammar import GrammarError, GrammarState, unpacked
+from tuner.engines.grammar import GrammarState, unpacked
 from tuner.engines.sampling import SamplingBatch, choose, most_probable
 from tuner.engines.stop_strings import StopStrings
 

@@ -1,0 +1,236 @@
+r"""From what a request demands to a grammar, in the form of the model's family.
+
+    start: reasoning? body
+
+    body    required         calls
+            auto             free text, or free text and calls
+            with a schema    JSON by the schema, or calls where tools may be called
+
+`CALL_FORMS` and `REASONING_FORMS` have a family's form by its parser's name, so that what a grammar
+allows is what that parser reads. A tag that the tokenizer has as a token of its own is that token;
+another is text. Free text holds no such tag, so a call is never written past the schema.
+
+How JSON is spaced is said in `constraints.py`. Reasoning and free text are not bounded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tuner.gateway.constraints import Constraints, Tool, json_schema
+from tuner.gateway.errors import RequestError
+
+TokenId = Callable[[str], int | None]
+
+_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+_NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class Rules:
+    """Collects the rules of a grammar.
+
+    Args:
+        token_id: The id of a tag that is a token of its own; None for one that is spelled.
+    """
+
+    def __init__(self, token_id: TokenId) -> None:
+        self._token_id = token_id
+        self._rules: dict[str, str] = {}
+
+    def add(self, name: str, body: str) -> str:
+        """Define the rule `name`, or the terminal if it is upper case; returns the name."""
+        self._rules[name] = body
+        return name
+
+    def fresh(self, prefix: str, body: str) -> str:
+        """Define a rule under a name of its own, or find the equal one."""
+        for name, known in self._rules.items():
+            if known == body and name.startswith(prefix):
+                return name
+        return self.add(f"{prefix}{len(self._rules)}", body)
+
+    def json(self, schema: str) -> str:
+        """JSON by a schema from `json_schema`."""
+        return self.fresh("json", f"%json {schema}")
+
+    def tag(self, text: str) -> str:
+        """The tag itself."""
+        token_id = self._token_id(text)
+        return literal(text) if token_id is None else f"<[{token_id}]>"
+
+    def without(self, *tags: str) -> str:
+        """Any text in which none of the tags is spelled."""
+        inside = " & ".join(f"~(/(?s:.*)/ {literal(tag)} /(?s:.*)/)" for tag in tags)
+        return self.fresh("TEXT", f"/(?s:.*)/ & {inside}")
+
+    def until(self, tag: str) -> str:
+        """Any text up to the first such tag, and the tag."""
+        if self._token_id(tag) is not None:
+            return f"{self.without(tag)} {self.tag(tag)}"
+        name = self.fresh("until", f"/(?s:.*)/ {literal(tag)}")
+        self._rules[f"{name}[lazy]"] = self._rules.pop(name)
+        return name
+
+    def text(self) -> str:
+        return "".join(f"{name}: {body}\n" for name, body in self._rules.items())
+
+
+def literal(text: str) -> str:
+    """A text as it stands in a grammar."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class CallableTool:
+    """A tool that may be called: its name, and the schema of its arguments, checked."""
+
+    name: str
+    schema: str
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Expressions for calls, as rules know them.
+
+    Attributes:
+        calls: One call or several, and nothing before or behind.
+        free: Text without a call.
+        after_text: Text, and then calls.
+    """
+
+    calls: str
+    free: str
+    after_text: str
+
+
+# the rules, the tools, whether there may be several calls -> expressions
+CallForm = Callable[[Rules, Sequence[CallableTool], bool], Calls]
+
+
+def hermes(rules: Rules, tools: Sequence[CallableTool], several: bool) -> Calls:
+    r"""`<tool_call>\n{"name": NAME, "arguments": {...}}\n</tool_call>`, a newline between two."""
+    begin, end, line = rules.tag("<tool_call>"), rules.tag("</tool_call>"), literal("\n")
+    calls = rules.add("call", " | ".join(_json_call(rules, tool, "arguments") for tool in tools))
+    rest = f'{line} {calls} {line} {end}'
+    if several:
+        rest += f" ({line} {begin} {rest})*"
+    rules.add("calls", rest)
+    return Calls(
+        f"{begin} calls", rules.without("<tool_call>"), f"{rules.until('<tool_call>')} calls"
+    )
+
+
+def _json_call(rules: Rules, tool: CallableTool, key: str) -> str:
+    """The object of a call: `{"name": NAME, key: ARGUMENTS}`."""
+    name = json.dumps(tool.name, ensure_ascii=False)
+    head = (f'{{"name":{{}}{name},{{}}"{key}":{{}}').split("{}")
+    space = '" "?'
+    terminal = rules.fresh("HEAD", f" {space} ".join(map(literal, head[:-1])) + f" {space}")
+    return f'({terminal} {rules.json(tool.schema)} "}}")'
+
+
+CALL_FORMS: Mapping[str, CallForm] = {"hermes": hermes}
+
+
+@dataclass(frozen=True)
+class TaggedReasoning:
+    r"""`<think>...</think>\n\n`: reasoning between two tags at the beginning."""
+
+    opener: str
+    closer: str
+
+    def rule(self, rules: Rules, opened: bool) -> str:
+        """Reasoning that must be closed where the prompt has opened it, and else may be there."""
+        behind = rules.fresh("GAP", r"/\n{1,2}/")
+        body = f"{rules.until(self.closer)} {behind}?"
+        return body if opened else f"({rules.tag(self.opener)} {body})?"
+
+
+REASONING_FORMS: Mapping[str, TaggedReasoning | None] = {
+    "deepseek_r1": TaggedReasoning("<think>", "</think>"),
+    "none": None,
+}
+
+
+def grammar_of(
+    constraints: Constraints,
+    *,
+    tool_call_parser: str,
+    reasoning_parser: str,
+    opened: bool,
+    token_id: TokenId,
+) -> str:
+    """The grammar that holds a completion to what a request demands; empty where nothing is.
+
+    Args:
+        constraints: What is demanded.
+        tool_call_parser, reasoning_parser: The family's form, by the names of the parsers.
+        opened: Whether the prompt has already opened the reasoning.
+        token_id: The id of a tag that is a token of its own, None for text.
+
+    Raises:
+        RequestError: 400: a schema cannot be made a grammar, or the family's form has none.
+    """
+    field = constraints.field
+    if field is None:
+        return ""
+    rules = Rules(token_id)
+    if reasoning_parser not in REASONING_FORMS:
+        raise _no_form(field, "reasoning_parser", reasoning_parser, REASONING_FORMS)
+    reasoning = REASONING_FORMS[reasoning_parser]
+    before = reasoning.rule(rules, opened) + " " if reasoning else ""
+    bodies = []
+    if constraints.tools:
+        if tool_call_parser not in CALL_FORMS:
+            raise _no_form(field, "tool_call_parser", tool_call_parser, CALL_FORMS)
+        several = constraints.parallel_tool_calls and not constraints.tool_choice.once
+        calls = CALL_FORMS[tool_call_parser](rules, _callable(constraints), several)
+        if constraints.answer is None and constraints.tool_choice.mode == "auto":
+            bodies += [calls.free, calls.after_text]
+        else:
+            bodies.append(calls.calls)
+    answer = constraints.answer
+    if answer is not None and not (constraints.tools and constraints.tool_choice.mode != "auto"):
+        bodies.append(rules.json(json_schema(answer.schema, answer.field)))
+    return f"start: {before}({' | '.join(bodies)})\n{rules.text()}"
+
+
+def _callable(constraints: Constraints) -> list[CallableTool]:
+    """The tools that may be called, with the schemas that are enforced.
+
+    Where the model is free to call, arguments of tools that are not strict are any JSON object.
+    """
+    choice = constraints.tool_choice
+    tools = []
+    for index, tool in enumerate(constraints.tools):
+        name = tool["function"]["name"]
+        if choice.names is None or name in choice.names:
+            enforced = choice.mode == "required" or tool["function"].get("strict")
+            schema = _arguments_schema(tool, index) if enforced else _ANY_OBJECT
+            field = f"tools[{index}].function.parameters"
+            tools.append(CallableTool(name, json_schema(schema, field)))
+    return tools
+
+
+def _arguments_schema(tool: Tool, index: int) -> dict[str, Any]:
+    schema = tool["function"].get("parameters")
+    if schema is None:
+        return _NO_ARGUMENTS
+    if schema.get("type", "object") != "object":
+        field = f"tools[{index}].function.parameters.type"
+        raise RequestError(
+            f"{field} is {json.dumps(schema['type'])}: arguments are an object", param=field
+        )
+    return {"type": "object", **schema}
+
+
+def _no_form(field: str, setting: str, name: str, table: Mapping[str, object]) -> RequestError:
+    known = ", ".join(sorted(set(table) - {"none"}))
+    return RequestError(
+        f"{field} asks for a completion of a certain form, but there is no grammar for the form "
+        f"of {setting} {name!r} (there is for {known}): leave it out",
+        param=field,
+    )
