@@ -157,17 +157,18 @@ class Completion:
         self.started = time.time()
         self._clock = time.perf_counter()
         prompts = self._prompts()
+        # First of all: a form that cannot be had is refused before anything is counted.
+        grammars = [self._renderer.grammar(request.constraints, prompt.ids) for prompt in prompts]
         budget = session.admit(len(prompts) * request.n)
         self._recordings: list[_Recording] = []
         ids = []
-        for prompt in prompts:
+        for prompt, grammar in zip(prompts, grammars, strict=True):
             room = self._room(prompt.ids)
             if budget is not None:
                 room = min(room, budget)
             digest = hashlib.blake2b(array("q", prompt.ids).tobytes(), digest_size=16).digest()
             occurrence = session.occurrence(digest)
             ids.append((digest, occurrence))
-            grammar = self._renderer.grammar(request.constraints, prompt.ids)
             for choice in range(request.n):
                 seed = session.digest("seed", digest, occurrence, choice)
                 sampling = self._sampling(room, seed, choice, grammar)

@@ -8,7 +8,8 @@ r"""From what a request demands to a grammar, in the form of the model's family.
 
 `CALL_FORMS` and `REASONING_FORMS` have a family's form by its parser's name, so that what a grammar
 allows is what that parser reads. A tag that the tokenizer has as a token of its own is that token;
-another is text. Free text holds no such tag, so a call is never written past the schema.
+another is text. Free text holds no such tag, so a call is never written past the schema, and does
+not begin as reasoning does.
 
 How JSON is spaced is said in `constraints.py`. Reasoning and free text are not bounded.
 """
@@ -34,10 +35,12 @@ class Rules:
 
     Args:
         token_id: The id of a tag that is a token of its own; None for one that is spelled.
+        opener: What opens reasoning, with which free text cannot begin; None for nothing.
     """
 
-    def __init__(self, token_id: TokenId) -> None:
+    def __init__(self, token_id: TokenId, opener: str | None) -> None:
         self._token_id = token_id
+        self._opener = opener
         self._rules: dict[str, str] = {}
 
     def add(self, name: str, body: str) -> str:
@@ -61,21 +64,42 @@ class Rules:
         token_id = self._token_id(text)
         return literal(text) if token_id is None else f"<[{token_id}]>"
 
-    def without(self, *tags: str) -> str:
-        """Any text in which none of the tags is spelled."""
-        inside = " & ".join(f"~(/(?s:.*)/ {literal(tag)} /(?s:.*)/)" for tag in tags)
-        return self.fresh("TEXT", f"/(?s:.*)/ & {inside}")
+    def free(self, tag: str) -> str:
+        """Text that is not reasoning, and in which the tag is not spelled."""
+        return self.fresh("FREE", f"{self._not_reasoning()} & {_without(tag)}")
+
+    def free_until(self, tag: str) -> str:
+        """Text that is not reasoning, up to the first such tag, and the tag."""
+        if self._token_id(tag) is not None:
+            return f"{self.free(tag)} {self.tag(tag)}"
+        return self._lazy(self.fresh("FREE", self._not_reasoning()), tag)
 
     def until(self, tag: str) -> str:
         """Any text up to the first such tag, and the tag."""
         if self._token_id(tag) is not None:
-            return f"{self.without(tag)} {self.tag(tag)}"
-        name = self.fresh("until", f"/(?s:.*)/ {literal(tag)}")
-        self._rules[f"{name}[lazy]"] = self._rules.pop(name)
+            return f"{self.fresh('TEXT', f'{_ANY_TEXT} & {_without(tag)}')} {self.tag(tag)}"
+        return self._lazy(_ANY_TEXT, tag)
+
+    def _not_reasoning(self) -> str:
+        if self._opener is None:
+            return _ANY_TEXT
+        return f"{_ANY_TEXT} & ~(/\\s*/ {literal(self._opener)} {_ANY_TEXT})"
+
+    def _lazy(self, text: str, tag: str) -> str:
+        name = f"until{len(self._rules)}"
+        self._rules[f"{name}[lazy]"] = f"{text} {literal(tag)}"
         return name
 
     def text(self) -> str:
         return "".join(f"{name}: {body}\n" for name, body in self._rules.items())
+
+
+_ANY_TEXT = "/(?s:.*)/"
+
+
+def _without(tag: str) -> str:
+    """Regex: any text in which the tag is not spelled."""
+    return f"~({_ANY_TEXT} {literal(tag)} {_ANY_TEXT})"
 
 
 def literal(text: str) -> str:
@@ -114,12 +138,12 @@ def hermes(rules: Rules, tools: Sequence[CallableTool], several: bool) -> Calls:
     r"""`<tool_call>\n{"name": NAME, "arguments": {...}}\n</tool_call>`, a newline between two."""
     begin, end, line = rules.tag("<tool_call>"), rules.tag("</tool_call>"), literal("\n")
     calls = rules.add("call", " | ".join(_json_call(rules, tool, "arguments") for tool in tools))
-    rest = f'{line} {calls} {line} {end}'
+    rest = f"{line} {calls} {line} {end}"
     if several:
         rest += f" ({line} {begin} {rest})*"
     rules.add("calls", rest)
     return Calls(
-        f"{begin} calls", rules.without("<tool_call>"), f"{rules.until('<tool_call>')} calls"
+        f"{begin} calls", rules.free("<tool_call>"), f"{rules.free_until('<tool_call>')} calls"
     )
 
 
@@ -177,10 +201,10 @@ def grammar_of(
     field = constraints.field
     if field is None:
         return ""
-    rules = Rules(token_id)
     if reasoning_parser not in REASONING_FORMS:
         raise _no_form(field, "reasoning_parser", reasoning_parser, REASONING_FORMS)
     reasoning = REASONING_FORMS[reasoning_parser]
+    rules = Rules(token_id, reasoning.opener if reasoning else None)
     before = reasoning.rule(rules, opened) + " " if reasoning else ""
     bodies = []
     if constraints.tools:
