@@ -157,6 +157,6 @@ def _within_grammars(
             requests[place].error = EngineError(str(error))
     if not places:
         return logits
-    allowed = unpacked(np.stack(masks), logits.shape[-1], logits.device)
-    rows = torch.tensor(places, device=logits.device)
-    return logits.index_copy(0, rows, logits[rows].masked_fill(~allowed, -math.inf))
+    removed = torch.zeros_like(logits, dtype=torch.bool)
+    removed[places] = ~unpacked(np.stack(masks), logits.shape[-1], logits.device)
+    return logits.masked_fill(removed, -math.inf)
