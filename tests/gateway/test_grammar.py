@@ -466,3 +466,76 @@ async def test_a_grammar_too_large_for_the_engine_is_the_requests_fault() -> Non
             )
         assert caught.value.param == "tool_choice"
         assert session.errors == []
+
+
+# The other families' forms, with tags that are text
+
+BARS = {"C": "calls▁begin", "c": "call▁begin", "e": "call▁end", "E": "calls▁end", "s": "sep"}
+DEEPSEEK = {key: f"<｜tool▁{name}｜>" for key, name in BARS.items()}  # noqa: RUF001
+V3 = "{C}{c}function{s}ping\n```json\n{{}}\n```{e}{E}".format(**DEEPSEEK)
+V31 = "{C}{c}ping{s}{{}}{e}{c}ping{s}{{}}{e}{E}".format(**DEEPSEEK)
+FORMS = [
+    # parser, whole answers that call, answers that cannot be
+    (
+        "llama3_json",
+        [
+            '{"name": "ping", "parameters": {}}',
+            '{"name":"say","parameters":{"word":"yes"}}; {"name": "ping", "parameters": {}}',
+        ],
+        [
+            '{"name": "say", "parameters": {"word": "no"}}',
+            '{"name": "ping", "arguments": {}}',
+            ' {"x": 1}',
+            'x <|python_tag|>{"name": "ping", "parameters": {}}',
+        ],
+    ),
+    (
+        "mistral",
+        [
+            '[TOOL_CALLS] [{"name": "ping", "arguments": {}}]',
+            'Well.[TOOL_CALLS][{"name": "ping", "arguments": {}}, '
+            '{"name": "say", "arguments": {"word": "yes"}}]',
+        ],
+        [
+            '[TOOL_CALLS] [{"name": "say", "arguments": {"word": "no"}}]',
+            "[TOOL_CALLS]ping[ARGS]{}",
+            "[TOOL_CALLS] []",
+        ],
+    ),
+    ("deepseek_v3", [V3, f"Well.{V3}"], [V31, V3.replace("ping", "pong"), V3 + "x"]),
+    ("deepseek_v31", [V31, f"Well.{V31}"], [V3, V31.replace("{}", "{1}"), V31 + "x"]),
+]
+
+
+@pytest.mark.parametrize(("parser", "allowed", "refused"), FORMS, ids=[f[0] for f in FORMS])
+def test_every_family_has_its_form(parser: str, allowed: list, refused: list) -> None:
+    def follows(constraints: Constraints, text: str) -> bool:
+        form = grammar_of(
+            constraints,
+            tool_call_parser=parser,
+            reasoning_parser="none",
+            opened=False,
+            token_id=lambda text: None,
+        )
+        state = GRAMMARS.start(form)
+        return all(may_follow(state, token_id) for token_id in ids(text, True))
+
+    auto = Constraints([PING, SAY])
+    assert [follows(auto, text) for text in ["", "hello", *allowed]] == [True] * (2 + len(allowed))
+    assert [follows(auto, text) for text in refused] == [False] * len(refused)
+    required = Constraints([PING, SAY], REQUIRED)
+    assert follows(required, allowed[0])
+    assert not any(follows(required, text) for text in ["", "hello", *refused])
+
+
+def test_mistral_names_each_call_where_the_tokenizer_has_a_token_for_it() -> None:
+    tokens = {"[TOOL_CALLS]": 256, "[ARGS]": 257}
+    form = grammar_of(
+        Constraints([PING], REQUIRED),
+        tool_call_parser="mistral",
+        reasoning_parser="none",
+        opened=False,
+        token_id=tokens.get,
+    )
+    one = [256, *ids_of("ping"), 257, *ids_of("{}")]
+    assert GRAMMARS.allowed(form, [*one, *one, END], VOCABULARY)[-1, END]

@@ -64,15 +64,17 @@ class Rules:
         token_id = self._token_id(text)
         return literal(text) if token_id is None else f"<[{token_id}]>"
 
-    def free(self, tag: str) -> str:
-        """Text that is not reasoning, and in which the tag is not spelled."""
-        return self.fresh("FREE", f"{self._not_reasoning()} & {_without(tag)}")
+    def free(self, *tags: str, begins: str | None = None) -> str:
+        """Text that is not reasoning, does not begin with `begins`, and spells no tag."""
+        begins_with = [text for text in (self._opener, begins) if text is not None]
+        parts = [_ANY_TEXT, *map(_not_first, begins_with), *map(_without, tags)]
+        return self.fresh("FREE", " & ".join(parts))
 
-    def free_until(self, tag: str) -> str:
-        """Text that is not reasoning, up to the first such tag, and the tag."""
+    def free_until(self, tag: str, *others: str) -> str:
+        """Text that is not reasoning and spells none of the tags; and then the first of them."""
         if self._token_id(tag) is not None:
-            return f"{self.free(tag)} {self.tag(tag)}"
-        return self._lazy(self.fresh("FREE", self._not_reasoning()), tag)
+            return f"{self.free(tag, *others)} {self.tag(tag)}"
+        return self._lazy(self.free(*others), tag)
 
     def until(self, tag: str) -> str:
         """Any text up to the first such tag, and the tag."""
@@ -80,10 +82,9 @@ class Rules:
             return f"{self.fresh('TEXT', f'{_ANY_TEXT} & {_without(tag)}')} {self.tag(tag)}"
         return self._lazy(_ANY_TEXT, tag)
 
-    def _not_reasoning(self) -> str:
-        if self._opener is None:
-            return _ANY_TEXT
-        return f"{_ANY_TEXT} & ~(/\\s*/ {literal(self._opener)} {_ANY_TEXT})"
+    def has(self, text: str) -> bool:
+        """Whether the tag is a token of its own."""
+        return self._token_id(text) is not None
 
     def _lazy(self, text: str, tag: str) -> str:
         name = f"until{len(self._rules)}"
@@ -100,6 +101,11 @@ _ANY_TEXT = "/(?s:.*)/"
 def _without(tag: str) -> str:
     """Regex: any text in which the tag is not spelled."""
     return f"~({_ANY_TEXT} {literal(tag)} {_ANY_TEXT})"
+
+
+def _not_first(text: str) -> str:
+    """Regex: any text that does not begin so, white space aside."""
+    return f"~(/\\s*/ {literal(text)} {_ANY_TEXT})"
 
 
 def literal(text: str) -> str:
@@ -137,8 +143,8 @@ CallForm = Callable[[Rules, Sequence[CallableTool], bool], Calls]
 def hermes(rules: Rules, tools: Sequence[CallableTool], several: bool) -> Calls:
     r"""`<tool_call>\n{"name": NAME, "arguments": {...}}\n</tool_call>`, a newline between two."""
     begin, end, line = rules.tag("<tool_call>"), rules.tag("</tool_call>"), literal("\n")
-    calls = rules.add("call", " | ".join(_json_call(rules, tool, "arguments") for tool in tools))
-    rest = f"{line} {calls} {line} {end}"
+    call = _json_calls(rules, tools, "arguments")
+    rest = f"{line} {call} {line} {end}"
     if several:
         rest += f" ({line} {begin} {rest})*"
     rules.add("calls", rest)
@@ -147,34 +153,116 @@ def hermes(rules: Rules, tools: Sequence[CallableTool], several: bool) -> Calls:
     )
 
 
-def _json_call(rules: Rules, tool: CallableTool, key: str) -> str:
-    """The object of a call: `{"name": NAME, key: ARGUMENTS}`."""
-    name = json.dumps(tool.name, ensure_ascii=False)
-    head = (f'{{"name":{{}}{name},{{}}"{key}":{{}}').split("{}")
+def llama3_json(rules: Rules, tools: Sequence[CallableTool], several: bool) -> Calls:
+    """`{"name": NAME, "parameters": {...}}` and nothing before, `; ` between two."""
+    call = _json_calls(rules, tools, "parameters")
+    calls = rules.add("calls", f'{call} (";" " "? {call})*' if several else call)
+    return Calls(calls, rules.free("<|python_tag|>", begins="{"), calls)
+
+
+def mistral(rules: Rules, tools: Sequence[CallableTool], several: bool) -> Calls:
+    """`[TOOL_CALLS]NAME[ARGS]{...}` for each call if the tokenizer has `[ARGS]`, else an array."""
+    begin = rules.tag("[TOOL_CALLS]")
+    if rules.has("[ARGS]"):
+        named = " | ".join(
+            f"{literal(tool.name)} {rules.tag('[ARGS]')} {rules.json(tool.schema)}"
+            for tool in tools
+        )
+        call = rules.add("call", named)
+        rest = f"{call} ({begin} {call})*" if several else call
+    else:
+        call = _json_calls(rules, tools, "arguments")
+        rest = f'" "? "[" {call}' + (f' ("," " "? {call})*' if several else "") + ' "]"'
+    rules.add("calls", rest)
+    after = rules.free_until("[TOOL_CALLS]")
+    return Calls(f"{begin} calls", rules.free("[TOOL_CALLS]"), f"{after} calls")
+
+
+# The bars of DeepSeek's tags are full-width, as the model writes them.
+_CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001
+_CALL, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001
+_SEPARATOR = "<｜tool▁sep｜>"  # noqa: RUF001
+
+
+def deepseek_v3(rules: Rules, tools: Sequence[CallableTool], several: bool) -> Calls:
+    """Tags around each call and around all; `function`, the name, and JSON in a fence."""
+    parts = (f'"function" {rules.tag(_SEPARATOR)}', literal("\n```json\n"), literal("\n```"))
+    return _deepseek(rules, tools, several, parts, between=literal("\n"))
+
+
+def deepseek_v31(rules: Rules, tools: Sequence[CallableTool], several: bool) -> Calls:
+    """Tags around each call and around all; the name and JSON."""
+    return _deepseek(rules, tools, several, ("", rules.tag(_SEPARATOR), ""), between="")
+
+
+def _deepseek(
+    rules: Rules,
+    tools: Sequence[CallableTool],
+    several: bool,
+    parts: tuple[str, str, str],
+    *,
+    between: str,
+) -> Calls:
+    head, middle, tail = parts
+    bodies = " | ".join(
+        f"{head} {literal(tool.name)} {middle} {rules.json(tool.schema)} {tail}" for tool in tools
+    )
+    call = rules.add("call", f"{rules.tag(_CALL)} ({bodies}) {rules.tag(_CALL_END)}")
+    more = f"({between} {call})*" if several else ""
+    rules.add("calls", f"{call} {more} {rules.tag(_CALLS_END)}")
+    after = rules.free_until(_CALLS, _CALL)
+    return Calls(f"{rules.tag(_CALLS)} calls", rules.free(_CALLS, _CALL), f"{after} calls")
+
+
+def _json_calls(rules: Rules, tools: Sequence[CallableTool], key: str) -> str:
+    """The object of a call of any of the tools: `{"name": NAME, key: ARGUMENTS}`."""
     space = '" "?'
-    terminal = rules.fresh("HEAD", f" {space} ".join(map(literal, head[:-1])) + f" {space}")
-    return f'({terminal} {rules.json(tool.schema)} "}}")'
+    objects = []
+    for tool in tools:
+        name = json.dumps(tool.name, ensure_ascii=False)
+        pieces = ('{"name":', f"{name},", f'"{key}":')
+        head = rules.fresh("HEAD", " ".join(f"{literal(piece)} {space}" for piece in pieces))
+        objects.append(f'{head} {rules.json(tool.schema)} "}}"')
+    return rules.add("call", " | ".join(objects))
 
 
-CALL_FORMS: Mapping[str, CallForm] = {"hermes": hermes}
+CALL_FORMS: Mapping[str, CallForm] = {
+    "hermes": hermes,
+    "llama3_json": llama3_json,
+    "llama4_json": llama3_json,
+    "mistral": mistral,
+    "deepseek_v3": deepseek_v3,
+    "deepseek_v31": deepseek_v31,
+}
 
 
 @dataclass(frozen=True)
 class TaggedReasoning:
-    r"""`<think>...</think>\n\n`: reasoning between two tags at the beginning."""
+    r"""`<think>...</think>\n\n`: reasoning between two tags at the beginning.
+
+    Attributes:
+        line_ends: Whether newlines may follow.
+    """
 
     opener: str
     closer: str
+    line_ends: bool = True
 
     def rule(self, rules: Rules, opened: bool) -> str:
         """Reasoning that must be closed where the prompt has opened it, and else may be there."""
-        behind = rules.fresh("GAP", r"/\n{1,2}/")
-        body = f"{rules.until(self.closer)} {behind}?"
+        body = rules.until(self.closer)
+        if self.line_ends:
+            body += f" {rules.fresh('GAP', literal(chr(10)) + '{1,2}')}?"
         return body if opened else f"({rules.tag(self.opener)} {body})?"
 
 
+_THINK = TaggedReasoning("<think>", "</think>")
+
 REASONING_FORMS: Mapping[str, TaggedReasoning | None] = {
-    "deepseek_r1": TaggedReasoning("<think>", "</think>"),
+    "deepseek_r1": _THINK,
+    "deepseek_v3": _THINK,
+    "qwen3": _THINK,
+    "mistral": TaggedReasoning("[THINK]", "[/THINK]", line_ends=False),
     "none": None,
 }
 
