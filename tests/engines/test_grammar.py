@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import threading
 
 import jsonschema
 import pytest
@@ -19,7 +20,7 @@ from tests.engines.test_tiny_math import PATH as TINY_MATH
 from tests.gateway.toy import ids_of, text_of, tokenizer
 from tuner.engines import EngineError, SamplingParams
 from tuner.engines.base import GrammarError
-from tuner.engines.grammar import Grammars
+from tuner.engines.grammar import Grammars, GrammarState
 from tuner.engines.transformers import TransformersEngine
 from tuner.gateway.constraints import json_schema
 
@@ -351,3 +352,22 @@ def test_whatever_the_schema_a_completion_that_stopped_is_valid(schema: dict, se
 
 
 ENGINES: dict[str, TransformersEngine] = {}
+
+
+async def test_an_engine_that_closes_while_a_grammar_compiles_refuses_the_request() -> None:
+    engine = make_engine()
+    compiling, whole = threading.Event(), engine._grammars.start
+
+    def slow(text: str) -> GrammarState:
+        compiling.wait(10)
+        return whole(text)
+
+    engine._grammars.start = slow
+    sampling = SamplingParams(max_tokens=9, grammar=ONE_OF_THREE)
+    task = asyncio.create_task(engine.generate(list(ids_of("a")), sampling, "s"))
+    await asyncio.sleep(0)
+    await engine.close()
+    compiling.set()
+    with pytest.raises(EngineError, match="closed"):
+        async with asyncio.timeout(10):
+            await task

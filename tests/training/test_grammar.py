@@ -117,7 +117,7 @@ def test_loss_and_gradient_equal_the_formula_over_the_allowed_tokens(entropy: fl
         {name: p.grad.clone() for name, p in model.named_parameters()}
     )
     metrics = trainer.ppo_update(trainer.compute_advantages(build_batch(traces)))
-    assert metrics["loss"] == pytest.approx(float(expected), abs=1e-9)
+    assert metrics["loss"] == pytest.approx(expected.item(), abs=1e-9)
     for name, parameter in exact.named_parameters():
         assert torch.allclose(gradients[name], parameter.grad, atol=1e-9), name
 

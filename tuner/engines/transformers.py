@@ -212,10 +212,10 @@ class TransformersEngine:
             EngineError: The prompt is empty or has ids that the model does not know, a forward
                 pass failed, or the engine was closed.
         """
-        if self._closed:
-            raise EngineError("the engine is closed")
         check_sampling(sampling)
         form = await self._form(sampling.grammar) if sampling.grammar else None
+        if self._closed:
+            raise EngineError("the engine is closed")
         request = self._make_request(list(prompt_ids), sampling, sink, form)
         loop = request.future.get_loop()
         driver = self._drivers.get(loop)
