@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Literal
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field
 
 os.environ["AGENTSCOPE_DISABLE_CONSOLE_OUTPUT"] = "true"
 
+from tests.engines.test_grammar import make_engine
 from tests.gateway.toy import StubEngine, gateway_of, text_of
 from tuner.chat_models import PlainChatModel, chat_model, trinity_chat_model_class
 from tuner.chat_models.agentscope1 import trinity_chat_model
 from tuner.errors import MissingDependencyError
+from tuner.gateway import SamplingDefaults
 
 pytest.importorskip("agentscope")
 
@@ -156,3 +159,46 @@ def test_agentscope_that_does_not_import_is_reported_with_its_cause(monkeypatch,
         assert "does not import" in caplog.text
     finally:
         trinity_chat_model.cache_clear()
+
+
+class Ruling(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    colour: Literal["red", "grün"]
+    count: int = Field(ge=0, le=20)
+
+
+async def test_a_random_model_gives_the_structured_output_that_is_asked_for() -> None:
+    async with gateway_of(make_engine(max_model_len=4096), reasoning_parser="none") as gateway:
+        session = gateway.open_session("r")
+        model = chat_model(session, kind="agentscope1")
+        answer = await model([{"role": "user", "content": "hi"}], structured_model=Ruling)
+        Ruling.model_validate(answer.metadata)
+        assert not model._structured_output_fallback
+        (call,) = session.calls
+        assert call.constrained
+        assert call.finish_reason == "stop"
+
+
+async def test_the_way_round_by_a_tool_call_gives_it_too() -> None:
+    async with gateway_of(make_engine(max_model_len=4096), reasoning_parser="none") as gateway:
+        session = gateway.open_session("r")
+        model = chat_model(session, kind="agentscope1")
+        model._structured_output_fallback = True
+        answer = await model([{"role": "user", "content": "hi"}], structured_model=Ruling)
+        Ruling.model_validate(answer.metadata)
+        (call,) = session.calls
+        assert call.finish_reason == "tool_calls"
+
+
+async def test_react_agent_with_a_random_model_ends_with_the_structured_output() -> None:
+    defaults = SamplingDefaults(max_tokens=100)
+    async with gateway_of(make_engine(max_model_len=4096), reasoning_parser="none") as gateway:
+        session = gateway.open_session("r", defaults=defaults)
+        agent = agent_of(chat_model(session, kind="agentscope1"))
+        reply = await agent(Msg("user", "red or green?", "user"), structured_model=Ruling)
+        Ruling.model_validate(reply.metadata)
+        forced = [call for call in session.calls if call.constrained]
+        assert forced
+        assert forced[0].response["tool_calls"][0]["function"]["name"] == "generate_response"
+        assert all(call.invalid is None for call in session.calls)

@@ -28,6 +28,18 @@ async def send(gateway: Gateway, body: object, *, raw: bytes | None = None) -> t
     return reply.status, json.loads(reply.body)
 
 
+def json_schema(**fields: object) -> dict:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": {}, **fields}}
+
+
+def allowed_tools(**fields: object) -> dict:
+    named = {"type": "function", "function": {"name": "add"}}
+    return {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": "auto", "tools": [named], **fields},
+    }
+
+
 def test_the_table_has_every_field_of_openais_api() -> None:
     base = completion_create_params.CompletionCreateParamsBase
     fields = set(typing.get_type_hints(base)) | {"stream"}
@@ -82,11 +94,29 @@ REFUSED = [
     ("stream", "yes", "true or false"),
     ("stream_options", {"include_usage": True}, "without stream"),
     ("store", True, "trace"),
-    ("parallel_tool_calls", False, "number of tool calls"),
-    ("response_format", {"type": "json_object"}, "constrained"),
-    ("response_format", {"type": "json_schema", "json_schema": {}}, "constrained"),
-    ("tool_choice", "required", "tool_choice is \"required\".*'auto'"),
-    ("tool_choice", {"type": "function", "function": {"name": "add"}}, "tool_choice.*'auto'"),
+    ("parallel_tool_calls", 0, "true or false"),
+    ("response_format", "json", "must be an object"),
+    ("response_format", {"type": "xml"}, "'json_schema'"),
+    ("response_format", {"type": "json_object", "schema": {}}, "schema is not a field"),
+    ("response_format", {"type": "json_object"}, "this engine cannot"),
+    ("response_format", {"type": "json_schema"}, "json_schema must be an object, not null"),
+    ("response_format", {"type": "json_schema", "json_schema": {}}, "name must be a string"),
+    ("response_format", json_schema(schema=None), "schema must be an object, not null"),
+    ("response_format", json_schema(strict="yes"), "strict must be true or false"),
+    ("response_format", json_schema(description=5), "description must be a string"),
+    ("response_format", json_schema(colour="red"), "colour is not a field"),
+    ("tool_choice", "any", "'auto', 'required', 'none'"),
+    ("tool_choice", {"type": "custom", "custom": {"name": "add"}}, "send 'auto'"),
+    ("tool_choice", {"type": "function"}, r'function must be \{"name"'),
+    ("tool_choice", {"type": "function", "function": {"name": 5}}, "function must be"),
+    ("tool_choice", {"type": "function", "function": {"name": "f"}, "x": 1}, "x is not a field"),
+    ("tool_choice", "required", "no tools: send tools"),
+    ("tool_choice", {"type": "function", "function": {"name": "add"}}, "no tools: send tools"),
+    ("tool_choice", {"type": "allowed_tools"}, "allowed_tools must be an object"),
+    ("tool_choice", allowed_tools(mode="none"), 'mode is "none"'),
+    ("tool_choice", allowed_tools(tools=[]), "at least one tool"),
+    ("tool_choice", allowed_tools(tools=["add"]), r"tools\[0\] must be"),
+    ("tool_choice", allowed_tools(), 'names "add", but the tools are none'),
     ("logit_bias", {"5": 1}, "biased"),
     ("presence_penalty", 0.5, "training cannot recompute"),
     ("presence_penalty", False, "training cannot recompute"),
@@ -171,7 +201,8 @@ REFUSED = [
     ("tools", [{"type": "function"}], "function must be an object"),
     ("tools", [{"type": "function", "function": {}}], "name must be"),
     ("tools", [{"type": "function", "function": {"name": "f", "parameters": 5}}], "an object"),
-    ("tools", [{"type": "function", "function": {"name": "f", "strict": True}}], "strict"),
+    ("tools", [{"type": "function", "function": {"name": "f", "strict": 1}}], "true or false"),
+    ("tools", [{"type": "function", "function": {"name": "f", "strict": True}}], "this engine"),
     ("chat_template_kwargs", {"colour": 1}, "does not read 'colour'"),
     ("chat_template_kwargs", {"tokenize": True}, "set by the gateway"),
     ("chat_template_kwargs", {"messages": []}, "set by the gateway"),

@@ -119,6 +119,7 @@ class StubEngine:
     answer: Callable[[str, SamplingParams], str] | None = None
     version: int = 3
     hold_after: int | None = None
+    grammars: bool = False
 
     def __post_init__(self) -> None:
         self.requests: list[tuple[tuple[int, ...], SamplingParams, str]] = []
@@ -130,7 +131,7 @@ class StubEngine:
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        return EngineCapabilities(self.max_model_len, max_top_logprobs=5)
+        return EngineCapabilities(self.max_model_len, max_top_logprobs=5, grammars=self.grammars)
 
     async def generate(
         self,

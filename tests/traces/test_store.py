@@ -240,3 +240,16 @@ def test_call_whose_data_disagree_is_marked_invalid(completion, logprobs, reason
 
 def test_consistent_call_is_valid():
     assert call("a", [1], [2, 3], [-1.0, 0.0]).invalid is None
+
+
+def test_traces_from_before_there_were_grammars_are_read() -> None:
+    one = trace(0, 0, [call("a", [1], [2], [-1.0])], reward=1.0)
+    stored = json.loads(json.dumps(trace_to_json(one)))
+    assert '"grammar"' in json.dumps(stored)
+    assert trace_from_json(_without_grammar(stored)) == one
+
+
+def _without_grammar(data):
+    if isinstance(data, dict):
+        return {k: _without_grammar(v) for k, v in data.items() if k != "grammar"}
+    return [_without_grammar(item) for item in data] if isinstance(data, list) else data

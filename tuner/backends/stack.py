@@ -105,7 +105,7 @@ def build_trainer(config: RunConfig, stack: Stack, *, total_steps: int) -> Polic
     if settings.uses_reference and stack.engine.version > 0:
         device = next(stack.model.parameters()).device
         reference = load_model(config.model.model_path, device=device)
-    return PolicyTrainer(stack.model, settings, reference=reference)
+    return PolicyTrainer(stack.model, settings, reference=reference, grammars=stack.engine.grammars)
 
 
 def trainer_settings(

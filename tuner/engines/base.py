@@ -16,6 +16,10 @@ class EngineError(TunerError, RuntimeError):
     """A completion could not be finished: the engine failed or was closed; the cause is chained."""
 
 
+class GrammarError(TunerError, ValueError):
+    """A grammar cannot be compiled or followed, or ids do not follow it."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How one completion is sampled. Travels with the call, so that training can recompute it.
@@ -29,6 +33,8 @@ class SamplingParams:
         seed: Seed of this completion's own random stream; equal seeds and equal
             distributions give equal tokens, whoever else is in the batch.
         top_logprobs: How many alternatives to report for each position (0 to 20).
+        grammar: The form that the completion must have, in llguidance's variant of Lark; empty
+            for none. Tokens outside it are removed from the logits before anything else.
     """
 
     max_tokens: int
@@ -38,6 +44,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     seed: int = 0
     top_logprobs: int = 0
+    grammar: str = ""
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,7 @@ class Generation:
     Attributes:
         completion_ids: Sampled token ids, the end-of-sequence token included, shape [T].
         logprobs: Natural log-probs of the sampled ids under the distribution that was sampled
-            from (after temperature, top_k and top_p), shape [T].
+            from (after grammar, temperature, top_k and top_p), shape [T].
         versions: Version of the weights that sampled each token, shape [T].
         finish_reason: "stop" at an end-of-sequence token or stop string, "length" otherwise.
         top_logprobs: For each position the (id, log-prob) pairs of the most probable tokens,
@@ -77,10 +84,15 @@ class TokenSink(Protocol):
 
 @dataclass(frozen=True)
 class EngineCapabilities:
-    """What an engine can do; the gateway refuses what it cannot with a 400 that names it."""
+    """What an engine can do; the gateway refuses what it cannot with a 400 that names it.
+
+    Attributes:
+        grammars: Whether completions can be held to a form (`SamplingParams.grammar`).
+    """
 
     max_model_len: int
     max_top_logprobs: int = 20
+    grammars: bool = False
 
 
 class Engine(Protocol):
@@ -106,6 +118,7 @@ class Engine(Protocol):
 
         Raises:
             ContextLengthError: The prompt leaves no room for a single token.
+            GrammarError: The sampling's grammar cannot be compiled.
             EngineError: The engine failed or was closed while the request was in flight.
         """
 

@@ -8,15 +8,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from tuner.engines.base import (
     EngineError,
     FinishReason,
     Generation,
+    GrammarError,
     SamplingParams,
     TokenSink,
 )
+from tuner.engines.grammar import GrammarState, unpacked
 from tuner.engines.sampling import SamplingBatch, choose, most_probable
 from tuner.engines.stop_strings import StopStrings
 
@@ -32,6 +36,8 @@ class Request:
         uniforms: The request's own random stream; one number is drawn per sampled token.
         future: Receives the Generation, on the event loop that asked for it.
         sink: Is told of each token.
+        form: Where it is in its grammar; None without one.
+        error: Why it cannot go on, although the others of its batch can.
         cached_tokens: Prompt tokens reused when it was first admitted; -1 before that.
         cancelled: Nobody waits for it any more.
     """
@@ -44,6 +50,8 @@ class Request:
     uniforms: Random
     future: asyncio.Future[Generation]
     sink: TokenSink | None = None
+    form: GrammarState | None = None
+    error: EngineError | None = None
     completion_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -69,6 +77,12 @@ class Request:
         self.completion_ids.append(token_id)
         self.logprobs.append(logprob)
         self.versions.append(version)
+        if self.form is not None:
+            try:
+                self.form.advance(token_id)
+            except GrammarError as error:
+                self.error = EngineError(str(error))
+                return True
         if token_id in self.end_ids or (self.stops is not None and self.stops.push(token_id)):
             self.finish_reason = "stop"
         elif len(self.completion_ids) >= self.limit:
@@ -99,10 +113,13 @@ def sample_next(
 
     Returns:
         The sampled ids, [n], and the positions in `requests` of those that are finished, ascending.
+        Where a grammar cannot be followed any further the request is finished, with its error.
 
     Raises:
         EngineError: The logits are not finite; no request has changed.
     """
+    if batch.constrained:
+        logits = _within_grammars(requests, batch.constrained, logits)
     logprobs = batch.logprobs(logits)
     ids, chosen = choose(logprobs, [request.uniforms.random() for request in requests])
     if not math.isfinite(math.fsum(chosen)):
@@ -120,6 +137,26 @@ def sample_next(
         for place, (request, token_id, logprob) in enumerate(
             zip(requests, ids, chosen, strict=True)
         )
-        if request.push(token_id, logprob, version)
+        if request.error is not None or request.push(token_id, logprob, version)
     ]
     return ids, finished
+
+
+def _within_grammars(
+    requests: Sequence[Request], constrained: Sequence[int], logits: Tensor
+) -> Tensor:
+    """Logits with -inf outside the grammars of the requests at the places `constrained`, [n, V]."""
+    places, masks = [], []
+    for place in constrained:
+        form = requests[place].form
+        assert form is not None
+        try:
+            masks.append(form.mask(logits.shape[-1]))
+            places.append(place)
+        except GrammarError as error:
+            requests[place].error = EngineError(str(error))
+    if not places:
+        return logits
+    removed = torch.zeros_like(logits, dtype=torch.bool)
+    removed[places] = ~unpacked(np.stack(masks), logits.shape[-1], logits.device)
+    return logits.masked_fill(removed, -math.inf)

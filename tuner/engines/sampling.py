@@ -1,9 +1,10 @@
 """The distribution that tokens are sampled from, and the sampling itself, for a whole batch.
 
-    logits ──/ temperature──▶ top_k ──renormalise──▶ top_p ──renormalise──▶ log-probs ──u──▶ ids
+    logits ─grammar─/ temperature─▶ top_k ─renormalise─▶ top_p ─renormalise─▶ log-probs ─u─▶ ids
 
 Log-probs are those of the last distribution in the line. A trainer that wants the same quantity
-calls `sampled_logprobs` on its own logits with the settings that travelled with the call.
+calls `sampled_logprobs` on its own logits with the settings that travelled with the call, where
+there is a grammar after removing what it does not allow (`tuner/engines/grammar.py`).
 """
 
 from __future__ import annotations
@@ -105,6 +106,7 @@ class SamplingBatch:
 
     Attributes:
         temperature, top_k, top_p: Shape [n], or 1.0, -1 and 1.0.
+        constrained: Places of the settings that have a grammar.
         top_logprobs: The most alternatives that any request asks for.
     """
 
@@ -112,6 +114,7 @@ class SamplingBatch:
     top_k: Tensor | int
     top_p: Tensor | float
     top_logprobs: int
+    constrained: tuple[int, ...] = ()
 
     @staticmethod
     def of(settings: Sequence[SamplingParams], device: torch.device) -> SamplingBatch:
@@ -125,7 +128,11 @@ class SamplingBatch:
         if any(s.top_p < 1.0 for s in settings):
             top_p = torch.tensor([s.top_p for s in settings], device=device, dtype=torch.float64)
         return SamplingBatch(
-            temperature, top_k, top_p, max((s.top_logprobs for s in settings), default=0)
+            temperature,
+            top_k,
+            top_p,
+            max((s.top_logprobs for s in settings), default=0),
+            tuple(place for place, s in enumerate(settings) if s.grammar),
         )
 
     def logprobs(self, logits: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from tuner.engines.base import (
     SamplingParams,
     TokenSink,
 )
+from tuner.engines.grammar import Grammars, GrammarState
 from tuner.engines.layer_kinds import layer_windows, rows_agree
 from tuner.engines.request import Request
 from tuner.engines.runner import EngineStats, Runner
@@ -110,10 +111,13 @@ class TransformersEngine:
         self._model = model
         model.train(False)
         self._tokenizer = tokenizer
-        self._capabilities = EngineCapabilities(max_model_len=max_model_len)
+        self._capabilities = EngineCapabilities(
+            max_model_len=max_model_len, grammars=Grammars.supports(tokenizer)
+        )
         embeddings: Any = model.get_input_embeddings()
         self._vocabulary = int(embeddings.weight.shape[0])
         self._end_ids = frozenset(_end_ids(model, tokenizer))
+        self._grammars = Grammars(tokenizer, self._end_ids)
         self._version = version
         self._stats = EngineStats()
         self._guard = WeightsGuard(model)
@@ -174,6 +178,11 @@ class TransformersEngine:
         return self._capabilities
 
     @property
+    def grammars(self) -> Grammars:
+        """What it compiles grammars with; the trainer replays completions with the same."""
+        return self._grammars
+
+    @property
     def batched(self) -> bool:
         """Whether requests are computed together and reuse prefixes."""
         return isinstance(self._runner, SlotRunner)
@@ -199,13 +208,15 @@ class TransformersEngine:
         Raises:
             ContextLengthError: The prompt leaves no room for a single token.
             ConfigError: A sampling setting is out of its range.
+            GrammarError: The sampling's grammar cannot be compiled.
             EngineError: The prompt is empty or has ids that the model does not know, a forward
                 pass failed, or the engine was closed.
         """
+        check_sampling(sampling)
+        form = await self._form(sampling.grammar) if sampling.grammar else None
         if self._closed:
             raise EngineError("the engine is closed")
-        check_sampling(sampling)
-        request = self._make_request(list(prompt_ids), sampling, sink)
+        request = self._make_request(list(prompt_ids), sampling, sink, form)
         loop = request.future.get_loop()
         driver = self._drivers.get(loop)
         if driver is None:
@@ -222,8 +233,17 @@ class TransformersEngine:
             self._in_flight.discard(request)
             driver.in_flight -= 1
 
+    async def _form(self, grammar: str) -> GrammarState:
+        if self._grammars.is_compiled(grammar):
+            return self._grammars.start(grammar)
+        return await asyncio.to_thread(self._grammars.start, grammar)
+
     def _make_request(
-        self, prompt_ids: list[int], sampling: SamplingParams, sink: TokenSink | None
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        sink: TokenSink | None,
+        form: GrammarState | None,
     ) -> Request:
         limit = self._capabilities.max_model_len
         if len(prompt_ids) >= limit:
@@ -248,6 +268,7 @@ class TransformersEngine:
             uniforms=Random(sampling.seed),
             future=asyncio.get_running_loop().create_future(),
             sink=sink,
+            form=form,
         )
 
     @asynccontextmanager
@@ -354,7 +375,10 @@ class TransformersEngine:
             computed = self._stats.prompt_tokens_computed - computed
             self._measure(computed, time.thread_time() - busy)
             for request in finished:
-                _resolve(request, request.generation())
+                if request.error is not None:
+                    _reject(request, request.error)
+                else:
+                    _resolve(request, request.generation())
             self._stats.requests += len(finished)
 
     def _forward(self) -> list[Request]:

@@ -22,7 +22,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tuner.engines.base import Generation, SamplingParams
+from tuner.engines.base import Generation, GrammarError, SamplingParams
 from tuner.errors import ContextLengthError
 from tuner.gateway.continuation import Conversations, Prompt
 from tuner.gateway.errors import RequestError
@@ -152,10 +152,12 @@ class Completion:
         self.started = time.time()
         self._clock = time.perf_counter()
         prompts = self._prompts()
+        # First of all: a form that cannot be had is refused before anything is counted.
+        grammars = [self._renderer.grammar(request.constraints, prompt.ids) for prompt in prompts]
         budget = session.admit(len(prompts) * request.n)
         self._recordings: list[_Recording] = []
         ids = []
-        for prompt in prompts:
+        for prompt, grammar in zip(prompts, grammars, strict=True):
             room = self._room(prompt.ids)
             if budget is not None:
                 room = min(room, budget)
@@ -164,7 +166,7 @@ class Completion:
             ids.append((digest, occurrence))
             for choice in range(request.n):
                 seed = session.digest("seed", digest, occurrence, choice)
-                sampling = self._sampling(room, seed, choice)
+                sampling = self._sampling(room, seed, choice, grammar)
                 self._recordings.append(_Recording(prompt, sampling, self._wake))
         self.id = prefix + session.digest("id", session.id, *ids).hex()[:24]
 
@@ -190,7 +192,7 @@ class Completion:
             )
         return limit - len(prompt_ids)
 
-    def _sampling(self, room: int, digest: bytes, choice: int) -> SamplingParams:
+    def _sampling(self, room: int, digest: bytes, choice: int, grammar: str) -> SamplingParams:
         """The settings in force for one choice."""
         request, defaults = self._request, self._session.defaults
         limit = defaults.max_tokens if request.max_tokens is None else request.max_tokens
@@ -207,6 +209,7 @@ class Completion:
             stop=request.stop,
             seed=seed & (2**63 - 1),
             top_logprobs=request.top_logprobs,
+            grammar=grammar,
         )
 
     @property
@@ -285,6 +288,10 @@ class Completion:
             return await self._session.run(self._generate)
         except ContextLengthError as error:
             raise _too_long(str(error)) from error
+        except GrammarError as error:
+            raise RequestError(
+                f"{error}: simplify the schemas", param=self._request.constraints.field
+            ) from error
 
     async def _generate(self) -> list[Generation]:
         """One generation for each choice; if one fails the others are cancelled."""

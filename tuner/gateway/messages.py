@@ -160,18 +160,13 @@ def check_tools(value: Any) -> list[dict[str, Any]]:
         for key, type_, name in (
             ("description", str, "a string"),
             ("parameters", dict, "an object"),
+            ("strict", bool, "true or false"),
         ):
             if not isinstance(function.get(key), type_ | None):
                 raise RequestError(
                     f"{at}.function.{key} must be {name}, not {kind(function[key])}",
                     param=f"{at}.function.{key}",
                 )
-        if function.get("strict") not in (None, False):
-            raise RequestError(
-                f"{at}.function.strict is {shown(function['strict'])}: arguments cannot be "
-                "constrained to the schema here; leave it out or send false",
-                param=f"{at}.function.strict",
-            )
     return value
 
 

@@ -10,7 +10,9 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from tuner.errors import ConfigError
+from tuner.gateway.constraints import Constraints
 from tuner.gateway.errors import RequestError, shown
+from tuner.gateway.grammar import grammar_of
 from tuner.gateway.messages import Message, for_template
 from tuner.gateway.parsing import (
     REASONING_PARSERS,
@@ -65,6 +67,8 @@ class ChatRenderer:
         reasoning_parser: str | None = "deepseek_r1",
     ) -> None:
         self.tokenizer = tokenizer
+        self._tool_call_parser = tool_call_parser or "none"
+        self._reasoning_parser = reasoning_parser or "none"
         self._tool_calls: ToolCallParser = _named(
             TOOL_CALL_PARSERS, "tool_call_parser", tool_call_parser
         )
@@ -85,6 +89,9 @@ class ChatRenderer:
         self._developer_role = self.reads("developer")
         self._form: TemplateForm = template_form(self._apply, tool_call_parser or "none")
         self.special_tokens = SpecialTokens(tokenizer, self._encode_text)
+        self._added_tokens = {
+            token.content: id_ for id_, token in tokenizer.added_tokens_decoder.items()
+        }
         self._encode_prompt = lru_cache(_CACHED_PROMPTS)(self._encode_text)
 
     def render_text(
@@ -221,6 +228,20 @@ class ChatRenderer:
     def reads_reasoning(self) -> bool:
         """Whether reasoning can be told from the rest of a text."""
         return self._reasoning is not REASONING_PARSERS["none"]
+
+    def grammar(self, constraints: Constraints, prompt_ids: Sequence[int]) -> str:
+        """The grammar of completions that do what a request demands; empty where it is nothing.
+
+        Raises:
+            RequestError: 400: a schema cannot be made a grammar, or the family's form has none.
+        """
+        return grammar_of(
+            constraints,
+            tool_call_parser=self._tool_call_parser,
+            reasoning_parser=self._reasoning_parser,
+            opened=self.opened_reasoning(prompt_ids),
+            token_id=self._added_tokens.get,
+        )
 
     def token_text(self, token_id: int) -> str:
         """A single token as text; part of a character shows as U+FFFD."""

@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tuner.engines.base import EngineCapabilities
-from tuner.gateway.errors import RequestError, shown
+from tuner.gateway.constraints import (
+    AUTO,
+    AnswerSchema,
+    Constraints,
+    ToolChoice,
+    read_response_format,
+    read_tool_choice,
+)
+from tuner.gateway.errors import RequestError
 from tuner.gateway.fields import (
     Reader,
     boolean,
@@ -37,6 +45,8 @@ class CompletionRequest:
         prompts: Texts or token ids to complete as they are, instead of messages.
         tools: As sent, and well formed.
         shown_tools: Those the model is shown: none with `tool_choice: "none"`.
+        response_format: The JSON that an answer must be; None for any text.
+        constraints: What all of this demands of a completion's form.
         stream: Whether the answer is a stream of server-sent events.
         include_usage: Whether a stream of chunks ends with the token counts.
     """
@@ -45,7 +55,9 @@ class CompletionRequest:
     messages: list[dict[str, Any]]
     prompts: tuple[str | tuple[int, ...], ...] | None = None
     tools: list[dict[str, Any]] = field(default_factory=list)
-    tool_choice: str = "auto"
+    tool_choice: ToolChoice = AUTO
+    parallel_tool_calls: bool = True
+    response_format: AnswerSchema | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -62,7 +74,13 @@ class CompletionRequest:
 
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
-        return [] if self.tool_choice == "none" else self.tools
+        return [] if self.tool_choice.mode == "none" else self.tools
+
+    @property
+    def constraints(self) -> Constraints:
+        return Constraints(
+            self.shown_tools, self.tool_choice, self.parallel_tool_calls, self.response_format
+        )
 
 
 def parse_chat_request(body: bytes, capabilities: EngineCapabilities) -> CompletionRequest:
@@ -89,6 +107,7 @@ def parse_chat_request(body: bytes, capabilities: EngineCapabilities) -> Complet
             param="top_logprobs",
         )
     check_top_logprobs("top_logprobs", request.top_logprobs, capabilities)
+    request.constraints.check(capabilities)
     return request
 
 
@@ -126,16 +145,6 @@ def top_k(name: str, value: Any) -> int:
     return result if result > 0 else -1  # vLLM writes "every token" as 0 or -1
 
 
-def _tool_choice(name: str, value: Any) -> str:
-    if value in ("auto", "none"):
-        return str(value)
-    raise RequestError(
-        f"{name} is {shown(value)}: a call cannot be forced here; send 'auto', or 'none' to hide "
-        "the tools from the model",
-        param=name,
-    )
-
-
 def stream_options(name: str, value: Any) -> bool:
     """Whether the stream is to end with the token counts."""
     options = object_field(name, value)
@@ -153,7 +162,6 @@ def stream_options(name: str, value: Any) -> bool:
 _NO_PENALTY = (
     "a penalty changes the distribution in a way that training cannot recompute from the trace"
 )
-_NO_GRAMMAR = "the completion cannot be constrained to a form here"
 _USE_TOOLS = "functions became tools: use tools and tool_choice"
 _TEXT_ONLY = "the model writes text only"
 _IN_TEMPLATE = "what the chat template reads goes into chat_template_kwargs (extra_body)"
@@ -163,7 +171,9 @@ CHAT_FIELDS: dict[str, Reader] = {
     "model": string,
     "messages": lambda name, value: check_messages(value),
     "tools": lambda name, value: check_tools(value),
-    "tool_choice": _tool_choice,
+    "tool_choice": read_tool_choice,
+    "parallel_tool_calls": boolean,
+    "response_format": read_response_format,
     "temperature": number(0, 2),
     "top_p": number(0, 1, above=True),
     "top_k": top_k,
@@ -188,8 +198,6 @@ CHAT_FIELDS: dict[str, Reader] = {
     "service_tier": without_effect(string),
     # Accepted at the values that change nothing.
     "store": only(False, because="answers are kept in the rollout's trace only"),
-    "parallel_tool_calls": only(True, because="the number of tool calls cannot be limited here"),
-    "response_format": only({"type": "text"}, because=_NO_GRAMMAR),
     "logit_bias": only({}, because="single tokens cannot be biased here"),
     "presence_penalty": only(0, because=_NO_PENALTY),
     "frequency_penalty": only(0, because=_NO_PENALTY),

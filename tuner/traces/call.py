@@ -86,6 +86,11 @@ class Call:
     recomputed_ids: int = 0
     invalid: str | None = field(default=None)
 
+    @property
+    def constrained(self) -> bool:
+        """Whether the completion was held to a form; `sampling.grammar` says to which."""
+        return bool(self.sampling.grammar)
+
     def __post_init__(self) -> None:
         if self.invalid is None:
             object.__setattr__(self, "invalid", self._inconsistency())

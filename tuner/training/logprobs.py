@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from tuner.engines.grammar import Grammars
 from tuner.engines.sampling import sampled_logprobs
+from tuner.errors import TrainingError
 from tuner.training.batch import Row
 
 
@@ -21,12 +23,18 @@ class TokenLogprobs:
 
 
 def completion_logprobs(
-    model: nn.Module, rows: Sequence[Row], *, pad_id: int, with_entropy: bool
+    model: nn.Module,
+    rows: Sequence[Row],
+    *,
+    pad_id: int,
+    with_entropy: bool,
+    grammars: Grammars | None = None,
 ) -> TokenLogprobs:
     """Log-probs of every completion token of `rows`, of the distribution that was sampled.
 
-    Rows are padded on the right; a causal model never looks there, so no mask is needed. Logits
-    are divided by each call's temperature. Where a call was sampled with top_k or top_p, its
+    Rows are padded on the right; a causal model never looks there, so no mask is needed. Tokens
+    outside a call's grammar are removed: which ones does not depend on the weights. Logits are
+    divided by each call's temperature. Where a call was sampled with top_k or top_p, its
     distribution is cut and renormalised in the same way under the current weights, the sampled
     token always counted in: exact for the weights that sampled it, the natural continuation
     after an update.
@@ -36,9 +44,14 @@ def completion_logprobs(
         rows: B calls.
         pad_id: Any valid token id.
         with_entropy: Keep the graph of the entropy (else it is detached, for metrics only).
+        grammars: The engine's; needed where a row was sampled within a grammar.
 
     Returns:
         T = total completion tokens, float32 at least.
+
+    Raises:
+        TrainingError: A row has a grammar, and there are no `grammars` to replay it with.
+        GrammarError: A row's completion does not follow its grammar.
     """
     device = next(model.parameters()).device
     lengths = [len(row) for row in rows]
@@ -60,6 +73,7 @@ def completion_logprobs(
     logits_TV = logits_BKV[rows_T, predicts_T - (width - logits_BKV.shape[1])]
     logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
     target_T = ids_BS[rows_T, predicts_T + 1]
+    logits_TV = _within_grammars(logits_TV, rows, grammars)
     logits_TV = _as_sampled(logits_TV, target_T, rows, rows_T)
     all_logp_TV = logits_TV.log_softmax(-1)
     logp_T = all_logp_TV.gather(1, target_T[:, None])[:, 0]
@@ -67,6 +81,28 @@ def completion_logprobs(
     # A token that the truncation removed has probability 0 and adds nothing: 0 * -inf is not 0.
     entropy_T = -(kept.exp() * kept.clamp(min=torch.finfo(kept.dtype).min)).sum(-1)
     return TokenLogprobs(logp_T, entropy_T)
+
+
+def _within_grammars(logits_TV: Tensor, rows: Sequence[Row], grammars: Grammars | None) -> Tensor:
+    """Logits with -inf for the tokens that a call's grammar did not allow at that position."""
+    if not any(row.sampling.grammar for row in rows):
+        return logits_TV
+    if grammars is None:
+        raise TrainingError(
+            "a call was sampled within a grammar, but the trainer has none to replay it with: "
+            "give it the engine's (PolicyTrainer(..., grammars=engine.grammars))"
+        )
+    removed_TV = torch.zeros_like(logits_TV, dtype=torch.bool)
+    start = 0
+    for row in rows:
+        end = start + len(row.completion_ids)
+        if row.sampling.grammar:
+            allowed = grammars.allowed(
+                row.sampling.grammar, row.completion_ids, logits_TV.shape[-1]
+            )
+            removed_TV[start:end] = ~allowed.to(logits_TV.device)
+        start = end
+    return logits_TV.masked_fill(removed_TV, -torch.inf)
 
 
 def _as_sampled(logits_TV: Tensor, target_T: Tensor, rows: Sequence[Row], rows_T: Tensor) -> Tensor:

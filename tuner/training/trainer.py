@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from tuner.algorithms import KL_ESTIMATORS, call_normalized, group_normalized, group_std, ppo_clip
 from tuner.engines.base import Engine
+from tuner.engines.grammar import Grammars
 from tuner.errors import TrainingError
 from tuner.training.batch import Batch, micro_batches
 from tuner.training.logprobs import completion_logprobs
@@ -93,14 +94,22 @@ class PolicyTrainer:
         settings: The numbers.
         reference: Frozen start of the policy for the KL term; by default a copy of `model` as it
             is now. Pass it when `model` already holds later weights.
+        grammars: The engine's, with which calls that were held to a form are replayed; None where
+            there are none.
     """
 
     def __init__(
-        self, model: nn.Module, settings: TrainerSettings, *, reference: nn.Module | None = None
+        self,
+        model: nn.Module,
+        settings: TrainerSettings,
+        *,
+        reference: nn.Module | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.model = model.eval()  # no dropout: sampling and training see the same function
         self.settings = settings
         self.step = 0
+        self._grammars = grammars
         self.reference: nn.Module | None = None
         if settings.uses_reference:
             self.reference = (reference or copy.deepcopy(model)).eval().requires_grad_(False)
@@ -132,7 +141,11 @@ class PolicyTrainer:
             for indices in micro_batches(batch.rows, self.settings.max_tokens_per_micro_batch):
                 rows = [batch.rows[i] for i in indices]
                 logp_T = completion_logprobs(
-                    model or self.model, rows, pad_id=0, with_entropy=False
+                    model or self.model,
+                    rows,
+                    pad_id=0,
+                    with_entropy=False,
+                    grammars=self._grammars,
                 ).logp_T
                 pieces = logp_T.split([len(row.completion_ids) for row in rows])
                 result.update(zip(indices, pieces, strict=True))
@@ -220,7 +233,11 @@ class PolicyTrainer:
         settings, batch = self.settings, scored.batch
         rows = [batch.rows[i] for i in indices]
         current = completion_logprobs(
-            self.model, rows, pad_id=0, with_entropy=settings.entropy_coef != 0
+            self.model,
+            rows,
+            pad_id=0,
+            with_entropy=settings.entropy_coef != 0,
+            grammars=self._grammars,
         )
         logp_T = current.logp_T
         old_T = torch.tensor([p for row in rows for p in row.logprobs]).to(logp_T)

@@ -1,0 +1,196 @@
+"""Completions that must have a form: which tokens may follow, while sampling and when training.
+
+A grammar is a text in llguidance's variant of Lark, and travels with the call
+(`SamplingParams.grammar`). Which tokens it allows after some completion ids depends on these, the
+grammar and the tokenizer alone, not on how the matcher got there: training replays a completion
+and finds the very masks that it was sampled with.
+
+    logits ──mask: -inf outside the grammar──▶ temperature ──▶ top_k ──▶ top_p ──▶ log-probs
+
+Of a text's many spellings in tokens every one is allowed, so that the distribution is the model's
+own, cut to the form and renormalised (`no_forcing`: llguidance would allow one spelling only).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tuner.engines.base import GrammarError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+Bits = NDArray[np.uint8]
+
+_HEAD = '%llguidance {"no_forcing": true}\n'
+_COMPILED = 256
+"""Grammars whose compiled form is kept."""
+
+
+class GrammarState:
+    """One completion on its way through a grammar."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def mask(self, vocabulary: int) -> Bits:
+        """The tokens that may follow, as bits, the lowest first.
+
+        End-of-sequence tokens are among them where the grammar accepts what is there, and are
+        the only ones where nothing else may follow.
+
+        Args:
+            vocabulary: Number of logits of the model; a token beyond them cannot follow.
+
+        Returns:
+            Shape [W], 8 W >= the smaller one of `vocabulary` and the tokenizer's size.
+
+        Raises:
+            GrammarError: The grammar is too complex to go on, or no token can follow.
+        """
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if self._matcher.is_error():
+            raise GrammarError(f"the grammar cannot be followed: {_first_lines(self._matcher)}")
+        if 8 * len(bits) > vocabulary:
+            bits = bits[: -(-vocabulary // 8)].copy()
+            bits[-1] &= 0xFF >> (-vocabulary % 8)
+        if not bits.any():
+            raise GrammarError("no token of the vocabulary can continue the completion's form")
+        return bits
+
+    def advance(self, token_id: int) -> None:
+        """Take the next token.
+
+        Raises:
+            GrammarError: It may not follow.
+        """
+        if not self._matcher.consume_token(token_id):
+            raise GrammarError(f"token {token_id} may not follow: {_first_lines(self._matcher)}")
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer, and keeps the latest.
+
+    Args:
+        tokenizer: A fast transformers tokenizer, with byte-level or byte-fallback tokens.
+        end_ids: Token ids that end a completion.
+    """
+
+    def __init__(self, tokenizer: Any, end_ids: Iterable[int]) -> None:
+        self._tokenizer = tokenizer
+        self._end_ids = sorted(end_ids)
+        self._lock = threading.Lock()
+        self._vocabulary: LLTokenizer | None = None
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+
+    @staticmethod
+    def supports(tokenizer: Any) -> bool:
+        """Whether the bytes of the tokenizer's tokens can be told."""
+        return bool(getattr(tokenizer, "is_fast", False))
+
+    def start(self, grammar: str) -> GrammarState:
+        """The state before the first token of a completion.
+
+        The first call takes about a second for a vocabulary of 150,000, and the first one for a
+        grammar the time to compile it; it may be made in any thread.
+
+        Raises:
+            GrammarError: The grammar cannot be compiled, with the compiler's message.
+        """
+        with self._lock:
+            matcher = self._compiled.get(grammar)
+            if matcher is None:
+                matcher = self._compiled[grammar] = self._compile(grammar)
+                if len(self._compiled) > _COMPILED:
+                    self._compiled.popitem(last=False)
+            else:
+                self._compiled.move_to_end(grammar)
+            return GrammarState(matcher.deep_copy())
+
+    def is_compiled(self, grammar: str) -> bool:
+        """Whether `start` is quick."""
+        return grammar in self._compiled
+
+    def allowed(self, grammar: str, completion_ids: Sequence[int], vocabulary: int) -> Tensor:
+        """The tokens that could follow at each position of a completion.
+
+        Args:
+            grammar: The one it was sampled with.
+            completion_ids: Sampled token ids, shape [T].
+            vocabulary: Number of logits of the model.
+
+        Returns:
+            Booleans, shape [T, vocabulary], on the CPU.
+
+        Raises:
+            GrammarError: The grammar cannot be compiled, or the ids do not follow it.
+        """
+        state = self.start(grammar)
+        rows = []
+        for position, token_id in enumerate(completion_ids):
+            rows.append(state.mask(vocabulary))
+            if not _is_set(rows[-1], token_id):
+                raise GrammarError(
+                    f"completion token {position} is {token_id}, which its grammar does not allow "
+                    "there: was it sampled with another tokenizer?"
+                )
+            if position + 1 < len(completion_ids):
+                state.advance(token_id)
+        if not rows:
+            return torch.zeros(0, vocabulary, dtype=torch.bool)
+        return unpacked(np.stack(rows), vocabulary, torch.device("cpu"))
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        if self._vocabulary is None:
+            self._vocabulary = _vocabulary(self._tokenizer, self._end_ids)
+        matcher = LLMatcher(self._vocabulary, _HEAD + grammar, log_level=0)
+        if matcher.is_error():
+            raise GrammarError(f"the grammar cannot be compiled: {_first_lines(matcher)}")
+        return matcher
+
+
+def unpacked(masks: Bits, vocabulary: int, device: torch.device) -> Tensor:
+    """Masks as booleans on `device`: [n, bytes] of bits, the lowest first -> [n, vocabulary].
+
+    A model with more logits than the tokenizer has tokens gets False for the others.
+    """
+    packed = torch.from_numpy(masks).to(device)
+    shifts = torch.arange(8, dtype=torch.uint8, device=device)
+    flags = ((packed[..., None] >> shifts) & 1).bool().flatten(1)[:, :vocabulary]
+    missing = vocabulary - flags.shape[1]
+    return torch.nn.functional.pad(flags, (0, missing)) if missing > 0 else flags
+
+
+def _vocabulary(tokenizer: Any, end_ids: list[int]) -> LLTokenizer:
+    from llguidance.hf import from_tokenizer
+
+    size = len(tokenizer)
+    try:
+        return from_tokenizer(tokenizer, eos_token=[id_ for id_ in end_ids if id_ < size])
+    except Exception as error:
+        raise GrammarError(
+            f"the tokenizer ({type(tokenizer).__name__}) cannot be used with a grammar: {error}"
+        ) from error
+
+
+def _is_set(mask: Bits, token_id: int) -> bool:
+    return 0 <= token_id < 8 * len(mask) and bool(mask[token_id // 8] >> (token_id % 8) & 1)
+
+
+def _first_lines(matcher: LLMatcher) -> str:
+    return _shortened(matcher.get_error())
+
+
+def _shortened(message: str) -> str:
+    """A library's message without the grammar and the parser's state that follow it."""
+    return message.split("\n<state>")[0].split("\n<grammar>")[0].strip()[:500]

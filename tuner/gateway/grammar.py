@@ -1,0 +1,348 @@
+r"""From what a request demands to a grammar, in the form of the model's family.
+
+    start: reasoning? body
+
+    body    required         calls
+            auto             free text, or free text and calls
+            with a schema    JSON by the schema, or calls where tools may be called
+
+`CALL_FORMS` and `REASONING_FORMS` have a family's form by its parser's name, so that what a grammar
+allows is what that parser reads. A tag that the tokenizer has as a token of its own is that token;
+another is text. Free text holds no such tag, so a call is never written past the schema, and does
+not begin as reasoning does.
+
+How JSON is spaced is said in `constraints.py`. Reasoning and free text are not bounded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tuner.gateway.constraints import Constraints, Tool, json_schema
+from tuner.gateway.errors import RequestError
+
+TokenId = Callable[[str], int | None]
+
+_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+_NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class Rules:
+    """Collects the rules of a grammar.
+
+    Args:
+        token_id: The id of a tag that is a token of its own; None for one that is spelled.
+        opener: What opens reasoning, with which free text cannot begin; None for nothing.
+    """
+
+    def __init__(self, token_id: TokenId, opener: str | None) -> None:
+        self._token_id = token_id
+        self._opener = opener
+        self._rules: dict[str, str] = {}
+
+    def add(self, name: str, body: str) -> str:
+        """Define the rule `name`, or the terminal if it is upper case; returns the name."""
+        self._rules[name] = body
+        return name
+
+    def fresh(self, prefix: str, body: str) -> str:
+        """Define a rule under a name of its own, or find the equal one."""
+        for name, known in self._rules.items():
+            if known == body and name.startswith(prefix):
+                return name
+        return self.add(f"{prefix}{len(self._rules)}", body)
+
+    def json(self, schema: str) -> str:
+        """JSON by a schema from `json_schema`."""
+        return self.fresh("json", f"%json {schema}")
+
+    def tag(self, text: str) -> str:
+        """The tag itself."""
+        token_id = self._token_id(text)
+        return literal(text) if token_id is None else f"<[{token_id}]>"
+
+    def free(self, *tags: str, begins: str | None = None) -> str:
+        """Text that is not reasoning, does not begin with `begins`, and spells no tag."""
+        begins_with = [text for text in (self._opener, begins) if text is not None]
+        parts = [_ANY_TEXT, *map(_not_first, begins_with), *map(_without, tags)]
+        return self.fresh("FREE", " & ".join(parts))
+
+    def free_until(self, tag: str, *others: str) -> str:
+        """Text that is not reasoning and spells none of the tags; and then the first of them."""
+        if self._token_id(tag) is not None:
+            return f"{self.free(tag, *others)} {self.tag(tag)}"
+        return self._lazy(self.free(*others), tag)
+
+    def until(self, tag: str) -> str:
+        """Any text up to the first such tag, and the tag."""
+        if self._token_id(tag) is not None:
+            return f"{self.fresh('TEXT', f'{_ANY_TEXT} & {_without(tag)}')} {self.tag(tag)}"
+        return self._lazy(_ANY_TEXT, tag)
+
+    def has(self, text: str) -> bool:
+        """Whether the tag is a token of its own."""
+        return self._token_id(text) is not None
+
+    def _lazy(self, text: str, tag: str) -> str:
+        name = f"until{len(self._rules)}"
+        self._rules[f"{name}[lazy]"] = f"{text} {literal(tag)}"
+        return name
+
+    def text(self) -> str:
+        return "".join(f"{name}: {body}\n" for name, body in self._rules.items())
+
+
+_ANY_TEXT = "/(?s:.*)/"
+
+
+def _without(tag: str) -> str:
+    """Regex: any text in which the tag is not spelled."""
+    return f"~({_ANY_TEXT} {literal(tag)} {_ANY_TEXT})"
+
+
+def _not_first(text: str) -> str:
+    """Regex: any text that does not begin so, white space aside."""
+    return f"~(/\\s*/ {literal(text)} {_ANY_TEXT})"
+
+
+def literal(text: str) -> str:
+    """A text as it stands in a grammar."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class CallableTool:
+    """A tool that may be called: its name, and the schema of its arguments, checked."""
+
+    name: str
+    schema: str
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Expressions for calls, as rules know them.
+
+    Attributes:
+        calls: One call or several, and nothing before or behind.
+        free: Text without a call.
+        after_text: Text, and then calls.
+    """
+
+    calls: str
+    free: str
+    after_text: str
+
+
+# the rules, the tools, whether there may be several calls -> expressions
+CallForm = Callable[[Rules, Sequence[CallableTool], bool], Calls]
+
+
+def hermes(rules: Rules, tools: Sequence[CallableTool], several: bool) -> Calls:
+    r"""`<tool_call>\n{"name": NAME, "arguments": {...}}\n</tool_call>`, a newline between two."""
+    begin, end, line = rules.tag("<tool_call>"), rules.tag("</tool_call>"), literal("\n")
+    call = _json_calls(rules, tools, "arguments")
+    rest = f"{line} {call} {line} {end}"
+    if several:
+        rest += f" ({line} {begin} {rest})*"
+    rules.add("calls", rest)
+    return Calls(
+        f"{begin} calls", rules.free("<tool_call>"), f"{rules.free_until('<tool_call>')} calls"
+    )
+
+
+def llama3_json(rules: Rules, tools: Sequence[CallableTool], several: bool) -> Calls:
+    """`{"name": NAME, "parameters": {...}}` and nothing before, `; ` between two."""
+    call = _json_calls(rules, tools, "parameters")
+    calls = rules.add("calls", f'{call} (";" " "? {call})*' if several else call)
+    return Calls(calls, rules.free("<|python_tag|>", begins="{"), calls)
+
+
+def mistral(rules: Rules, tools: Sequence[CallableTool], several: bool) -> Calls:
+    """`[TOOL_CALLS]NAME[ARGS]{...}` for each call if the tokenizer has `[ARGS]`, else an array."""
+    begin = rules.tag("[TOOL_CALLS]")
+    if rules.has("[ARGS]"):
+        named = " | ".join(
+            f"{literal(tool.name)} {rules.tag('[ARGS]')} {rules.json(tool.schema)}"
+            for tool in tools
+        )
+        call = rules.add("call", named)
+        rest = f"{call} ({begin} {call})*" if several else call
+    else:
+        call = _json_calls(rules, tools, "arguments")
+        rest = f'" "? "[" {call}' + (f' ("," " "? {call})*' if several else "") + ' "]"'
+    rules.add("calls", rest)
+    after = rules.free_until("[TOOL_CALLS]")
+    return Calls(f"{begin} calls", rules.free("[TOOL_CALLS]"), f"{after} calls")
+
+
+# The bars of DeepSeek's tags are full-width, as the model writes them.
+_CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001
+_CALL, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001
+_SEPARATOR = "<｜tool▁sep｜>"  # noqa: RUF001
+
+
+def deepseek_v3(rules: Rules, tools: Sequence[CallableTool], several: bool) -> Calls:
+    """Tags around each call and around all; `function`, the name, and JSON in a fence."""
+    parts = (f'"function" {rules.tag(_SEPARATOR)}', literal("\n```json\n"), literal("\n```"))
+    return _deepseek(rules, tools, several, parts, between=literal("\n"))
+
+
+def deepseek_v31(rules: Rules, tools: Sequence[CallableTool], several: bool) -> Calls:
+    """Tags around each call and around all; the name and JSON."""
+    return _deepseek(rules, tools, several, ("", rules.tag(_SEPARATOR), ""), between="")
+
+
+def _deepseek(
+    rules: Rules,
+    tools: Sequence[CallableTool],
+    several: bool,
+    parts: tuple[str, str, str],
+    *,
+    between: str,
+) -> Calls:
+    head, middle, tail = parts
+    bodies = " | ".join(
+        f"{head} {literal(tool.name)} {middle} {rules.json(tool.schema)} {tail}" for tool in tools
+    )
+    call = rules.add("call", f"{rules.tag(_CALL)} ({bodies}) {rules.tag(_CALL_END)}")
+    more = f"({between} {call})*" if several else ""
+    rules.add("calls", f"{call} {more} {rules.tag(_CALLS_END)}")
+    after = rules.free_until(_CALLS, _CALL)
+    return Calls(f"{rules.tag(_CALLS)} calls", rules.free(_CALLS, _CALL), f"{after} calls")
+
+
+def _json_calls(rules: Rules, tools: Sequence[CallableTool], key: str) -> str:
+    """The object of a call of any of the tools: `{"name": NAME, key: ARGUMENTS}`."""
+    space = '" "?'
+    objects = []
+    for tool in tools:
+        name = json.dumps(tool.name, ensure_ascii=False)
+        pieces = ('{"name":', f"{name},", f'"{key}":')
+        head = rules.fresh("HEAD", " ".join(f"{literal(piece)} {space}" for piece in pieces))
+        objects.append(f'{head} {rules.json(tool.schema)} "}}"')
+    return rules.add("call", " | ".join(objects))
+
+
+CALL_FORMS: Mapping[str, CallForm] = {
+    "hermes": hermes,
+    "llama3_json": llama3_json,
+    "llama4_json": llama3_json,
+    "mistral": mistral,
+    "deepseek_v3": deepseek_v3,
+    "deepseek_v31": deepseek_v31,
+}
+
+
+@dataclass(frozen=True)
+class TaggedReasoning:
+    r"""`<think>...</think>\n\n`: reasoning between two tags at the beginning.
+
+    Attributes:
+        line_ends: Whether newlines may follow.
+    """
+
+    opener: str
+    closer: str
+    line_ends: bool = True
+
+    def rule(self, rules: Rules, opened: bool) -> str:
+        """Reasoning that must be closed where the prompt has opened it, and else may be there."""
+        body = rules.until(self.closer)
+        if self.line_ends:
+            body += f" {rules.fresh('GAP', literal(chr(10)) + '{1,2}')}?"
+        return body if opened else f"({rules.tag(self.opener)} {body})?"
+
+
+_THINK = TaggedReasoning("<think>", "</think>")
+
+REASONING_FORMS: Mapping[str, TaggedReasoning | None] = {
+    "deepseek_r1": _THINK,
+    "deepseek_v3": _THINK,
+    "qwen3": _THINK,
+    "mistral": TaggedReasoning("[THINK]", "[/THINK]", line_ends=False),
+    "none": None,
+}
+
+
+def grammar_of(
+    constraints: Constraints,
+    *,
+    tool_call_parser: str,
+    reasoning_parser: str,
+    opened: bool,
+    token_id: TokenId,
+) -> str:
+    """The grammar that holds a completion to what a request demands; empty where nothing is.
+
+    Args:
+        constraints: What is demanded.
+        tool_call_parser, reasoning_parser: The family's form, by the names of the parsers.
+        opened: Whether the prompt has already opened the reasoning.
+        token_id: The id of a tag that is a token of its own, None for text.
+
+    Raises:
+        RequestError: 400: a schema cannot be made a grammar, or the family's form has none.
+    """
+    field = constraints.field
+    if field is None:
+        return ""
+    if reasoning_parser not in REASONING_FORMS:
+        raise _no_form(field, "reasoning_parser", reasoning_parser, REASONING_FORMS)
+    reasoning = REASONING_FORMS[reasoning_parser]
+    rules = Rules(token_id, reasoning.opener if reasoning else None)
+    before = reasoning.rule(rules, opened) + " " if reasoning else ""
+    bodies = []
+    if constraints.tools:
+        if tool_call_parser not in CALL_FORMS:
+            raise _no_form(field, "tool_call_parser", tool_call_parser, CALL_FORMS)
+        several = constraints.parallel_tool_calls and not constraints.tool_choice.once
+        calls = CALL_FORMS[tool_call_parser](rules, _callable(constraints), several)
+        if constraints.answer is None and constraints.tool_choice.mode == "auto":
+            bodies += [calls.free, calls.after_text]
+        else:
+            bodies.append(calls.calls)
+    answer = constraints.answer
+    if answer is not None and not (constraints.tools and constraints.tool_choice.mode != "auto"):
+        bodies.append(rules.json(json_schema(answer.schema, answer.field)))
+    return f"start: {before}({' | '.join(bodies)})\n{rules.text()}"
+
+
+def _callable(constraints: Constraints) -> list[CallableTool]:
+    """The tools that may be called, with the schemas that are enforced.
+
+    Where the model is free to call, arguments of tools that are not strict are any JSON object.
+    """
+    choice = constraints.tool_choice
+    tools = []
+    for index, tool in enumerate(constraints.tools):
+        name = tool["function"]["name"]
+        if choice.names is None or name in choice.names:
+            enforced = choice.mode == "required" or tool["function"].get("strict")
+            schema = _arguments_schema(tool, index) if enforced else _ANY_OBJECT
+            field = f"tools[{index}].function.parameters"
+            tools.append(CallableTool(name, json_schema(schema, field)))
+    return tools
+
+
+def _arguments_schema(tool: Tool, index: int) -> dict[str, Any]:
+    schema = tool["function"].get("parameters")
+    if schema is None:
+        return _NO_ARGUMENTS
+    if schema.get("type", "object") != "object":
+        field = f"tools[{index}].function.parameters.type"
+        raise RequestError(
+            f"{field} is {json.dumps(schema['type'])}: arguments are an object", param=field
+        )
+    return {"type": "object", **schema}
+
+
+def _no_form(field: str, setting: str, name: str, table: Mapping[str, object]) -> RequestError:
+    known = ", ".join(sorted(set(table) - {"none"}))
+    return RequestError(
+        f"{field} asks for a completion of a certain form, but there is no grammar for the form "
+        f"of {setting} {name!r} (there is for {known}): leave it out",
+        param=field,
+    )
