@@ -153,7 +153,7 @@ class ResponsesExchange(Exchange):
         return [
             self._event("response.output_item.added", output_index=at, item=begun),
             self._event(f"{kind}.delta", **where, delta=arguments),
-            self._event(f"{kind}.done", **where, arguments=arguments, name=item["name"]),
+            self._event(f"{kind}.done", **where, arguments=arguments),
             self._event("response.output_item.done", output_index=at, item=item),
         ]
 
