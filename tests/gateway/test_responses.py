@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import json
 from collections.abc import AsyncIterator
@@ -16,8 +17,9 @@ from openai.types.responses import Response, ResponseStreamEvent
 
 from tests.gateway import drift
 from tests.gateway.toy import StubEngine, gateway_of, ids_of, text_of
-from tuner.engines.base import EngineError
+from tuner.engines.base import EngineError, Generation
 from tuner.gateway import Session
+from tuner.gateway.message_stream import MessageStream
 from tuner.traces import TokenTree, branches
 
 ADD: dict[str, Any] = {
@@ -271,15 +273,58 @@ async def test_a_conversation_that_is_too_long_names_the_input() -> None:
         assert (caught.value.param, caught.value.code) == ("input", "context_length_exceeded")
 
 
+class Numbered(StubEngine):
+    """The log-prob of each token is its place: 0, -1, -2, ..."""
+
+    async def generate(self, *args: Any, **options: Any) -> Generation:
+        generation = await super().generate(*args, **options)
+        places = tuple(-float(place) for place in range(len(generation.completion_ids)))
+        return dataclasses.replace(generation, logprobs=places)
+
+
 async def test_logprobs_are_those_of_the_messages_tokens() -> None:
-    async with gateway_of(StubEngine([REASONED])) as gateway:
+    before = "<think>\nI add. So: \n</think>\n\n"
+    async with gateway_of(Numbered([f"{before}I add.\n{CALL}"])) as gateway:
         client = gateway.open_session("r").async_client()
         answer: Any = await client.responses.create(
             model="tiny", input="hi", tools=[ADD], include=LOGPROBS, top_logprobs=2
         )
         tokens = answer.output[1].content[0].logprobs
         assert "".join(token.token for token in tokens) == "I add."
-        assert {(token.logprob, len(token.top_logprobs)) for token in tokens} == {(-0.25, 2)}
+        first = len(ids_of(before))
+        assert [token.logprob for token in tokens] == [-(first + place) for place in range(6)]
+        assert {len(token.top_logprobs) for token in tokens} == {2}
+
+
+async def test_bytes_that_are_not_known_are_an_empty_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with gateway_of(StubEngine(["a"])) as gateway:
+        monkeypatch.setattr(gateway.renderer, "token_bytes", lambda token_id: None)
+        client = gateway.open_session("r").async_client()
+        answer: Any = await client.responses.create(
+            model="tiny", input="hi", include=LOGPROBS, top_logprobs=1
+        )
+        (token,) = answer.output[0].content[0].logprobs
+        assert [token.bytes, token.top_logprobs[0].bytes] == [[], []]
+
+
+async def test_a_model_that_reasons_after_its_message_streams_whole_items(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    in_order = MessageStream.finish
+    monkeypatch.setattr(
+        MessageStream, "finish", lambda self, message: in_order(self, message)[1::-1]
+    )
+    async with gateway_of(StubEngine(["<think>\nwhy\n</think>\n\nwhat"])) as gateway:
+        client = gateway.open_session("r").async_client()
+        async with client.responses.stream(model="tiny", input="hi") as stream:
+            done = {
+                event.output_index: plain(event.item)
+                async for event in stream
+                if event.type == "response.output_item.done"
+            }
+            answer = await stream.get_final_response()
+        assert [item.type for item in answer.output] == ["message", "reasoning"]
+        assert [done[0], done[1]] == plain(answer)["output"]
 
 
 async def test_reasoning_tokens_are_counted_up_to_the_end_of_the_reasoning() -> None:
