@@ -20,6 +20,7 @@ ADD: dict[str, Any] = {"type": "function", "name": "add", "parameters": {"type":
 CALL = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
 OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "3"}
 HI = {"role": "user", "content": "hi"}
+A, B = "a" * 24, "b" * 24  # what the ids of two responses end with
 
 
 async def post(gateway: Gateway, session: Session, body: object) -> tuple[int, dict[str, Any]]:
@@ -227,11 +228,12 @@ def message(text: str, **fields: Any) -> dict[str, Any]:
         ([message("m"), reasoning("r")], ["m", "r"]),
         ([message("m"), message("n")], ["m", "n"]),
         ([reasoning("r"), reasoning("s"), CALL], ["r", "s1"]),
-        ([message("m", id="msg_a"), reasoning("r", id="rs_a")], ["rm"]),
-        ([{**CALL, "id": "fc_a_0"}, OUTPUT, {**CALL, "id": "fc_a_1"}, OUTPUT], ["2"]),
+        ([message("m", id=f"msg_{A}"), reasoning("r", id=f"rs_{A}")], ["rm"]),
+        ([{**CALL, "id": f"fc_{A}_0"}, OUTPUT, {**CALL, "id": f"fc_{A}_1"}, OUTPUT], ["2"]),
         ([CALL, OUTPUT, CALL, OUTPUT], ["1", "1"]),
-        ([{**CALL, "id": "fc_a_0"}, {**CALL, "id": "fc_b_0"}], ["1", "1"]),
-        ([message("m", id="msg_a"), message("n", id="msg_a")], ["m", "n"]),
+        ([{**CALL, "id": f"fc_{A}_0"}, {**CALL, "id": f"fc_{B}_0"}], ["1", "1"]),
+        ([message("m", id=f"msg_{A}"), message("n", id=f"msg_{A}")], ["m", "n"]),
+        ([reasoning("r", id="rs_" + "a" * 50), message("m", id="msg_" + "b" * 50)], ["rm"]),
         ([reasoning("r", summary=[{"type": "summary_text", "text": "s"}])], ["r"]),
         ([reasoning("", content=[], summary=[{"type": "summary_text", "text": "s"}])], ["s"]),
         ([{"type": "reasoning", "id": "rs_0", "summary": []}, message("m")], ["m"]),
@@ -274,6 +276,9 @@ async def test_an_item_can_be_referred_to_by_its_id() -> None:
         ]
         await client.responses.create(model="tiny", input=references)
         assert "<think>\nwhy\n</think>\n\none<|im_end|>" in text_of(session.calls[1].prompt_ids)
+        wrong: Any = [{**references[1], "id": said.id}, HI]
+        await client.responses.create(model="tiny", input=wrong)
+        assert session.calls[2].messages == [HI]
         with pytest.raises(openai.NotFoundError, match=r"input\[0\].id is \"msg_0\""):
             await client.responses.create(
                 model="tiny", input=[{"type": "item_reference", "id": "msg_0"}]
@@ -313,7 +318,15 @@ anything = st.recursive(
     max_leaves=12,
 )
 good = st.sampled_from(
-    [HI, CALL, OUTPUT, message("m"), reasoning("r"), {**CALL, "id": "fc_a_0"}, message("", id="x")]
+    [
+        HI,
+        CALL,
+        OUTPUT,
+        message("m"),
+        reasoning("r"),
+        {**CALL, "id": f"fc_{A}_0"},
+        message("", id="x"),
+    ]
 )
 wrong = good.flatmap(
     lambda item: st.dictionaries(st.sampled_from([*item, "zzz"]), anything, max_size=1).map(

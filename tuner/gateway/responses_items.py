@@ -25,7 +25,7 @@ from tuner.gateway.messages import Message
 Item = dict[str, Any]
 
 RESPONSE_PREFIX = "resp_"
-_ITEM_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]+)(?:_\d+)?")
+_ITEM_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{24})(?:_\d+)?")  # OpenAI's own are longer
 _ROLES = ("user", "assistant", "system", "developer")
 
 
@@ -110,7 +110,8 @@ class _ItemReader:
             _texts(item.get(name) or [], f"{at}.{name}", (type_,))
             for name, type_ in (("content", "reasoning_text"), ("summary", "summary_text"))
         )
-        if not content and (own := self._item(item.get("id"))) is not None:
+        own = self._item(item.get("id"))
+        if not content and own is not None and own["type"] == "reasoning":
             content = [part["text"] for part in own["content"]]
         texts = content or summary
         if texts:
