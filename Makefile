@@ -2,6 +2,7 @@
 # make test   lint, types and tests, as CI runs them
 # make test-agentscope2   the tests that need AgentScope 2.x, in an environment of its own
 # make test-browser   the page of a run in a real browser; needs Chromium
+# make test-frameworks   the tests that need agent frameworks, in an environment of their own
 # make bench  every benchmark; prints tables and writes benchmarks/results/*.json
 
 PYTHON ?= python3
@@ -9,8 +10,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 VENV2 := .venv-agentscope2
 BIN2 := $(VENV2)/bin
+VENV3 := .venv-frameworks
+BIN3 := $(VENV3)/bin
 
-.PHONY: demo test test-agentscope2 test-browser bench install clean
+.PHONY: demo test test-agentscope2 test-browser test-frameworks bench install clean
 
 install: $(VENV)/.installed
 
@@ -52,9 +55,20 @@ test-agentscope2: $(VENV2)/.installed
 test-browser: $(VENV)/.installed-dev
 	$(BIN)/pytest tests/browser
 
+$(VENV3)/.installed: pyproject.toml constraints-frameworks.txt
+	$(PYTHON) -m venv $(VENV3)
+	$(BIN3)/python -m pip install --quiet --upgrade pip
+	$(BIN3)/python -m pip install --quiet --no-compile --constraint constraints-frameworks.txt torch
+	$(BIN3)/python -m pip install --quiet --no-compile --constraint constraints-frameworks.txt \
+		--editable '.[frameworks]' pytest pytest-asyncio
+	touch $@
+
+test-frameworks: $(VENV3)/.installed
+	$(BIN3)/pytest tests/integration/frameworks
+
 bench: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt trl
 	for benchmark in benchmarks/[a-z]*.py; do $(BIN)/python $$benchmark || exit 1; done
 
 clean:
-	rm -rf $(VENV) $(VENV2) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV2) $(VENV3) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -62,11 +62,13 @@ def letters(text: str, end: str = "<|im_end|>") -> tuple[int, ...]:
 class Scripted(StubEngine):
     """Samples the scripted ids in turn, then the last ones for ever; cut at the limit.
 
+    It takes any grammar: the script must keep to it.
+
     With `updated_after`, it gets new weights after so many tokens of each completion.
     """
 
     def __init__(self, *script: tuple[int, ...]) -> None:
-        super().__init__(max_model_len=100_000)
+        super().__init__(max_model_len=100_000, grammars=True)
         self.ids = script
         self.updated_after: int | None = None
 

@@ -19,6 +19,7 @@ from tuner.gateway.complete import Answer, Completion
 from tuner.gateway.dialect import Exchange
 from tuner.gateway.errors import RequestError
 from tuner.gateway.renderer import ChatRenderer
+from tuner.gateway.responses import ResponsesExchange
 from tuner.gateway.session import ROLE, Replay, SamplingDefaults, Session, SessionLimits
 from tuner.gateway.text import TextExchange
 from tuner.traces import ReasoningPolicy
@@ -49,6 +50,7 @@ _EXCHANGES: dict[str, type[Exchange]] = {
     "/v1/chat/completions": ChatExchange,
     "/v1/completions": TextExchange,
     "/v1/messages": MessagesExchange,
+    "/v1/responses": ResponsesExchange,
 }
 _COUNT_TOKENS = "/v1/messages/count_tokens"
 

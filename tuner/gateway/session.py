@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from tuner.gateway.complete import Completion
     from tuner.gateway.gateway import Gateway, Reply
+    from tuner.gateway.responses_items import KeptResponse
 
 T = TypeVar("T")
 
@@ -86,6 +87,7 @@ class Session:
         errors: What went wrong inside its calls that was not the caller's fault.
         credits: What the workflow said about calls, by call id.
         conversations: What it has prompted and sampled, for the prompts that go on from there.
+        responses: Answers of the Responses API that can be continued by their id.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class Session:
         self.credits: dict[str, Credit] = {}
         self.replays: dict[str, Replay] = {}
         self.conversations = Conversations(gateway.renderer, gateway.reasoning)
+        self.responses: dict[str, KeptResponse] = {}
         self._calls: list[Call] = []
         self._carried: list[Completion] = []
         self._admitted = 0
@@ -199,6 +202,7 @@ class Session:
             self._gateway.forget(self)
             self.replays.clear()
             self.conversations = Conversations(self._gateway.renderer, self._gateway.reasoning)
+            self.responses.clear()
             for task in list(self._in_flight):
                 task.get_loop().call_soon_threadsafe(task.cancel)
         return self.calls
