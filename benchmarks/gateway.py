@@ -458,7 +458,7 @@ def compare(rounds: int, calls: int, litellm: str) -> None:
                 rows.append(
                     Row(
                         case,
-                        f"added latency, {metric} [ms]",
+                        f"added latency, {metric}, ms",
                         median(name, metric),
                         "LiteLLM proxy",
                         median("LiteLLM", metric),
@@ -468,7 +468,7 @@ def compare(rounds: int, calls: int, litellm: str) -> None:
     rows.append(
         Row(
             "in process",
-            "added latency, p50 [ms]",
+            "added latency, p50, ms",
             statistics.median(round["p50"] for round in found["in process", False]),
             "1 ms",
             1.0,
