@@ -20,7 +20,9 @@ from tuner.engines.base import GrammarError
 from tuner.engines.grammar import Grammars, GrammarState, unpacked
 from tuner.gateway import ChatRenderer
 from tuner.gateway.constraints import AnswerSchema, Constraints, ToolChoice
+from tuner.gateway.errors import RequestError
 from tuner.gateway.grammar import grammar_of
+from tuner.gateway.parsing import TOOL_CALL_PARSERS
 
 RENDERER = ChatRenderer(tokenizer())
 GRAMMARS = Grammars(tokenizer(), [END])
@@ -474,6 +476,10 @@ BARS = {"C": "calls▁begin", "c": "call▁begin", "e": "call▁end", "E": "call
 DEEPSEEK = {key: f"<｜tool▁{name}｜>" for key, name in BARS.items()}  # noqa: RUF001
 V3 = "{C}{c}function{s}ping\n```json\n{{}}\n```{e}{E}".format(**DEEPSEEK)
 V31 = "{C}{c}ping{s}{{}}{e}{c}ping{s}{{}}{e}{E}".format(**DEEPSEEK)
+XML_PING = "<tool_call>\n<function=ping>\n</function>\n</tool_call>"
+XML_SAY = (
+    "<tool_call>\n<function=say>\n<parameter=word>\nyes\n</parameter>\n</function>\n</tool_call>"
+)
 FORMS = [
     # parser, whole answers that call, answers that cannot be
     (
@@ -500,6 +506,19 @@ FORMS = [
             '[TOOL_CALLS] [{"name": "say", "arguments": {"word": "no"}}]',
             "[TOOL_CALLS]ping[ARGS]{}",
             "[TOOL_CALLS] []",
+        ],
+    ),
+    (
+        "qwen3_coder",
+        [
+            XML_PING,
+            f"Well.\n{XML_PING}\n{XML_SAY}",
+        ],
+        [
+            XML_SAY.replace("yes", "no"),
+            XML_PING.replace("ping", "pong"),
+            XML_SAY.replace("<parameter=word>\nyes\n</parameter>\n", ""),
+            XML_PING + "x",
         ],
     ),
     ("deepseek_v3", [V3, f"Well.{V3}"], [V31, V3.replace("ping", "pong"), V3 + "x"]),
@@ -539,3 +558,82 @@ def test_mistral_names_each_call_where_the_tokenizer_has_a_token_for_it() -> Non
     )
     one = [256, *ids_of("ping"), 257, *ids_of("{}")]
     assert GRAMMARS.allowed(form, [*one, *one, END], VOCABULARY)[-1, END]
+
+
+XML_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "book",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "description": "Where."},
+                "nights": {"type": "integer", "minimum": 1, "maximum": 9},
+                "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                "guests": {"type": "array", "items": {"$ref": "#/$defs/guest"}, "maxItems": 1},
+                "size": {"enum": ["big", 2, None]},
+            },
+            "required": ["city", "nights"],
+            "$defs": {"guest": {"type": "object", "properties": {"age": {"type": "integer"}},
+                                "required": ["age"], "additionalProperties": False}},
+        },
+    },
+}  # fmt: skip
+
+
+def xml_book(**values: str) -> str:
+    parameters = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items())
+    return f"<tool_call>\n<function=book>\n{parameters}</function>\n</tool_call>"
+
+
+XML_BOOKS: list[tuple[dict[str, str], dict[str, Any] | None]] = [
+    ({"city": "Rome", "nights": "2"}, {"city": "Rome", "nights": 2}),
+    ({"city": '5 <b>\n"x"', "nights": "9"}, {"city": '5 <b>\n"x"', "nights": 9}),
+    ({"city": "7", "nights": "1", "note": "null"}, {"city": "7", "nights": 1, "note": None}),
+    (
+        {"city": "A", "nights": "1", "guests": '[{"age": 3}]', "size": "2"},
+        {"city": "A", "nights": 1, "guests": [{"age": 3}], "size": 2},
+    ),
+    ({"city": "A", "nights": "1", "size": "big"}, {"city": "A", "nights": 1, "size": "big"}),
+    ({"city": "A", "nights": "10"}, None),
+    ({"city": "A", "nights": "two"}, None),
+    ({"city": "A"}, None),
+    ({"nights": "1", "city": "A"}, None),
+    ({"city": "A", "nights": "1", "guests": '[{"age": "x"}]'}, None),
+    ({"city": "A", "nights": "1", "size": "small"}, None),
+    ({"city": "A</tool_call>", "nights": "1"}, None),
+    ({"city": "A", "nights": "1", "other": "1"}, None),
+]
+
+
+@pytest.mark.parametrize(("values", "arguments"), XML_BOOKS)
+def test_parameters_in_tags_are_what_the_parser_reads(
+    values: dict[str, str], arguments: dict[str, Any] | None
+) -> None:
+    form = grammar_of(
+        Constraints([XML_TOOL], REQUIRED),
+        tool_call_parser="qwen3_coder",
+        reasoning_parser="none",
+        opened=False,
+        token_id=lambda text: None,
+    )
+    state = GRAMMARS.start(form)
+    text = xml_book(**values)
+    follows = all(may_follow(state, token_id) for token_id in ids(text, True))
+    assert follows == (arguments is not None)
+    if arguments is not None:
+        _, (call,), malformed = TOOL_CALL_PARSERS["qwen3_coder"](text, [XML_TOOL])
+        assert (call.name, json.loads(call.arguments), malformed) == ("book", arguments, 0)
+
+
+def test_text_that_tags_cannot_be_held_to_is_refused() -> None:
+    limited = tool("say", strict=True, word={"type": "string", "maxLength": 3})
+    with pytest.raises(RequestError, match=r"properties\.word\.maxLength is 3"):
+        grammar_of(
+            Constraints([limited], REQUIRED),
+            tool_call_parser="qwen3_coder",
+            reasoning_parser="none",
+            opened=False,
+            token_id=lambda text: None,
+        )

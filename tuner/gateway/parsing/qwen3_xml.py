@@ -40,7 +40,7 @@ def _call(name: str, body: str, tools: Tools) -> ParsedToolCall | None:
         key = match[1].strip()
         if key in values:
             return None
-        values[key] = _json_value(match[2], _types(_property(schema, key), schema))
+        values[key] = _json_value(match[2], types_of(_property(schema, key), schema))
         position = match.end()
     if not name or body[position:].strip():
         return None
@@ -64,7 +64,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _types(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int = 0) -> set[str]:
+def types_of(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int = 0) -> set[str]:
     """The JSON types that a schema allows; none where it does not say."""
     found: set[str] = set()
     declared = schema.get("type")
@@ -80,13 +80,13 @@ def _types(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int = 0) -
         return found
     for several in ("anyOf", "oneOf", "allOf"):
         for inner in schema.get(several) or ():
-            found |= _types(_mapping(inner), root, depth + 1)
+            found |= types_of(_mapping(inner), root, depth + 1)
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
         target: Any = root
         for part in reference[2:].split("/"):
             target = _mapping(target).get(part)
-        found |= _types(_mapping(target), root, depth + 1)
+        found |= types_of(_mapping(target), root, depth + 1)
     return found
 
 
