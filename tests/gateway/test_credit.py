@@ -108,6 +108,14 @@ async def test_a_rollout_may_ask_for_no_more_than_its_calls() -> None:
         assert len(session.calls) == len(engine.requests) == 3
 
 
+async def test_a_request_that_is_refused_does_not_count() -> None:
+    async with gateway_of(StubEngine(max_model_len=300)) as gateway:
+        session = gateway.open_session("r", limits=SessionLimits(calls=1))
+        with pytest.raises(openai.BadRequestError, match="no room"):
+            await session.async_client().completions.create(model="tiny", prompt="x" * 400)
+        await ask(session)
+
+
 async def test_a_rollout_samples_no_more_than_its_tokens() -> None:
     async with gateway_of(StubEngine(["abcdef"])) as gateway:
         session = gateway.open_session("r", limits=SessionLimits(tokens=10))

@@ -152,13 +152,13 @@ class Completion:
         self.started = time.time()
         self._clock = time.perf_counter()
         prompts = self._prompts()
-        # First of all: a form that cannot be had is refused before anything is counted.
+        # First of all: what cannot be honoured is refused before anything is counted.
+        rooms = [self._room(prompt.ids) for prompt in prompts]
         grammars = [self._renderer.grammar(request.constraints, prompt.ids) for prompt in prompts]
         budget = session.admit(len(prompts) * request.n)
         self._recordings: list[_Recording] = []
         ids = []
-        for prompt, grammar in zip(prompts, grammars, strict=True):
-            room = self._room(prompt.ids)
+        for prompt, room, grammar in zip(prompts, rooms, grammars, strict=True):
             if budget is not None:
                 room = min(room, budget)
             digest = hashlib.blake2b(array("q", prompt.ids).tobytes(), digest_size=16).digest()
