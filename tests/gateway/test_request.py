@@ -255,24 +255,22 @@ async def test_fields_that_disagree_are_refused(fields: dict, sentence: str) -> 
         b"null",
         b"\xff\xfe\x00",
         b'{"model": "tiny", "temperature": NaN}',
+        b'{"model": "tiny", "temperature": 1e999}',
         b'{"model": "tiny", "temperature": 1' + b"0" * 5000 + b"}",
         b"[" * 200_000,
         b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
         b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"model": "tiny", "messages": [{"role": "user", "content": "\xed\xa0\x80"}]}',
+        b'{"model": "tiny", "metadata": {"a": -1e999}}',
+        '{"model": "tiny"}'.encode("utf-16"),
     ],
-    ids=range(11),
+    ids=range(15),
 )
 async def test_body_that_is_no_json_object_is_refused(raw: bytes) -> None:
     async with gateway_of(StubEngine()) as gateway:
         status, answer = await send(gateway, None, raw=raw)
         assert status == 400
         assert "body" in answer["error"]["message"]
-
-
-async def test_infinite_number_is_refused() -> None:
-    raw = b'{"model": "tiny", "messages": [{"role": "user", "content": "x"}], "temperature": 1e999}'
-    async with gateway_of(StubEngine()) as gateway:
-        assert (await send(gateway, None, raw=raw))[0] == 400
 
 
 async def test_message_echoed_with_every_field_of_the_clients_type_is_accepted() -> None:

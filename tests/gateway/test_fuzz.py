@@ -1,0 +1,246 @@
+"""Ten thousand wrong requests over every route: none breaks the gateway, and no token is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.gateway.fuzzing import BODIES, body_of
+from tests.gateway.test_recording_property import Ledger
+from tests.gateway.toy import gateway_of
+from tuner.engines.base import Generation, SamplingParams, TokenSink
+from tuner.gateway import Gateway, Session
+from tuner.gateway.gateway import _EXCHANGES, StreamReply
+
+IN_PROCESS, OVER_HTTP = 9_600, 480  # bodies
+AT_ONCE = 4  # clients of one session
+EACH = 20  # bodies that one client sends
+SECONDS = 20  # for one body; it takes milliseconds
+
+
+@dataclass
+class Watched(Ledger):
+    """Knows how many generations are running."""
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        session: str,
+        sink: TokenSink | None = None,
+    ) -> Generation:
+        self.sampling += 1
+        try:
+            return await super().generate(prompt_ids, sampling, session, sink)
+        finally:
+            self.sampling -= 1
+
+
+@dataclass
+class Client:
+    """Sends one wrong request after the other, and checks what comes back."""
+
+    gateway: Gateway
+    session: Session
+    path: str
+    rng: random.Random
+    http: httpx.AsyncClient | None = None
+    known: list[str] = field(default_factory=list)
+    statuses: Counter[int] = field(default_factory=Counter)
+
+    async def send(self) -> None:
+        body = body_of(self.path, self.rng, self.known)
+        headers = self.headers()
+        ask = self.over_http if self.http else self.in_process
+        try:
+            async with asyncio.timeout(SECONDS):
+                if self.rng.random() < 0.05:
+                    await self.impatient(ask(body, headers))
+                else:
+                    await ask(body, headers)
+        except Exception as error:
+            error.add_note(f"{self.path} {headers} {body[:3000]!r}")
+            raise
+        assert self.session.errors == [], (self.path, headers, body[:3000])
+
+    def headers(self) -> dict[str, str]:
+        rng = self.rng
+        key = rng.choice(
+            [self.session.key] * 18 + [f"{self.session.key}.a", f"{self.session.key}.?!"]
+        )
+        headers = {"authorization": f"Bearer {key}"}
+        if rng.random() < 0.1:
+            headers = rng.choice(({"x-api-key": key}, {"authorization": key}, {}))
+        if rng.random() < 0.15:
+            headers["idempotency-key"] = rng.choice(("a", "b", "c", "", "\xff", "x" * 5000))
+        return headers
+
+    async def impatient(self, asking: Any) -> None:
+        asked = asyncio.ensure_future(asking)
+        for _ in range(self.rng.randint(0, 30)):
+            await asyncio.sleep(0)
+        asked.cancel()
+        await asyncio.wait({asked})
+        if not asked.cancelled():
+            asked.result()
+
+    async def in_process(self, body: bytes, headers: dict[str, str]) -> None:
+        method, path = self.place()
+        reply = await self.gateway.handle(method, path, headers, body)
+        if isinstance(reply, StreamReply):
+            await self.read(reply.events, whole=reply.events.aclose)
+            return
+        if reply.content_type == "application/json":
+            self.check(reply.status, reply.body)
+
+    async def over_http(self, body: bytes, headers: dict[str, str]) -> None:
+        assert self.http is not None
+        method, path = self.place()
+        raw = {name: value.encode("latin-1") for name, value in headers.items()}
+        async with self.http.stream(method, path, content=body, headers=raw) as response:
+            if response.headers["content-type"].startswith("text/event-stream"):
+                await self.read(response.aiter_bytes(), whole=response.aclose)
+            else:
+                self.check(response.status_code, await response.aread())
+
+    def place(self) -> tuple[str, str]:
+        if self.rng.random() < 0.98:
+            return "POST", self.path
+        return self.rng.choice(
+            (
+                ("GET", self.path),
+                ("POST", f"{self.path}/x"),
+                ("PUT", self.path),
+                ("GET", "/v1/models"),
+            )
+        )
+
+    async def read(self, events: AsyncIterator[bytes], *, whole: Any) -> None:
+        """Some of a stream's events, or all."""
+        left = self.rng.choice((None, None, 0, 1, 3))
+        try:
+            data = b""
+            while left is None or left > 0:
+                event = await anext(events, None)
+                if event is None:
+                    break
+                data += event
+                left = None if left is None else left - 1
+        finally:
+            await whole()
+        self.statuses[200] += 1
+        if left is None:
+            for block in data.decode().strip().split("\n\n"):
+                payload = block.split("data: ", 1)[1]
+                if payload != "[DONE]":
+                    strict(payload.encode())
+
+    def check(self, status: int, body: bytes) -> None:
+        assert status in (200, 400, 401, 404), (status, body)
+        answer = strict(body)
+        self.statuses[status] += 1
+        if status != 200:
+            assert answer["error"]["message"]
+        elif answer.get("object") == "response":
+            self.known.append(answer["id"])
+
+
+def strict(data: bytes) -> Any:
+    """What JSON says that every client can read: no half surrogate pairs, no NaN."""
+    value = json.loads(data, parse_constant=_no_constant)
+    json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
+def _no_constant(name: str) -> Any:
+    raise AssertionError(f"{name} is no JSON")
+
+
+def test_every_route_has_bodies_to_start_from() -> None:
+    assert set(_EXCHANGES) <= set(BODIES)
+
+
+@pytest.mark.parametrize("path", _EXCHANGES)
+async def test_no_wrong_request_breaks_the_gateway_or_loses_a_token(path: str) -> None:
+    sessions = IN_PROCESS // len(_EXCHANGES) // (AT_ONCE * EACH)
+    statuses = Counter[int]()
+    for number in range(sessions):
+        statuses += await let_loose(path, f"{path}-{number}")
+    check_mixture(statuses)
+
+
+@pytest.mark.parametrize("path", _EXCHANGES)
+async def test_no_wrong_request_breaks_the_http_door(path: str) -> None:
+    each = OVER_HTTP // len(_EXCHANGES) // AT_ONCE
+    check_mixture(await let_loose(path, f"{path}-http", each=each, over_http=True))
+
+
+async def let_loose(
+    path: str, seed: str, *, each: int = EACH, over_http: bool = False
+) -> Counter[int]:
+    """Several clients on one session at once; how often each status came."""
+    troubles: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, trouble: troubles.append(trouble))
+    tasks = asyncio.all_tasks()
+    engine = Watched(max_model_len=100_000)
+    async with gateway_of(engine) as gateway, contextlib.AsyncExitStack() as stack:
+        session = gateway.open_session(seed, seed=1)
+        http = None
+        if over_http:
+            url = gateway.base_url.removesuffix("/v1")
+            http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=SECONDS))
+        clients = [
+            Client(gateway, session, path, random.Random(f"{seed}-{i}"), http)
+            for i in range(AT_ONCE)
+        ]
+        await asyncio.gather(*(use(client, each) for client in clients))
+        # What was cancelled ends a moment later; the server hears later of a client that has gone.
+        await until(lambda: not (session._carried or session._in_flight or engine.sampling))
+        assert_nothing_in_flight(engine, session)
+        check_tokens(engine, session)
+    assert asyncio.all_tasks() == tasks
+    assert not gateway._sessions
+    assert troubles == []
+    return sum((client.statuses for client in clients), Counter[int]())
+
+
+async def use(client: Client, bodies: int) -> None:
+    for _ in range(bodies):
+        await client.send()
+
+
+def assert_nothing_in_flight(engine: Watched, session: Session) -> None:
+    assert engine.sampling == engine.waiting == 0
+    assert session._carried == []
+    assert not session._in_flight
+    assert all(replay.done.is_set() for replay in session.replays.values())
+
+
+def check_tokens(engine: Watched, session: Session) -> None:
+    sampled = Counter((prompt, tuple(ids)) for _, prompt, ids in engine.sampled if ids)
+    calls = session.calls
+    assert Counter((call.prompt_ids, call.completion_ids) for call in calls) == sampled
+    assert all(call.invalid is None for call in calls)
+    assert len({call.id for call in calls}) == len(calls)
+
+
+def check_mixture(statuses: Counter[int]) -> None:
+    """Bodies that are all refused at the door would test the door alone."""
+    total = statuses.total()
+    assert statuses[200] > total / 8
+    assert statuses[400] > total / 4
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(SECONDS):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
