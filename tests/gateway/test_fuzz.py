@@ -24,7 +24,7 @@ from tuner.gateway.gateway import _EXCHANGES, StreamReply
 IN_PROCESS, OVER_HTTP = 9_600, 480  # bodies
 AT_ONCE = 4  # clients of one session
 EACH = 20  # bodies that one client sends
-SECONDS = 20  # for one body; it takes milliseconds
+SECONDS = 30  # for one body; it takes milliseconds
 
 
 @dataclass

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import AsyncIterator
 from typing import Any
 
 import agents
-import openai
 import pytest
 
 from tests.gateway import drift
-from tuner.gateway import Gateway, Session
-from tuner.traces import TokenTree, branches
+from tests.integration.frameworks.parts import (
+    ANSWER,
+    CALL,
+    INSTRUCTIONS,
+    REASONED,
+    check_one_path,
+    scripted,
+)
+from tuner.traces import branches
 
 agents.set_tracing_disabled(True)
-
-# Letter by letter, as the tokenizer never would write it: text alone cannot bring the ids back.
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 40}}\n</tool_call>'
-REASONED = "<think>\nadd the user answer\n</think>\n\n"
-ANSWER = "The answer is 42."
-INSTRUCTIONS = "You are a calculator."
 
 
 def the_tool(added: list[tuple[int, int]], **options: Any) -> agents.Tool:
@@ -33,24 +31,6 @@ def the_tool(added: list[tuple[int, int]], **options: Any) -> agents.Tool:
     return add
 
 
-@pytest.fixture(params=["in process", "over HTTP"])
-async def door(request: pytest.FixtureRequest) -> AsyncIterator[Any]:
-    """Gives the client of a session."""
-    clients: list[Any] = []
-
-    def client_of(session: Session) -> openai.AsyncOpenAI:
-        if request.param == "in process":
-            return session.async_client()
-        clients.append(
-            openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=0)
-        )
-        return clients[-1]
-
-    yield client_of
-    for client in clients:
-        await client.close()
-
-
 async def run(agent: agents.Agent, prompt: Any, *, streamed: bool, **options: Any) -> Any:
     if not streamed:
         return await agents.Runner.run(agent, prompt, **options)
@@ -60,23 +40,9 @@ async def run(agent: agents.Agent, prompt: Any, *, streamed: bool, **options: An
     return result
 
 
-def check_one_path(gateway: Gateway, session: Session, count: int) -> None:
-    calls = session.calls
-    assert len(calls) == count
-    assert session.errors == []
-    assert all(drift.continues(later, earlier) for earlier, later in itertools.pairwise(calls))
-    assert all(call.invalid is None and not call.undelivered for call in calls)
-    assert branches(calls) == ()
-    (row,) = TokenTree.build(calls).rows()
-    assert sum(row.samples > 0) == sum(len(call.completion_ids) for call in calls)
-    assert drift.decoded(calls[-1].prompt_ids) == drift.rendered(gateway, calls[-1])
-
-
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 async def test_an_agent_on_the_responses_api_is_one_path(door: Any, streamed: bool) -> None:
-    gateway = drift.gateway_of(
-        *(drift.letters(text) for text in (REASONED + CALL, REASONED + CALL, REASONED + ANSWER))
-    )
+    gateway = scripted(REASONED + CALL, REASONED + CALL, REASONED + ANSWER)
     session = gateway.open_session("r")
     added: list[tuple[int, int]] = []
     agent = agents.Agent(
@@ -105,7 +71,7 @@ async def test_an_agent_on_the_responses_api_is_one_path(door: Any, streamed: bo
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 async def test_an_agent_that_goes_on_by_response_ids_is_one_path(door: Any, streamed: bool) -> None:
-    gateway = drift.gateway_of(*(drift.letters(text) for text in (REASONED + CALL, ANSWER)))
+    gateway = scripted(REASONED + CALL, ANSWER)
     session = gateway.open_session("r")
     added: list[tuple[int, int]] = []
     agent = agents.Agent(
@@ -124,7 +90,7 @@ async def test_an_agent_that_goes_on_by_response_ids_is_one_path(door: Any, stre
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 async def test_an_agent_on_chat_completions_is_one_path(door: Any, streamed: bool) -> None:
-    gateway = drift.gateway_of(*(drift.letters(text) for text in (CALL, CALL, ANSWER)))
+    gateway = scripted(CALL, CALL, ANSWER)
     session = gateway.open_session("r")
     added: list[tuple[int, int]] = []
     agent = agents.Agent(
@@ -144,7 +110,7 @@ async def test_an_agent_on_chat_completions_is_one_path(door: Any, streamed: boo
 
 async def test_a_handoff_is_recorded_as_another_conversation(door: Any) -> None:
     handoff = '<tool_call>\n{"name": "transfer_to_calculator", "arguments": {}}\n</tool_call>'
-    gateway = drift.gateway_of(*(drift.letters(text) for text in (handoff, CALL, ANSWER)))
+    gateway = scripted(handoff, CALL, ANSWER)
     session = gateway.open_session("r")
     added: list[tuple[int, int]] = []
     model = agents.OpenAIResponsesModel(model="tiny", openai_client=door(session))

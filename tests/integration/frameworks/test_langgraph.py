@@ -1,0 +1,165 @@
+"""LangGraph's ReAct agents on the gateway, through LangChain's model for OpenAI."""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+from langchain.agents import create_agent
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+from langgraph.prebuilt import create_react_agent
+
+from tests.gateway import drift
+from tests.integration.frameworks.parts import (
+    ANSWER,
+    CALL,
+    INSTRUCTIONS,
+    REASONED,
+    check_calls,
+    check_one_path,
+    scripted,
+)
+from tuner.gateway import Session
+from tuner.traces import BranchCause, branches
+
+USER = {"role": "user", "content": "2+40?"}
+TWO_CALLS = f"{CALL}\n{CALL.replace('40', '50')}"
+
+
+def the_tool(added: list[tuple[int, int]]) -> Any:
+    @tool
+    def add(a: int, b: int) -> int:
+        """Add two integers."""
+        added.append((a, b))
+        return a + b
+
+    return add
+
+
+def prebuilt(model: ChatOpenAI, tools: list[Any], *, system_prompt: str) -> Any:
+    with warnings.catch_warnings():  # `create_agent` is its successor; agents in use still have it
+        warnings.simplefilter("ignore")
+        return create_react_agent(model, tools, prompt=system_prompt)
+
+
+def chat_model(client: openai.AsyncOpenAI, **options: Any) -> ChatOpenAI:
+    return ChatOpenAI(
+        model="tiny",
+        async_client=client.chat.completions,
+        root_async_client=client,
+        **options,
+    )
+
+
+async def run(agent: Any, messages: list[Any], *, streamed: bool) -> list[Any]:
+    """The conversation at the end."""
+    if not streamed:
+        return list((await agent.ainvoke({"messages": messages}))["messages"])
+    last: list[Any] = []
+    modes = ["messages", "values"]
+    async for mode, value in agent.astream({"messages": messages}, stream_mode=modes):
+        if mode == "values":
+            last = value["messages"]
+    return last
+
+
+make = pytest.mark.parametrize("make", [create_agent, prebuilt], ids=["create_agent", "prebuilt"])
+streaming = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+
+
+@make
+@streaming
+async def test_an_agent_is_one_path(door: Any, make: Callable[..., Any], streamed: bool) -> None:
+    gateway = scripted(CALL, TWO_CALLS, f"I add.\n{CALL}", ANSWER)
+    session = gateway.open_session("r")
+    added: list[tuple[int, int]] = []
+    agent = make(chat_model(door(session)), [the_tool(added)], system_prompt=INSTRUCTIONS)
+    try:
+        messages = await run(agent, [USER], streamed=streamed)
+        assert messages[-1].content == ANSWER
+        assert sorted(added) == [(2, 40)] * 3 + [(2, 50)]
+        check_one_path(gateway, session, 4)
+        assert {(call.dialect, call.streamed) for call in session.calls} == {("chat", streamed)}
+        # The next user turn goes on from the whole conversation.
+        await run(agent, [*messages, {"role": "user", "content": "Sure?"}], streamed=streamed)
+        check_one_path(gateway, session, 5)
+    finally:
+        await gateway.aclose()
+
+
+@streaming
+async def test_chat_completions_lose_the_reasoning_and_branch_at_every_turn(
+    door: Any, streamed: bool
+) -> None:
+    gateway = scripted(REASONED + CALL, REASONED + CALL, REASONED + ANSWER)
+    session = gateway.open_session("r")
+    agent = create_agent(chat_model(door(session)), [the_tool([])], system_prompt=INSTRUCTIONS)
+    try:
+        messages = await run(agent, [USER], streamed=streamed)
+        assert messages[-1].content == ANSWER
+        check_calls(gateway, session, 3)
+        causes = [branch.cause for branch in branches(session.calls)]
+        assert causes == [BranchCause.REASONING] * 2
+    finally:
+        await gateway.aclose()
+
+
+@streaming
+async def test_the_responses_api_keeps_the_reasoning_on_one_path(door: Any, streamed: bool) -> None:
+    gateway = scripted(REASONED + CALL, REASONED + CALL, REASONED + ANSWER)
+    session = gateway.open_session("r")
+    model = chat_model(door(session), use_responses_api=True)
+    agent = create_agent(model, [the_tool([])], system_prompt=INSTRUCTIONS)
+    try:
+        messages = await run(agent, [USER], streamed=streamed)
+        assert messages[-1].text == ANSWER
+        check_one_path(gateway, session, 3)
+        assert {(c.dialect, c.streamed) for c in session.calls} == {("responses", streamed)}
+    finally:
+        await gateway.aclose()
+
+
+@streaming
+async def test_an_agent_that_does_not_await_runs_in_a_thread(streamed: bool) -> None:
+    gateway = scripted(CALL, CALL, ANSWER)
+    session = gateway.open_session("r")
+
+    def work(session: Session) -> Any:
+        model = ChatOpenAI(
+            model="tiny", base_url=session.base_url, api_key=session.key, streaming=streamed
+        )
+        agent = create_agent(model, [the_tool([])], system_prompt=INSTRUCTIONS)
+        answer = agent.invoke({"messages": [USER]})["messages"][-1].content
+        model.root_client.close()
+        return answer
+
+    try:
+        assert await asyncio.to_thread(work, session) == ANSWER
+        check_one_path(gateway, session, 3)
+        assert {call.streamed for call in session.calls} == {streamed}
+    finally:
+        await gateway.aclose()
+
+
+async def test_common_settings_of_the_model_are_honoured(door: Any) -> None:
+    gateway = scripted(ANSWER)
+    session = gateway.open_session("r")
+    model = chat_model(
+        door(session), temperature=0.5, top_p=0.9, max_tokens=6, seed=3, stop=["x"], logprobs=True
+    )
+    try:
+        answer = await model.ainvoke("2+40?")
+        (call,) = session.calls
+        sampling = call.sampling
+        assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.5, 0.9, 6)
+        assert (sampling.seed, sampling.stop) == (3, ("x",))
+        assert len(call.completion_ids) == 6
+        assert answer.content == drift.decoded(call.completion_ids)
+        assert len(answer.response_metadata["logprobs"]["content"]) == 6
+    finally:
+        await gateway.aclose()
