@@ -21,6 +21,15 @@ TURN = {
 }
 FLAT_TOOL = {"type": "function", **ADD_TOOL["function"], "strict": True}  # type: ignore[dict-item]
 CLAUDE_TOOL = {"name": "add", "input_schema": {"type": "object", "properties": {"a": {}}}}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0}, "b": {"enum": ["x", 1, None]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
+STRICT = {"type": "function", "function": {"name": "sub", "parameters": SCHEMA, "strict": True}}
+ALLOWED = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "add"}}]}
 USED = {"type": "tool_use", "id": "c", "name": "add", "input": {"a": 2, "b": [40, None]}}
 
 BODIES: dict[str, list[dict[str, Any]]] = {
@@ -40,6 +49,18 @@ BODIES: dict[str, list[dict[str, Any]]] = {
             "seed": 3,
             "chat_template_kwargs": {"enable_thinking": False},
             "return_token_ids": True,
+        },
+        {"messages": [USER], "response_format": FORMAT},
+        {
+            "messages": [USER],
+            "tools": [ADD_TOOL, STRICT],
+            "tool_choice": "required",
+            "parallel_tool_calls": False,
+        },
+        {
+            "messages": [USER],
+            "tools": [STRICT, ADD_TOOL],
+            "tool_choice": {"type": "allowed_tools", "allowed_tools": ALLOWED},
         },
         {"messages": [USER], "user": "u", "metadata": {"a": "b"}, "store": False, "min_p": 0},
     ],
@@ -69,6 +90,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
             "reasoning": {"effort": None},
             "text": {"format": {"type": "text"}},
         },
+        {"input": "hi", "text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}},
         {"input": "go on", "previous_response_id": "resp_0", "store": True, "metadata": {"a": "b"}},
         {"input": [{"type": "item_reference", "id": "msg_0"}, USER], "temperature": 1, "seed": 3},
     ],
@@ -96,8 +118,27 @@ BODIES: dict[str, list[dict[str, Any]]] = {
             "temperature": 1,
             "metadata": {"user_id": "u"},
         },
+        {
+            "messages": [USER],
+            "max_tokens": 30,
+            "tools": [CLAUDE_TOOL, {"name": "sub", "input_schema": SCHEMA, "strict": True}],
+            "tool_choice": {"type": "tool", "name": "sub", "disable_parallel_tool_use": True},
+        },
+        {
+            "messages": [USER],
+            "max_tokens": 30,
+            "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+        },
     ],
 }
+BODIES["/v1/messages/count_tokens"] = [
+    {
+        key: value
+        for key, value in body.items()
+        if key in ("messages", "system", "tools", "tool_choice", "thinking", "output_config")
+    }
+    for body in BODIES["/v1/messages"]
+]
 
 _TAGS = [
     *("system", "developer", "user", "assistant", "tool", "function", "message", "reasoning"),
