@@ -236,7 +236,8 @@ def _swap(body: Any, rng: random.Random) -> Any:
 
 def _odd(body: Any, rng: random.Random) -> Any:
     holder, key = _place(body, rng)
-    holder[key] = rng.choice(rng.choice((_ODD, _ODD, _TEXTS, _TAGS, [_DEEP], [_BIG])))
+    value = rng.choice(rng.choice((_ODD, _ODD, _TEXTS, _TAGS, [_DEEP], [_BIG])))
+    holder[key] = copy.deepcopy(value)  # later surgery must not change the list of odd values
     return body
 
 
