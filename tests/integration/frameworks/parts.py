@@ -6,7 +6,7 @@ import itertools
 
 from tests.gateway import drift
 from tuner.gateway import Gateway, Session
-from tuner.traces import TokenTree, branches
+from tuner.traces import ReasoningPolicy, TokenTree, branches
 
 # Letter by letter, as the tokenizer never would write it: text alone cannot bring the ids back.
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 40}}\n</tool_call>'
@@ -16,9 +16,9 @@ ANSWER = "The answer is 42."
 INSTRUCTIONS = "You are a calculator."
 
 
-def scripted(*texts: str) -> Gateway:
+def scripted(*texts: str, reasoning: ReasoningPolicy = "template") -> Gateway:
     """A gateway whose model says `texts` in turn."""
-    return drift.gateway_of(*(drift.letters(text) for text in texts))
+    return drift.gateway_of(*(drift.letters(text) for text in texts), reasoning=reasoning)
 
 
 def check_calls(gateway: Gateway, session: Session, count: int) -> None:
@@ -37,10 +37,16 @@ def check_calls(gateway: Gateway, session: Session, count: int) -> None:
 
 
 def check_one_path(gateway: Gateway, session: Session, count: int) -> None:
+    """Every call continues the one before by its ids, and reads what the template renders."""
+    check_continued(gateway, session, count)
+    last = session.calls[-1]
+    assert drift.decoded(last.prompt_ids) == drift.rendered(gateway, last)
+
+
+def check_continued(gateway: Gateway, session: Session, count: int) -> None:
     """Every call continues the one before by its ids."""
     check_calls(gateway, session, count)
     calls = session.calls
     assert all(drift.continues(later, earlier) for earlier, later in itertools.pairwise(calls))
     assert branches(calls) == ()
     assert len(list(TokenTree.build(calls).rows())) == 1
-    assert drift.decoded(calls[-1].prompt_ids) == drift.rendered(gateway, calls[-1])

@@ -13,6 +13,7 @@ from langchain.agents import create_agent
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from langgraph.prebuilt import create_react_agent
+from pydantic import BaseModel
 
 from tests.gateway import drift
 from tests.integration.frameworks.parts import (
@@ -21,6 +22,7 @@ from tests.integration.frameworks.parts import (
     INSTRUCTIONS,
     REASONED,
     check_calls,
+    check_continued,
     check_one_path,
     scripted,
 )
@@ -110,6 +112,19 @@ async def test_chat_completions_lose_the_reasoning_and_branch_at_every_turn(
 
 
 @streaming
+async def test_the_policy_keep_makes_one_path_of_lost_reasoning(door: Any, streamed: bool) -> None:
+    gateway = scripted(REASONED + CALL, REASONED + CALL, REASONED + ANSWER, reasoning="keep")
+    session = gateway.open_session("r")
+    agent = create_agent(chat_model(door(session)), [the_tool([])], system_prompt=INSTRUCTIONS)
+    try:
+        messages = await run(agent, [USER], streamed=streamed)
+        assert messages[-1].content == ANSWER
+        check_continued(gateway, session, 3)
+    finally:
+        await gateway.aclose()
+
+
+@streaming
 async def test_the_responses_api_keeps_the_reasoning_on_one_path(door: Any, streamed: bool) -> None:
     gateway = scripted(REASONED + CALL, REASONED + CALL, REASONED + ANSWER)
     session = gateway.open_session("r")
@@ -161,5 +176,37 @@ async def test_common_settings_of_the_model_are_honoured(door: Any) -> None:
         assert len(call.completion_ids) == 6
         assert answer.content == drift.decoded(call.completion_ids)
         assert len(answer.response_metadata["logprobs"]["content"]) == 6
+    finally:
+        await gateway.aclose()
+
+
+class Sum(BaseModel):
+    """What the answer is to be."""
+
+    value: int
+
+
+async def test_structured_output_is_a_constrained_call(door: Any) -> None:
+    gateway = scripted('{"value": 42}')
+    session = gateway.open_session("r")
+    model = chat_model(door(session)).with_structured_output(Sum)
+    try:
+        assert await model.ainvoke("2+40?") == Sum(value=42)
+        check_calls(gateway, session, 1)
+        assert session.calls[0].constrained
+    finally:
+        await gateway.aclose()
+
+
+async def test_an_agent_with_a_response_format_calls_it_as_a_tool(door: Any) -> None:
+    final = CALL.replace('"add"', '"Sum"').replace('{"a": 2, "b": 40}', '{"value": 42}')
+    gateway = scripted(CALL, final)
+    session = gateway.open_session("r")
+    agent = create_agent(chat_model(door(session)), [the_tool([])], response_format=Sum)
+    try:
+        result = await agent.ainvoke({"messages": [USER]})
+        assert result["structured_response"] == Sum(value=42)
+        check_one_path(gateway, session, 2)
+        assert all(call.constrained for call in session.calls)
     finally:
         await gateway.aclose()

@@ -7,7 +7,9 @@ the model sampled, and each step is trained as it was sampled, under the prompt 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -48,16 +50,19 @@ def solve(
 
 
 @streaming
-async def test_tool_calling_agent_has_every_call_recorded(streamed: bool) -> None:
-    gateway = scripted(CALL, f"I add.\n{CALL}", FINAL)
+@pytest.mark.parametrize("forced", [True, False], ids=["forced", "auto"])
+async def test_tool_calling_agent_has_every_call_recorded(streamed: bool, forced: bool) -> None:
+    gateway = scripted(CALL, CALL if forced else f"I add.\n{CALL}", FINAL)
     session = gateway.open_session("r")
+    options = {} if forced else {"tool_choice": "auto"}
     try:
         answer = await asyncio.to_thread(
-            solve, session, ToolCallingAgent, [Add()], streamed=streamed, tool_choice="auto"
+            solve, session, ToolCallingAgent, [Add()], streamed=streamed, **options
         )
         assert answer == "42"
         check_calls(gateway, session, 3)
         assert {(call.dialect, call.streamed) for call in session.calls} == {("chat", streamed)}
+        assert {call.constrained for call in session.calls} == {forced}
         causes = [branch.cause for branch in branches(session.calls)]
         assert causes == [BranchCause.REWRITE] * 2
         second = session.calls[1].messages
@@ -81,5 +86,19 @@ async def test_code_agent_has_every_call_recorded(streamed: bool) -> None:
         assert {(call.dialect, call.streamed) for call in session.calls} == {("chat", streamed)}
         assert [branch.cause for branch in branches(session.calls)] == [BranchCause.REWRITE]
         assert session.calls[0].sampling.stop == ("Observation:", "Calling tools:", "</code>")
+    finally:
+        await gateway.aclose()
+
+
+@streaming
+async def test_code_agent_with_structured_outputs_is_constrained(streamed: bool) -> None:
+    steps = [{"thought": "add", "code": code} for code in ("add(2, 40)", "final_answer(42)")]
+    gateway = scripted(*map(json.dumps, steps))
+    session = gateway.open_session("r")
+    agent = partial(CodeAgent, use_structured_outputs_internally=True)
+    try:
+        assert await asyncio.to_thread(solve, session, agent, [Add()], streamed=streamed) == 42
+        check_calls(gateway, session, 2)
+        assert all(call.constrained for call in session.calls)
     finally:
         await gateway.aclose()
