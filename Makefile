@@ -66,9 +66,14 @@ $(VENV3)/.installed: pyproject.toml constraints-frameworks.txt
 test-frameworks: $(VENV3)/.installed
 	$(BIN3)/pytest tests/integration/frameworks
 
-bench: $(VENV)/.installed-dev
+# LiteLLM, a peer of the gateway's benchmark, wants other versions than we do.
+.venv-litellm/bin/litellm:
+	$(PYTHON) -m venv .venv-litellm
+	.venv-litellm/bin/python -m pip install --quiet --no-compile 'litellm[proxy]==1.106.2'
+
+bench: $(VENV)/.installed-dev .venv-litellm/bin/litellm
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt trl
 	for benchmark in benchmarks/[a-z]*.py; do $(BIN)/python $$benchmark || exit 1; done
 
 clean:
-	rm -rf $(VENV) $(VENV2) $(VENV3) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -50,13 +50,19 @@ class Row:
         return None if self.target is None else self.ratio >= self.target
 
 
-def report(benchmark: str, rows: Sequence[Row], packages: Sequence[str] = ()) -> None:
+def report(
+    benchmark: str,
+    rows: Sequence[Row],
+    packages: Sequence[str] = (),
+    peers: Mapping[str, str] | None = None,
+) -> None:
     """Print the rows as a table and write `benchmarks/results/<benchmark>.json`.
 
     Args:
         benchmark: Name of the script, without its suffix.
         rows: What was measured.
         packages: Distributions whose versions matter to the numbers.
+        peers: Versions of peers that are installed elsewhere, by name.
     """
     table = Table(title=benchmark)
     for title in ("case", "metric", "ours", "peer", "peer's", "ratio", "target", "met"):
@@ -71,7 +77,7 @@ def report(benchmark: str, rows: Sequence[Row], packages: Sequence[str] = ()) ->
         "benchmark": benchmark,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": _hardware(),
-        "versions": {"python": platform.python_version(), **_versions(packages)},
+        "versions": {"python": platform.python_version(), **_versions(packages), **(peers or {})},
         "rows": [{**_shown(row), "ratio": round(row.ratio, 3), "met": row.met} for row in rows],
     }
     RESULTS.mkdir(exist_ok=True)

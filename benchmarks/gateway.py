@@ -476,7 +476,15 @@ def compare(rounds: int, calls: int, litellm: str) -> None:
             more_is_better=False,
         )
     )
-    report("gateway", rows, ["tuner", "openai", "uvicorn", "starlette"])
+    packages = ["agentscope-tuner", "openai", "uvicorn", "starlette"]
+    report("gateway", rows, packages, {"litellm": litellm_version(litellm)})
+
+
+def litellm_version(executable: str) -> str:
+    """The version of LiteLLM in the environment of its executable."""
+    script = "from importlib.metadata import version; print(version('litellm'))"
+    python = Path(executable).parent / "python"
+    return subprocess.check_output([python, "-c", script], text=True).strip()
 
 
 if __name__ == "__main__":
