@@ -38,7 +38,7 @@ test: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist loadfile
 
 # One environment holds one major version of AgentScope.
 $(VENV2)/.installed: pyproject.toml constraints-agentscope2.txt
