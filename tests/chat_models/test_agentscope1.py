@@ -83,6 +83,21 @@ async def test_react_agent_calls_a_tool_and_goes_on_with_its_result(streamed: bo
         assert session.generation_seconds > 0
 
 
+async def test_agentscopes_own_model_is_recorded_over_http() -> None:
+    async with gateway_of(StubEngine(["It is 42."])) as gateway:
+        session = gateway.open_session("r")
+        model = OpenAIChatModel(
+            model_name=session.model_name,
+            api_key=session.key,
+            stream=False,
+            client_kwargs={"base_url": session.base_url},
+        )
+        reply = await agent_of(model)(Msg("user", "2 + 40?", "user"))
+        assert reply.get_text_content() == "It is 42."
+        assert [call.dialect for call in session.calls] == ["chat"]
+        await model.client.close()
+
+
 async def test_reasoning_becomes_a_thinking_block() -> None:
     async with gateway_of(StubEngine(["<think>\nhm\n</think>\n\nYes."])) as gateway:
         model = chat_model(gateway.open_session("r"), kind="agentscope1")

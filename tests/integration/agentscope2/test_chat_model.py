@@ -7,6 +7,7 @@ import itertools
 import openai
 import pytest
 from agentscope.agent import ReActConfig
+from agentscope.credential import OpenAICredential
 from agentscope.formatter import DeepSeekChatFormatter
 from agentscope.message import UserMsg
 from agentscope.model import OpenAIChatModel
@@ -107,6 +108,27 @@ async def test_streamed_agent_with_tools_is_recorded_like_any_other() -> None:
             assert [call.streamed for call in session.calls] == [stream, stream]
             paths.append([(c.prompt_ids, c.completion_ids, c.logprobs) for c in session.calls])
     assert paths[0] == paths[1]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_agentscopes_own_model_is_recorded_over_http(stream: bool) -> None:
+    gateway = merging_gateway_of(letters("I add.\n" + CALL), letters("It is 42."))
+    try:
+        session = gateway.open_session("r")
+        model = OpenAIChatModel(
+            credential=OpenAICredential(api_key=session.key, base_url=session.base_url),
+            model=session.model_name,
+            stream=stream,
+            max_retries=0,
+        )
+        reply = await agent_of(model, add).reply(QUESTION)
+        assert reply.get_text_content() == "It is 42."
+        first, second = session.calls
+        assert [first.streamed, second.streamed] == [stream, stream]
+        assert continues(second, first)
+        await model.client.close()
+    finally:
+        await gateway.aclose()
 
 
 async def test_roles_keep_the_settings_and_name_their_calls() -> None:
