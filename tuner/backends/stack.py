@@ -132,7 +132,7 @@ def trainer_settings(
         entropy_coef=0.0 if algorithm.entropy_loss_fn == "none" else entropy,
         epsilon=advantage.epsilon,
         std_threshold=advantage.std_threshold,
-        std_over_batch=advantage.std_cal_level == "batch",
+        std_level=advantage.std_cal_level,
         max_tokens_per_micro_batch=max_tokens_per_micro_batch,
     )
 
