@@ -14,13 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-StdLevel = Literal["group", "batch", "none"]
-OPMDBaseline = Literal["mean", "logavgexp"]
+from tuner.algorithms.table import OPMDBaseline, StdLevel
 
 
 def group_normalized(

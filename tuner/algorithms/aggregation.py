@@ -6,18 +6,9 @@ a rollout with more calls has more sequences. `rollout-mean` counts rollouts ins
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 from torch import Tensor
 
-Aggregation = Literal[
-    "token-mean",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum",
-    "seq-mean-token-sum-norm",
-    "rollout-mean",
-]
-AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
+from tuner.algorithms.table import Aggregation
 
 
 def row_weights(

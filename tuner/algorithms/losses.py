@@ -132,7 +132,7 @@ def sapo(
     Source: SAPO (arXiv 2511.20347). Trinity-RFT multiplies the detached gate by `logp` instead.
     """
     ratio_T = _ratio(logp_T, old_logp_T)
-    tau_T = torch.where(advantages_T > 0, tau_pos, tau_neg).to(logp_T)
+    tau_T = torch.full_like(logp_T, tau_neg).masked_fill(advantages_T > 0, tau_pos)
     gate_T = torch.sigmoid(tau_T * (ratio_T - 1)) * 4 / tau_T
     return PolicyLoss(-gate_T * advantages_T, ratio_T.detach(), _nothing(logp_T))
 

@@ -3,6 +3,8 @@
 Names and defaults are Trinity-RFT's; `docs/algorithms.md` has the formulas, and says where we
 differ. An algorithm is a choice of parts: every part can be exchanged by its own key
 (`algorithm.advantage_fn`, `algorithm.policy_loss_fn`, ...), then with that part's own defaults.
+
+The table is data that the configuration is checked against, so this module does not need torch.
 """
 
 from __future__ import annotations
@@ -11,8 +13,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tuner.algorithms.aggregation import Aggregation
-
+AlgorithmName = Literal[
+    "multi_step_grpo",
+    "grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "sapo",
+    "rloo",
+    "reinforceplusplus",
+    "opmd",
+    "asymre",
+    "topr",
+    "raft",
+]
 AdvantageName = Literal[
     "step_wise_grpo",
     "grpo",
@@ -26,7 +40,16 @@ AdvantageName = Literal[
 PolicyLossName = Literal[
     "ppo", "gspo", "cispo", "sapo", "opmd", "topr", "importance_sampling", "sft"
 ]
+Aggregation = Literal[
+    "token-mean",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+    "rollout-mean",
+]
 KLName = Literal["none", "k1", "k2", "k3", "abs"]
+StdLevel = Literal["group", "batch", "none"]
+OPMDBaseline = Literal["mean", "logavgexp"]
 EntropyName = Literal["none", "default"]
 
 # What the log-ratio of a policy loss is taken to: the policy that the step began with, or the one
@@ -98,7 +121,7 @@ class Algorithm:
     dynamic_sampling: bool = False
 
 
-ALGORITHMS: Mapping[str, Algorithm] = {
+ALGORITHMS: Mapping[AlgorithmName, Algorithm] = {
     "multi_step_grpo": Algorithm(
         "A rollout's reward, normalised in its group, goes to every call it made.",
         "step_wise_grpo",

@@ -41,7 +41,7 @@ def row_advantages(
     penalties = _penalties(batch, settings, ref_logp)
     if settings.advantage == "reinforceplusplus":
         return whitened_returns(
-            _row_rewards(batch), _lengths(batch), gamma=settings.gamma, penalties=penalties
+            row_rewards(batch), _lengths(batch), gamma=settings.gamma, penalties=penalties
         )
     advantages_N = _compared(batch, settings, penalties)
     return tuple(
@@ -54,7 +54,8 @@ def _lengths(batch: Batch) -> list[int]:
     return [len(row.completion_ids) for row in batch.rows]
 
 
-def _row_rewards(batch: Batch) -> Tensor:
+def row_rewards(batch: Batch) -> Tensor:
+    """The reward of each row: its own, or its rollout's; shape [N]."""
     rewards_R = batch.rewards_R.tolist()
     return torch.tensor(
         [rewards_R[row.rollout] if row.peers is None else row.reward for row in batch.rows],
@@ -84,7 +85,7 @@ def _compared(
     own_C = torch.tensor(
         [i for i, row in enumerate(batch.rows) if row.peers is not None], dtype=torch.long
     )
-    row_rewards_N = _row_rewards(batch)
+    row_rewards_N = row_rewards(batch)
     if penalties is not None:
         charge_N = torch.stack([charge_T.sum() for charge_T in penalties]).to(rewards_R)
         row_rewards_N = row_rewards_N - charge_N

@@ -5,9 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tuner.algorithms import Aggregation
-from tuner.algorithms.advantages import OPMDBaseline, StdLevel
-from tuner.algorithms.table import POLICY_LOSSES, AdvantageName, KLName, PolicyLossName, RatioTo
+from tuner.algorithms.table import (
+    POLICY_LOSSES,
+    AdvantageName,
+    Aggregation,
+    KLName,
+    OPMDBaseline,
+    PolicyLossName,
+    RatioTo,
+    StdLevel,
+)
 from tuner.training.schedule import Scheduler
 
 Proximal = Literal["auto", "recorded", "recompute", "loglinear"]

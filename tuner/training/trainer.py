@@ -261,7 +261,9 @@ class PolicyTrainer:
         return Tokens(
             logp_T=logp_T,
             entropy_T=current.entropy_T,
-            recorded_T=torch.tensor([p for row in rows for p in row.logprobs]).to(logp_T),
+            recorded_T=torch.tensor(
+                [p for row in rows for p in row.logprobs], dtype=logp_T.dtype
+            ).to(logp_T.device),
             advantages_T=torch.cat([scored.advantages[i] for i in indices]).to(logp_T),
             weights_T=weights_N[indices].repeat_interleave(lengths).to(logp_T),
             row_T=torch.arange(len(rows)).repeat_interleave(lengths).to(logp_T.device),
