@@ -187,16 +187,12 @@ def whitened_returns(
         N tensors of shape [T_row], in the dtype of `rewards_N`.
     """
     returns: list[Tensor] = []
-    for row, (reward, length) in enumerate(zip(rewards_N, lengths, strict=True)):
-        return_T = rewards_N.new_zeros(length)
-        running = rewards_N.new_zeros(())
-        for t in range(length - 1, -1, -1):
-            own = reward if t == length - 1 else rewards_N.new_zeros(())
-            if penalties is not None:
-                own = own - penalties[row][t].to(rewards_N)
-            running = own + gamma * running
-            return_T[t] = running
-        returns.append(return_T)
+    for row, (reward, length) in enumerate(zip(rewards_N.tolist(), lengths, strict=True)):
+        gained = [0.0] * length if penalties is None else [-p for p in penalties[row].tolist()]
+        gained[-1] += reward
+        for t in range(length - 2, -1, -1):
+            gained[t] += gamma * gained[t + 1]
+        returns.append(torch.tensor(gained, dtype=rewards_N.dtype))
     all_T = torch.cat(returns)
     variance = all_T.var() if len(all_T) > 1 else all_T.new_zeros(())
     return tuple((one - all_T.mean()) * torch.rsqrt(variance + 1e-8) for one in returns)
