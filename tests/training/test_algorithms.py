@@ -330,3 +330,56 @@ def test_every_algorithm_raises_the_reward_of_a_bandit(algorithm):
             assert metrics["stale_fraction"] == 0
     assert sum(means[:3]) / 3 < 0.3
     assert sum(means[-3:]) / 3 > 0.8
+
+
+def test_topr_compares_with_the_policy_that_sampled_however_old():
+    """On stale tokens the ratio stays that to the recorded log-probs, without a forward pass."""
+    traces = random_batch(9)
+    settings = settings_of("topr")
+    fresh = gradient(trainer_at(0, settings), traces)
+    assert close(gradient(trainer_at(2, settings), stale(traces)), fresh, 1e-12)
+    recomputed = replace(settings, policy_loss="importance_sampling")
+    trainer = trainer_at(2, recomputed)
+    assert not close(gradient(trainer, stale(traces)), fresh, 1e-3)
+
+
+def test_rejected_tokens_are_counted():
+    batch = build_batch(stale(random_batch(0)))
+    trainer = trainer_at(2, replace(BASE, rejection=(0.8, 1.3)))
+    weights = (
+        torch.cat(trainer.compute_logp(batch))
+        - torch.tensor([p for row in batch.rows for p in row.logprobs], dtype=torch.float64)
+    ).exp()
+    metrics = trainer.ppo_update(trainer.compute_ref_logp(trainer.compute_advantages(batch)))
+    outside = ((weights < 0.8) | (weights > 1.3)).double().mean()
+    assert 0 < float(outside) < 1
+    assert metrics["rejected_fraction"] == pytest.approx(float(outside))
+    assert metrics["stale_fraction"] == 1
+
+
+def test_calls_with_rewards_of_their_own_pay_their_penalty_themselves():
+    """Two rollouts: a call with its own reward and one that shares the rollout's."""
+    traces = [
+        trace(
+            0,
+            number,
+            [
+                replace(call(f"{number}-own", [1], [2, number], [-1.0] * 2), role="a", reward=0.5),
+                call(f"{number}-shared", [3], [4, number], [-1.0] * 2),
+            ],
+            reward=1.0,
+        )
+        for number in range(2)
+    ]
+    batch = build_batch(traces)
+    trainer = trainer_at(0, replace(BASE, kl_penalty="k1", kl_penalty_coef=1.0, advantage="rloo"))
+    ref_logp = trainer.compute_logp(batch, model=trainer.reference)
+    paid = {
+        row.call_id: sum(-1.0 - float(r) for r in ref)
+        for row, ref in zip(batch.rows, ref_logp, strict=True)
+    }
+    advantages = trainer.compute_advantages(batch).advantages_N.tolist()
+    for row, advantage in zip(batch.rows, advantages, strict=True):
+        number, _, kind = row.call_id.partition("-")
+        other = f"{1 - int(number)}-{kind}"
+        assert advantage == pytest.approx(paid[other] - paid[row.call_id], rel=1e-9)
