@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tuner.backends.local import planned_steps
-from tuner.backends.stack import Stack, build_stack, build_trainer
+from tuner.backends.stack import Stack, build_stack, build_trainer, trainer_settings
 from tuner.config import RunConfig
 from tuner.gateway import SamplingDefaults
 from tuner.rollout import StepPlan, collect
@@ -210,15 +210,15 @@ def _plan(run: Run, stack: Stack, traces: Sequence[Trace], costs: _Costs) -> Ite
 def _algorithm(config: RunConfig) -> str:
     algorithm = config.algorithm
     kl = algorithm.kl_loss_fn
-    penalty = "no KL" if kl == "none" else f"KL {kl} x {algorithm.kl_loss_fn_args.kl_coef:g}"
+    coef = algorithm.kl_loss_fn_args.kl_coef or 0.0
+    penalty = "no KL" if kl == "none" else f"KL {kl} x {coef:g}"
     return f"{algorithm.algorithm_type}, lr {algorithm.optimizer.lr:g}, {penalty}"
 
 
 def _memory(config: RunConfig, stack: Stack) -> float:
     """Bytes of weights, gradients, optimizer and reference model."""
     parameters = sum(p.numel() for p in stack.model.parameters())
-    algorithm = config.algorithm
-    reference = algorithm.kl_loss_fn != "none" and algorithm.kl_loss_fn_args.kl_coef > 0
+    reference = trainer_settings(config, 1, 1).uses_reference
     return BYTES_PER_FLOAT * parameters * (FLOATS_PER_PARAMETER + reference)
 
 

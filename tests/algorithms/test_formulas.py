@@ -31,7 +31,7 @@ def test_advantage_is_the_reward_normalised_in_its_group(groups, random):
 
 def test_batch_std_divides_by_the_spread_of_all_rewards():
     rewards = torch.tensor([0.0, 1.0, 0.0, 3.0], dtype=torch.float64)
-    result = group_normalized(rewards, torch.tensor([0, 0, 1, 1]), std_over_batch=True)
+    result = group_normalized(rewards, torch.tensor([0, 0, 1, 1]), std="batch")
     std = statistics.stdev([0, 1, 0, 3]) + 1e-6
     assert result.tolist() == pytest.approx([-0.5 / std, 0.5 / std, -1.5 / std, 1.5 / std])
 

@@ -296,3 +296,25 @@ def test_context_longer_than_the_model_is_refused(random_model_path, tmp_path):
 
 def test_kind_of_chat_model_follows_what_is_installed():
     assert default_kind() == "agentscope1"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("algorithm.algorithm_type=raft",),
+        ("algorithm.algorithm_type=dapo", "tuner.algorithm.updates=2"),
+        ("algorithm.algorithm_type=reinforceplusplus", "algorithm.kl_penalty_fn=k1"),
+        ("algorithm.algorithm_type=gspo", "tuner.algorithm.overlong_buffer=3"),
+    ],
+    ids=lambda overrides: overrides[0].rpartition("=")[2],
+)
+def test_a_run_with_another_algorithm_trains_and_accounts_for_every_token(
+    random_model_path, tmp_path, overrides
+):
+    result = tune(random_model_path, tmp_path, *overrides)
+    assert result.tokens.sampled == result.tokens.trained + sum(result.tokens.dropped.values())
+    assert result.tokens.trained > 0
+    trained = [row for row in result.history if "train/loss" in row]
+    assert all(row["train/stale_fraction"] == 0 for row in trained)
+    assert all(row["train/logprob_mismatch_mean"] < 1e-4 for row in trained)
+    assert ("not_best_of_group" in result.tokens.dropped) == ("raft" in overrides[0])

@@ -193,7 +193,7 @@ def test_wrong_types_name_key_value_and_meaning(write):
     assert "algorithm.repeat_times is 1: must be greater than or equal to 2" in message
     assert "buffer is 3: must have keys under it" in message
     assert "true or false" in refusal(overrides=["model.temperature=true"])
-    assert "must be 'multi_step_grpo'" in refusal(overrides=["algorithm.algorithm_type=ppo"])
+    assert "'topr' or 'raft'" in refusal(overrides=["algorithm.algorithm_type=pppo"])
     assert "{penalize: value}" in refusal(overrides=["tuner.on_failure=explode"])
     assert "'auto' or 'local'" in refusal(overrides=["tuner.backend=trinity"])
 

@@ -93,7 +93,7 @@ def test_loss_and_gradient_equal_the_formula_over_the_allowed_tokens(entropy: fl
             entropies.append(-(row.exp() * row).sum())
         old = [p.item() + offset for p in logps]
         calls.append(call(text, prompt_ids, completion, old, grammar=ONE_OF_THREE))
-        terms.append((torch.stack(logps), torch.tensor(old)))
+        terms.append((torch.stack(logps), torch.tensor(old, dtype=torch.float64)))
     rewards = [1.0, 0.0, 0.0, 0.5]
     traces = [
         trace(0, i, [one], reward=reward)

@@ -1,8 +1,40 @@
-"""Pure tensor functions: advantages, policy losses, KL."""
+"""Pure tensor functions: advantages, policy losses, KL, aggregation; the table of algorithms.
 
-from tuner.algorithms.advantages import call_normalized, group_normalized, group_std
-from tuner.algorithms.kl import KL_ESTIMATORS
-from tuner.algorithms.losses import PolicyLoss, ppo_clip
+Names are imported when they are asked for: the table is read without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tuner.algorithms.advantages import (
+        call_normalized,
+        group_normalized,
+        group_std,
+        leave_one_out,
+        mirror_descent,
+        shifted_mean,
+        whitened_returns,
+    )
+    from tuner.algorithms.aggregation import row_weights
+    from tuner.algorithms.kl import KL_ESTIMATORS
+    from tuner.algorithms.losses import PolicyLoss, ppo_clip
+
+_MODULES = {
+    "KL_ESTIMATORS": "kl",
+    "PolicyLoss": "losses",
+    "call_normalized": "advantages",
+    "group_normalized": "advantages",
+    "group_std": "advantages",
+    "leave_one_out": "advantages",
+    "mirror_descent": "advantages",
+    "ppo_clip": "losses",
+    "row_weights": "aggregation",
+    "shifted_mean": "advantages",
+    "whitened_returns": "advantages",
+}
 
 __all__ = [
     "KL_ESTIMATORS",
@@ -10,5 +42,16 @@ __all__ = [
     "call_normalized",
     "group_normalized",
     "group_std",
+    "leave_one_out",
+    "mirror_descent",
     "ppo_clip",
+    "row_weights",
+    "shifted_mean",
+    "whitened_returns",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

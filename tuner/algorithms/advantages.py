@@ -1,13 +1,24 @@
 """Advantages from the rewards of a group of rollouts.
 
-`R` is the number of rollouts in a batch. Rewards belong to rollouts, not to calls: however many
-calls a rollout made, it counts once in its group's mean and standard deviation.
+`R` is the number of rollouts in a batch, `C` that of rewards. Rewards belong to rollouts, not to
+calls: however many calls a rollout made, it counts once in its group's baseline. Who belongs
+together is said by indices and never by position, so any order gives the same.
+
+The functions of `(rewards_C, rollout_C, set_C)` serve both kinds of reward: one for each rollout,
+compared inside its group (`rollout_C` counts 0 .. R-1), and one for each call that has a reward of
+its own, compared with its peers. In the second case a rollout enters its set's baseline once, with
+the mean of its calls' rewards.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+from tuner.algorithms.table import OPMDBaseline, StdLevel
 
 
 def group_normalized(
@@ -15,7 +26,7 @@ def group_normalized(
     group_R: Tensor,
     *,
     epsilon: float = 1e-6,
-    std_over_batch: bool = False,
+    std: StdLevel = "group",
 ) -> Tensor:
     """`A_i = (r_i - mean(group)) / (std(group) + epsilon)`, GRPO's outcome advantage.
 
@@ -26,8 +37,8 @@ def group_normalized(
         rewards_R: One reward for each rollout.
         group_R: Group index (0 ..) of each rollout.
         epsilon: Added to the standard deviation.
-        std_over_batch: Divide by the standard deviation of all rewards of the batch instead of
-            the group's own (`std_cal_level: batch`; LitePPO, arXiv 2508.08221).
+        std: Whose standard deviation divides: the group's own, that of all rewards of the batch
+            (LitePPO, arXiv 2508.08221), or none (Dr.GRPO, arXiv 2503.20783).
 
     Returns:
         Advantages, shape [R], in the dtype of `rewards_R`.
@@ -42,7 +53,9 @@ def group_normalized(
         raise ValueError("a group of one rollout has no baseline; drop it before")
     mean_G = zeros_G.index_add(0, group_R, rewards_R) / count_G.clamp(min=1)
     centered_R = rewards_R - mean_G[group_R]
-    if std_over_batch:
+    if std == "none":
+        return centered_R
+    if std == "batch":
         std_R = rewards_R.std().expand_as(rewards_R)
     else:
         variance_G = zeros_G.index_add(0, group_R, centered_R**2) / (count_G - 1).clamp(min=1)
@@ -53,41 +66,168 @@ def group_normalized(
 def call_normalized(
     rewards_C: Tensor,
     rollout_C: Tensor,
-    peers_C: Tensor,
+    set_C: Tensor,
     *,
     epsilon: float = 1e-6,
+    std: StdLevel = "group",
 ) -> Tensor:
-    """Advantages of calls that have rewards of their own, against the calls they are compared with.
+    """`A_c = (r_c - mean(set)) / (std(set) + epsilon)`: `group_normalized` for rewards of calls.
 
-    `A_c = (r_c - mean(peers)) / (std(peers) + epsilon)`. Each rollout counts once in mean and
-    standard deviation, with the mean reward of its calls, so a rollout that makes many calls
-    weighs no more than another. With one call a rollout this is `group_normalized`.
+    With one call a rollout this is `group_normalized`. `std="batch"` takes the spread of what all
+    rollouts have in all sets.
 
     Args:
         rewards_C: One reward for each call.
         rollout_C: Index of each call's rollout.
-        peers_C: Index (0 ..) of the set of calls that each is compared with.
+        set_C: Index (0 ..) of the set of calls that each is compared with.
         epsilon: Added to the standard deviation.
+        std: Whose standard deviation divides.
 
     Returns:
         Advantages, shape [C], in the dtype of `rewards_C`.
 
     Raises:
-        ValueError: A set has calls of fewer than two rollouts, so it has no baseline.
+        ValueError: A set has rewards of fewer than two rollouts, so it has no baseline.
     """
-    pairs, cell_C = torch.stack([peers_C, rollout_C]).unique(dim=1, return_inverse=True)
+    sets = _sets(rewards_C, rollout_C, set_C)
+    centered_C = rewards_C - sets.mean_S[set_C]
+    if std == "none":
+        return centered_C
+    if std == "batch":
+        return centered_C / (sets.mean_P.std() + epsilon)
+    squares_P = (sets.mean_P - sets.mean_S[sets.set_P]) ** 2
+    variance_S = rewards_C.new_zeros(len(sets.mean_S)).index_add(0, sets.set_P, squares_P)
+    std_S = (variance_S / (sets.rollouts_S - 1).clamp(min=1)).sqrt()
+    return centered_C / (std_S[set_C] + epsilon)
+
+
+def leave_one_out(rewards_C: Tensor, rollout_C: Tensor, set_C: Tensor) -> Tensor:
+    """`A_c = r_c - mean of the other rollouts of the set`, RLOO's advantage, shape [C].
+
+    Source: RLOO (Ahmadian et al., arXiv 2402.14740).
+
+    Raises:
+        ValueError: A set has rewards of fewer than two rollouts, so it has no baseline.
+    """
+    sets = _sets(rewards_C, rollout_C, set_C)
+    count_S = sets.rollouts_S
+    others_P = sets.mean_S[sets.set_P] * count_S[sets.set_P] - sets.mean_P
+    others_P = others_P / (count_S[sets.set_P] - 1).clamp(min=1)
+    return rewards_C - others_P[sets.cell_C]
+
+
+def mirror_descent(
+    rewards_C: Tensor,
+    rollout_C: Tensor,
+    set_C: Tensor,
+    *,
+    baseline: OPMDBaseline = "mean",
+    tau: float = 1.0,
+) -> Tensor:
+    """`A_c = r_c - b(set)`, OPMD's advantage, shape [C].
+
+    `b` is the mean, or `tau * log(mean(exp(r / tau)))` over the rollouts of the set.
+
+    Source: Kimi k1.5 (arXiv 2501.12599), policy optimization, as Trinity-RFT's `opmd` computes it.
+
+    Raises:
+        ValueError: A set has rewards of fewer than two rollouts, so it has no baseline.
+    """
+    sets = _sets(rewards_C, rollout_C, set_C)
+    baseline_S = sets.mean_S
+    if baseline == "logavgexp":
+        # The largest reward is taken out before exp, so that nothing overflows.
+        top = sets.mean_P.max()
+        power_P = ((sets.mean_P - top) / tau).exp()
+        mean_S = rewards_C.new_zeros(len(baseline_S)).index_add(0, sets.set_P, power_P)
+        baseline_S = tau * (mean_S / sets.rollouts_S.clamp(min=1)).log() + top
+    return rewards_C - baseline_S[set_C]
+
+
+def shifted_mean(
+    rewards_C: Tensor, rollout_C: Tensor, set_C: Tensor, *, shift: float = -0.1
+) -> Tensor:
+    """`A_c = r_c - (mean(set) + shift)`, AsymRE's advantage, shape [C].
+
+    A shift below 0 weighs good rollouts more than bad ones.
+
+    Source: AsymRE (arXiv 2506.20520); `baseline_shift` in Trinity-RFT's `asymre`.
+
+    Raises:
+        ValueError: A set has rewards of fewer than two rollouts, so it has no baseline.
+    """
+    sets = _sets(rewards_C, rollout_C, set_C)
+    return rewards_C - (sets.mean_S[set_C] + shift)
+
+
+def whitened_returns(
+    rewards_N: Tensor,
+    lengths: Sequence[int],
+    *,
+    gamma: float = 1.0,
+    penalties: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, ...]:
+    """REINFORCE++'s advantages of single tokens, normalised over all tokens of the batch.
+
+    The reward of a row is that of its last token, and each token is charged its penalty:
+
+        R_t = gamma^(T - 1 - t) * reward - sum_{k >= t} gamma^(k - t) * penalty_k
+        A_t = (R_t - mean(R)) / sqrt(var(R) + 1e-8)
+
+    Source: REINFORCE++ (arXiv 2501.03262); the unbiased variance over tokens is verl's
+    and Trinity-RFT's `masked_whiten`.
+
+    Args:
+        rewards_N: Reward of each row.
+        lengths: Trained tokens of each row, all above 0.
+        gamma: Discount from one token to the next.
+        penalties: What each token is charged, one tensor [T_row] for each row.
+
+    Returns:
+        N tensors of shape [T_row], in the dtype of `rewards_N`.
+    """
+    returns: list[Tensor] = []
+    for row, (reward, length) in enumerate(zip(rewards_N.tolist(), lengths, strict=True)):
+        gained = [0.0] * length if penalties is None else [-p for p in penalties[row].tolist()]
+        gained[-1] += reward
+        for t in range(length - 2, -1, -1):
+            gained[t] += gamma * gained[t + 1]
+        returns.append(torch.tensor(gained, dtype=rewards_N.dtype))
+    all_T = torch.cat(returns)
+    variance = all_T.var() if len(all_T) > 1 else all_T.new_zeros(())
+    return tuple((one - all_T.mean()) * torch.rsqrt(variance + 1e-8) for one in returns)
+
+
+@dataclass(frozen=True)
+class _Sets:
+    """Rewards by what they are compared with; P counts the pairs of set and rollout that exist.
+
+    Attributes:
+        mean_P: Mean reward of a rollout's calls in a set.
+        set_P: The set of each pair.
+        cell_C: The pair of each reward.
+        rollouts_S: Rollouts in each set.
+        mean_S: Mean of a set, each rollout counting once.
+    """
+
+    mean_P: Tensor
+    set_P: Tensor
+    cell_C: Tensor
+    rollouts_S: Tensor
+    mean_S: Tensor
+
+
+def _sets(rewards_C: Tensor, rollout_C: Tensor, set_C: Tensor) -> _Sets:
+    pairs, cell_C = torch.stack([set_C, rollout_C]).unique(dim=1, return_inverse=True)
     zeros_P = rewards_C.new_zeros(pairs.shape[1])
     count_P = zeros_P.index_add(0, cell_C, torch.ones_like(rewards_C))
-    means_P = zeros_P.index_add(0, cell_C, rewards_C) / count_P
-    sets = int(peers_C.max()) + 1
-    rollouts_S = rewards_C.new_zeros(sets).index_add(0, pairs[0], torch.ones_like(means_P))
+    mean_P = zeros_P.index_add(0, cell_C, rewards_C) / count_P
+    zeros_S = rewards_C.new_zeros(int(set_C.max()) + 1)
+    rollouts_S = zeros_S.index_add(0, pairs[0], torch.ones_like(mean_P))
     if bool((rollouts_S == 1).any()):
-        raise ValueError("calls of one rollout have no baseline; drop them before")
-    mean_S = rewards_C.new_zeros(sets).index_add(0, pairs[0], means_P) / rollouts_S.clamp(min=1)
-    squares_P = (means_P - mean_S[pairs[0]]) ** 2
-    variance_S = rewards_C.new_zeros(sets).index_add(0, pairs[0], squares_P)
-    std_S = (variance_S / (rollouts_S - 1).clamp(min=1)).sqrt()
-    return (rewards_C - mean_S[peers_C]) / (std_S[peers_C] + epsilon)
+        raise ValueError("rewards of one rollout have no baseline; drop them before")
+    mean_S = zeros_S.index_add(0, pairs[0], mean_P) / rollouts_S.clamp(min=1)
+    return _Sets(mean_P, pairs[0], cell_C, rollouts_S, mean_S)
 
 
 def group_std(rewards_R: Tensor, group_R: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ from tuner.backends.run_directory import (
     read_metrics,
     write_atomically,
 )
-from tuner.backends.stack import Stack, build_stack, build_trainer
+from tuner.backends.stack import Stack, build_stack, build_trainer, selection
 from tuner.config import RunConfig
 from tuner.config.buffer import EvalTasksetSection, TasksetSection
 from tuner.config.schema import Penalize
@@ -179,10 +179,12 @@ class _Loop:
         collecting = time.perf_counter() - started
         penalty = config.tuner.on_failure
         batch = build_batch(
-            traces, penalty=penalty.penalize if isinstance(penalty, Penalize) else None
+            traces,
+            penalty=penalty.penalize if isinstance(penalty, Penalize) else None,
+            selection=selection(config),
         )
         metrics = {**rollout_metrics(traces), **batch_metrics(batch)}
-        metrics["signal"] = float(has_signal(batch))
+        metrics["signal"] = float(has_signal(batch, config.algorithm.advantage_fn))
         self._say_what_branching_costs(step, metrics)
         if batch.rows:
             scored = trainer.compute_ref_logp(trainer.compute_advantages(batch))

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
-from tuner.algorithms import group_std
+from tuner.algorithms.table import AdvantageName
 from tuner.traces import Outcome, TokenTree, Trace
 from tuner.training import Batch
+from tuner.training.advantages import row_rewards
 
 RECOMPUTED = "tokens/recomputed"
 
@@ -68,14 +69,26 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     for reason, count in batch.dropped_rollouts.items():
         metrics[f"rollouts/dropped/{reason}"] = count
     if batch.ids:
-        quiet_G = group_std(batch.rewards_R, batch.group_R) == 0
-        metrics["groups/used"] = len(quiet_G)
-        metrics["groups/zero_variance"] = float(quiet_G.double().mean())
+        groups: dict[int, list[float]] = defaultdict(list)
+        for group, reward in zip(batch.group_R.tolist(), batch.rewards_R.tolist(), strict=True):
+            groups[group].append(reward)
+        # Where only the best rollouts are kept, a group may be one rollout, chosen among several.
+        quiet = [len(rewards) > 1 and len(set(rewards)) == 1 for rewards in groups.values()]
+        metrics["groups/used"] = len(quiet)
+        metrics["groups/zero_variance"] = _mean(quiet)
     return metrics
 
 
-def has_signal(batch: Batch) -> bool:
-    """Whether some calls are trained whose rewards differ from those they are compared with."""
+def has_signal(batch: Batch, advantage: AdvantageName = "step_wise_grpo") -> bool:
+    """Whether some calls are trained whose rewards differ from those they are compared with.
+
+    `reinforce` and `reinforceplusplus` compare all rewards of a step; of `best_of_group` the
+    batch has only what is worth imitating.
+    """
+    if advantage == "best_of_group":
+        return bool(batch.rows)
+    if advantage in ("reinforce", "reinforceplusplus"):
+        return len({float(reward) for reward in row_rewards(batch)}) > 1
     rewards: dict[tuple[str, int], set[float]] = defaultdict(set)
     for row in batch.rows:
         if row.peers is not None and row.reward is not None:

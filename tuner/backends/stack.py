@@ -10,15 +10,17 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from tuner.algorithms.table import ALGORITHMS
 from tuner.backends.auxiliary import AuxiliaryModels
 from tuner.backends.models import choose_device, load_model, load_tokenizer
 from tuner.chat_models import ChatModelKind, chat_model, default_kind
 from tuner.config import RunConfig
+from tuner.config.algorithm_conflicts import longest_answer
 from tuner.engines.transformers import TransformersEngine
 from tuner.errors import ConfigError
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults, SessionLimits
 from tuner.rollout import RolloutRunner, RolloutSettings
-from tuner.training import PolicyTrainer, TrainerSettings
+from tuner.training import Overlong, PolicyTrainer, Selection, TrainerSettings
 
 
 @dataclass
@@ -114,7 +116,8 @@ def trainer_settings(
     """The numbers of the training step from Trinity-RFT's keys."""
     algorithm, optimizer = config.algorithm, config.algorithm.optimizer
     loss, advantage = algorithm.policy_loss_fn_args, algorithm.advantage_fn_args
-    entropy = algorithm.entropy_loss_fn_args.entropy_coef
+    extras = config.tuner.algorithm
+    cap = None if extras.importance_sampling == "none" else extras.importance_cap
     return TrainerSettings(
         total_steps=total_steps,
         lr=optimizer.lr,
@@ -124,17 +127,64 @@ def trainer_settings(
         betas=optimizer.betas,
         weight_decay=optimizer.weight_decay,
         grad_clip=config.trainer.grad_clip,
+        advantage=algorithm.advantage_fn,
+        policy_loss=algorithm.policy_loss_fn,
         clip_low=loss.low,
         clip_high=loss.high,
-        clip_ratio_c=loss.clip_ratio_c,
         kl=algorithm.kl_loss_fn,
-        kl_coef=algorithm.kl_loss_fn_args.kl_coef,
-        entropy_coef=0.0 if algorithm.entropy_loss_fn == "none" else entropy,
-        epsilon=advantage.epsilon,
-        std_threshold=advantage.std_threshold,
-        std_over_batch=advantage.std_cal_level == "batch",
+        kl_coef=algorithm.kl_loss_fn_args.kl_coef or 0.0,
+        kl_penalty=algorithm.kl_penalty_fn,
+        kl_penalty_coef=algorithm.kl_penalty_fn_args.kl_coef or 0.0,
+        entropy_coef=algorithm.entropy_loss_fn_args.entropy_coef or 0.0,
+        aggregation=algorithm.loss_agg_mode,
+        max_completion=longest_answer(config),
+        updates=extras.updates,
+        proximal=extras.proximal,
+        importance_cap=cap,
+        rejection=(
+            None
+            if extras.rejection_low is None or extras.rejection_high is None
+            else (extras.rejection_low, extras.rejection_high)
+        ),
         max_tokens_per_micro_batch=max_tokens_per_micro_batch,
+        # What the algorithm does not read is null there, and of no effect here.
+        **_given(
+            epsilon=advantage.epsilon,
+            std_threshold=advantage.std_threshold,
+            std_level=advantage.std_cal_level,
+            gamma=advantage.gamma,
+            opmd_baseline=advantage.opmd_baseline,
+            opmd_baseline_tau=advantage.tau,
+            baseline_shift=advantage.baseline_shift,
+            clip_ratio_c=loss.clip_ratio_c,
+            tau_pos=loss.tau_pos,
+            tau_neg=loss.tau_neg,
+            opmd_tau=loss.tau,
+            advantage_threshold=loss.advantage_threshold,
+        ),
     )
+
+
+def selection(config: RunConfig) -> Selection:
+    """Which groups are trained on, and what their rewards become."""
+    algorithm, extras = config.algorithm, config.tuner.algorithm
+    varied = ALGORITHMS[algorithm.algorithm_type].dynamic_sampling
+    longest = longest_answer(config)
+    overlong = None
+    if extras.overlong_buffer is not None and longest is not None:
+        overlong = Overlong(longest, extras.overlong_buffer, extras.overlong_penalty)
+    return Selection(
+        success_rate=(extras.success_rate_lb, extras.success_rate_ub),
+        varied_only=varied if extras.dynamic_sampling is None else extras.dynamic_sampling,
+        best_only=algorithm.advantage_fn == "best_of_group",
+        scale=extras.reward_scale,
+        bias=extras.reward_bias,
+        overlong=overlong,
+    )
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _model_maker(kind: ChatModelKind) -> Callable[[Any], Any]:

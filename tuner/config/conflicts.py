@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tuner.config.algorithm_conflicts import algorithm_conflicts
 from tuner.config.problems import Problem
 from tuner.config.schema import RunConfig
 
@@ -16,7 +17,12 @@ def conflicts(config: RunConfig, foreign: Mapping[str, Any]) -> list[Problem]:
         config: The typed configuration.
         foreign: Keys that only Trinity-RFT reads, by dotted path, as they were set.
     """
-    return [*_sizes(config, foreign), *_names(config), *_sampling(config)]
+    return [
+        *_sizes(config, foreign),
+        *_names(config),
+        *_sampling(config),
+        *algorithm_conflicts(config),
+    ]
 
 
 def _sizes(config: RunConfig, foreign: Mapping[str, Any]) -> Iterator[Problem]:

@@ -118,13 +118,16 @@ _ALGORITHM = [
     *_rows(
         "algorithm.", "a step trains on its own rollouts", Values(({},)), "sample_strategy_args"
     ),
-    *_rows("algorithm.", "KL is a term of the loss", Values(("none",)), "kl_penalty_fn"),
-    *_rows("algorithm.", "KL is a term of the loss", Values(({},)), "kl_penalty_fn_args"),
     *_rows(
         "algorithm.", "mixture-of-experts routing is not replayed", _OFF, "enable_router_replay"
     ),
-    *_rows("algorithm.", "the engine's own log-probs are exact", _ON, "bypass_old_logprobs"),
-    *_rows("algorithm.", "the engine's own log-probs are exact", _NONE, "rollout_correction.**"),
+    *_rows("algorithm.", "set tuner.algorithm.proximal", _ON, "bypass_old_logprobs"),
+    *_rows(
+        "algorithm.",
+        "set tuner.algorithm.importance_sampling and rejection_low, rejection_high",
+        _NONE,
+        "rollout_correction.**",
+    ),
     *_rows(
         "algorithm.advantage_fn_args.",
         "a reward belongs to the rollout, not to a single call",
@@ -132,11 +135,26 @@ _ALGORITHM = [
         "enable_step_norm",
     ),
     *_rows(
+        "algorithm.advantage_fn_args.",
+        "a step trains on its own rollouts, each once",
+        _OFF,
+        "duplicate_experiences",
+    ),
+    *_rows("algorithm.advantage_fn_args.", "not in this version", _NONE, "rank_penalty"),
+    *_rows(
         "algorithm.policy_loss_fn_args.",
         "not in this version",
         _OFF,
         "enable_sequence_masking",
         "fallback_to_policy_gradient",
+        "enable_mask_clip",
+    ),
+    *_rows(
+        "algorithm.policy_loss_fn_args.",
+        "not read unless enable_mask_clip",
+        _ANY,
+        "mask_clip_range_low",
+        "mask_clip_range_high",
     ),
     *_rows(
         "algorithm.policy_loss_fn_args.",
@@ -152,6 +170,10 @@ _ALGORITHM = [
     ),
     *_rows("algorithm.kl_loss_fn_args.", "the coefficient is constant", _OFF, "adaptive"),
     *_rows("algorithm.kl_loss_fn_args.", "not read unless adaptive", _ANY, "target_kl", "horizon"),
+    *_rows("algorithm.kl_penalty_fn_args.", "the coefficient is constant", _OFF, "adaptive"),
+    *_rows(
+        "algorithm.kl_penalty_fn_args.", "not read unless adaptive", _ANY, "target_kl", "horizon"
+    ),
 ]
 
 _MODEL = [

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from tuner.config.algorithm import AlgorithmSection
+from tuner.config.algorithm_extras import AlgorithmExtras
 from tuner.config.buffer import BufferSection, EvalTasksetSection, RolloutArgs, TasksetSection
 from tuner.config.explorer import ExplorerSection, ModelSection
 from tuner.config.section import Section
@@ -110,6 +111,7 @@ class TunerSection(Section):
         description="A rollout that gives no reward: leave it out (`drop`), give it one "
         "(`{penalize: value}`), or stop the run (`abort`).",
     )
+    algorithm: AlgorithmExtras = AlgorithmExtras()
     signal_patience: int = Field(
         default=3, ge=1, description="Steps without anything to learn from before the run stops."
     )

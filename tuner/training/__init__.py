@@ -1,6 +1,17 @@
 """The trainer: batches, log-probs, optimizer."""
 
 from tuner.training.batch import Batch, Row, build_batch
-from tuner.training.trainer import PolicyTrainer, ScoredBatch, TrainerSettings
+from tuner.training.selection import Overlong, Selection
+from tuner.training.settings import TrainerSettings
+from tuner.training.trainer import PolicyTrainer, ScoredBatch
 
-__all__ = ["Batch", "PolicyTrainer", "Row", "ScoredBatch", "TrainerSettings", "build_batch"]
+__all__ = [
+    "Batch",
+    "Overlong",
+    "PolicyTrainer",
+    "Row",
+    "ScoredBatch",
+    "Selection",
+    "TrainerSettings",
+    "build_batch",
+]

@@ -11,11 +11,14 @@ from torch import Tensor
 
 from tuner.engines.base import SamplingParams
 from tuner.traces import Call, Outcome, RolloutId, Trace
+from tuner.training.selection import Selection
 
 # An outcome that leaves calls behind and may be given a penalty instead of being dropped.
 PENALIZABLE = frozenset(
     {Outcome.WORKFLOW_ERROR, Outcome.JUDGE_ERROR, Outcome.TIMEOUT, Outcome.INVALID_REWARD}
 )
+
+AS_GIVEN = Selection()
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class Row:
         reward: The call's own reward, or None: then its rollout's counts.
         peers: Index of the rows of its group that have a reward of their own and the same role,
             which its reward is compared with; None where it has no reward of its own.
+        versions: Updates that the weights had seen which sampled each token; empty: those that
+            are trained.
     """
 
     call_id: str
@@ -37,6 +42,7 @@ class Row:
     sampling: SamplingParams
     reward: float | None = None
     peers: int | None = None
+    versions: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
@@ -74,7 +80,12 @@ class Batch:
         return sum(len(row) for row in self.rows)
 
 
-def build_batch(traces: Iterable[Trace], *, penalty: float | None = None) -> Batch:
+def build_batch(
+    traces: Iterable[Trace],
+    *,
+    penalty: float | None = None,
+    selection: Selection = AS_GIVEN,
+) -> Batch:
     """Choose what is trained; count, by reason, what is not.
 
     A group is used while at least two of its rollouts are. A rollout is used when it completed
@@ -83,9 +94,13 @@ def build_batch(traces: Iterable[Trace], *, penalty: float | None = None) -> Bat
     Args:
         traces: Every attempt of one step, in any order.
         penalty: Reward of a failed rollout (`tuner.on_failure: {penalize: value}`); None drops it.
+        selection: Filters of groups, and what is done with rewards.
 
     Returns:
         The batch. `sampled_tokens == trained_tokens + sum(dropped_tokens.values())` holds.
+
+    Raises:
+        TrainingError: Calls have rewards of their own, and the selection has no use for them.
     """
     attempts = sorted(traces, key=lambda trace: (trace.id, trace.attempt))
     tokens: Counter[str] = Counter()
@@ -104,11 +119,17 @@ def build_batch(traces: Iterable[Trace], *, penalty: float | None = None) -> Bat
     used: list[tuple[Trace, float, int]] = []
     kept_groups = 0
     for members in groups.values():
-        if len(members) < 2:
-            tokens["group_of_one"] += sum(trace.sampled_tokens for trace, _ in members)
-            rollouts["group_of_one"] += len(members)
+        unused = "group_of_one" if len(members) < 2 else selection.reason(members)
+        if unused is not None:
+            tokens[unused] += sum(trace.sampled_tokens for trace, _ in members)
+            rollouts[unused] += len(members)
             continue
-        used.extend((trace, reward, kept_groups) for trace, reward in members)
+        for (trace, reward), kept in zip(members, selection.kept(members), strict=True):
+            if kept:
+                used.append((trace, selection.shaped(trace, reward), kept_groups))
+            else:
+                tokens["not_best_of_group"] += trace.sampled_tokens
+                rollouts["not_best_of_group"] += 1
         kept_groups += 1
 
     rows: list[Row] = []
@@ -130,8 +151,9 @@ def build_batch(traces: Iterable[Trace], *, penalty: float | None = None) -> Bat
                         completion_ids=call.completion_ids,
                         logprobs=call.logprobs,
                         sampling=call.sampling,
-                        reward=call.reward,
+                        reward=None if call.reward is None else selection.of_call(call.reward),
                         peers=own,
+                        versions=call.versions,
                     )
                 )
     batch = Batch(

@@ -1,18 +1,24 @@
-"""The training step: one batch of traces becomes one update of the weights.
+"""The training step: one batch of traces becomes one update of the weights, or several.
 
-The loss, with m the T trained tokens of the step, A a token's advantage and ref the frozen start:
+The loss, over the trained tokens of a step, with a token's weight m (they depend on
+`loss_agg_mode`; 1/T with the default, `token-mean`) and its advantage A:
 
-    L = 1/T * sum_t [ ppo_clip(logp_t, old_t, A_t) + kl_coef * KL(logp_t, ref_t)
-                      - entropy_coef * H_t ]
+    L = sum_t m_t [ w_t * policy_loss(logp_t, old_t, A_t) + kl_coef * KL(logp_t, ref_t)
+                    - entropy_coef * H_t ]
 
-Left out on purpose: value functions, several updates per batch, sequence-level ratios. `old` is
-the log-prob the engine recorded; it equals the trainer's own for the same weights, and the
-difference is reported each step (`logprob_mismatch`).
+Advantage and policy loss are those of the algorithm (`tuner.algorithms.table`). Three policies may
+have a part: the one that sampled (its log-probs are recorded), the one that the step began with,
+`old`, and the one that is trained. Where the first two are the same, `old` is what was recorded and
+w = 1; else w = min(old / recorded, cap). `ref` is the frozen start.
+
+Left out on purpose: value functions. Recorded log-probs equal the trainer's own for the same
+weights; the difference is reported each step (`logprob_mismatch_mean`, `_max`).
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,48 +26,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tuner.algorithms import KL_ESTIMATORS, call_normalized, group_normalized, group_std, ppo_clip
+from tuner.algorithms import row_weights
 from tuner.engines.base import Engine
 from tuner.engines.grammar import Grammars
 from tuner.errors import TrainingError
-from tuner.training.batch import Batch, micro_batches
+from tuner.training.advantages import row_advantages
+from tuner.training.batch import Batch, Row, micro_batches
 from tuner.training.logprobs import completion_logprobs
-from tuner.training.schedule import Scheduler, lr_factor
+from tuner.training.loss import Tokens, micro_batch_loss
+from tuner.training.schedule import lr_factor
+from tuner.training.settings import TrainerSettings
 
+logger = logging.getLogger("tuner")
 
-@dataclass(frozen=True)
-class TrainerSettings:
-    """Every number of the training step, with `multi_step_grpo`'s defaults in Trinity-RFT.
-
-    Attributes:
-        total_steps: Length of the learning-rate schedule in updates.
-        max_tokens_per_micro_batch: Tokens, padding included, that one forward pass holds; a
-            matter of memory and speed, not of the result.
-        std_threshold: Groups whose rewards' standard deviation is at or below it get advantage 0.
-    """
-
-    total_steps: int
-    lr: float = 1e-6
-    lr_scheduler: Scheduler = "constant"
-    warmup_steps: int = 0
-    min_lr_ratio: float = 0.01
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = 0.01
-    grad_clip: float = 1.0
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    clip_ratio_c: float = 3.0
-    kl: str = "k2"
-    kl_coef: float = 0.001
-    entropy_coef: float = 0.0
-    epsilon: float = 1e-6
-    std_threshold: float | None = None
-    std_over_batch: bool = False
-    max_tokens_per_micro_batch: int = 16384
-
-    @property
-    def uses_reference(self) -> bool:
-        return self.kl != "none" and self.kl_coef != 0
+# Engine and trainer differ by 1e-6 nat in float32 and by about 1e-2 in bfloat16; a mean beyond this
+# is another distribution than the recorded one.
+MISMATCH_ALARM = 0.05
 
 
 @dataclass(frozen=True)
@@ -69,13 +49,20 @@ class ScoredBatch:
     """A batch with what the loss needs.
 
     Attributes:
-        advantages_N: One for each of the N rows; all of a row's tokens share it.
+        advantages: One tensor [T_row] for each of the N rows.
         ref_logp: N tensors of the reference's log-probs, one per row, of shape [T_row].
     """
 
     batch: Batch
-    advantages_N: Tensor
+    advantages: tuple[Tensor, ...]
     ref_logp: tuple[Tensor, ...] | None = None
+
+    @property
+    def advantages_N(self) -> Tensor:
+        """The mean advantage of each row's tokens, shape [N]; most algorithms give all the same."""
+        if not self.advantages:
+            return self.batch.rewards_R.new_zeros(0)
+        return torch.stack([advantage_T.mean() for advantage_T in self.advantages])
 
 
 class PolicyTrainer:
@@ -109,6 +96,7 @@ class PolicyTrainer:
         self.model = model.eval()  # no dropout: sampling and training see the same function
         self.settings = settings
         self.step = 0
+        self._alarmed = False
         self._grammars = grammars
         self.reference: nn.Module | None = None
         if settings.uses_reference:
@@ -153,69 +141,90 @@ class PolicyTrainer:
 
     def compute_ref_logp(self, scored: ScoredBatch) -> ScoredBatch:
         """Add the reference's log-probs where the KL term needs them."""
-        if self.reference is None:
+        if self.reference is None or scored.ref_logp is not None:
             return scored
         return replace(scored, ref_logp=self.compute_logp(scored.batch, model=self.reference))
 
     def compute_advantages(self, batch: Batch) -> ScoredBatch:
-        """Group-normalised reward of each rollout, shared by all of its calls.
+        """The algorithm's advantages (`tuner.training.advantages`).
 
-        A call with a reward of its own is compared with its peers instead (`Row.peers`).
+        Where the distance to the reference is taken off the rewards, the reference's log-probs are
+        computed first, and kept for the KL term.
+
+        Raises:
+            TrainingError: Calls have rewards of their own that the algorithm has no use for.
         """
-        settings = self.settings
-        if not batch.ids:
-            return ScoredBatch(batch, batch.rewards_R.new_zeros(len(batch.rows)))
-        advantages_R = group_normalized(
-            batch.rewards_R,
-            batch.group_R,
-            epsilon=settings.epsilon,
-            std_over_batch=settings.std_over_batch,
-        )
-        if settings.std_threshold is not None:
-            quiet_G = group_std(batch.rewards_R, batch.group_R) <= settings.std_threshold
-            advantages_R = advantages_R.masked_fill(quiet_G[batch.group_R], 0.0)
-        rollout_N = torch.tensor([row.rollout for row in batch.rows], dtype=torch.long)
-        advantages_N = advantages_R[rollout_N]
-        own = [
-            (i, row.reward, row.peers) for i, row in enumerate(batch.rows) if row.peers is not None
-        ]
-        if own:
-            at_C, rewards, peers = zip(*own, strict=True)
-            places_C = torch.tensor(at_C)
-            advantages_N[places_C] = call_normalized(
-                torch.tensor(rewards, dtype=advantages_N.dtype),
-                rollout_N[places_C],
-                torch.tensor(peers),
-                epsilon=settings.epsilon,
-            )
-        return ScoredBatch(batch, advantages_N)
+        ref_logp = None
+        if self.settings.penalizes_kl and self.reference is not None and batch.rows:
+            ref_logp = self.compute_logp(batch, model=self.reference)
+        return ScoredBatch(batch, row_advantages(batch, self.settings, ref_logp), ref_logp)
 
     def ppo_update(self, scored: ScoredBatch) -> dict[str, float]:
-        """One optimizer step on the whole batch; weights change in place.
+        """One optimizer step on the whole batch, or `settings.updates`; weights change in place.
 
         Returns:
-            Metrics: loss and its parts, clip fraction, entropy, gradient norm, learning rate,
-            mismatch between recorded and recomputed log-probs.
+            Metrics: loss and its parts, advantage spread, clip and rejected fraction, entropy,
+            KL to behaviour and reference, effective sample size of the importance weights (1 on
+            policy), gradient norm, learning rate; of the last update where there are several. The
+            mismatch between recorded and recomputed log-probs is that before the first.
 
         Raises:
             TrainingError: The batch is empty, or loss or gradient is not finite; the weights
-                are then as they were.
+                are then as they were before that update.
         """
-        settings, batch = self.settings, scored.batch
-        if not batch.rows:
+        if not scored.batch.rows:
             raise TrainingError("a batch without a single trainable token cannot be trained")
+        proximal = self._proximal(scored.batch)
+        metrics: dict[str, float] = {}
+        for update in range(self.settings.updates):
+            latest = self._update(scored, proximal)
+            if update:
+                latest |= {k: v for k, v in metrics.items() if k.startswith("logprob_mismatch")}
+            metrics = latest
+        advantages_T = torch.cat(scored.advantages)
+        metrics["advantage_std"] = float(advantages_T.std(correction=0))
+        metrics["advantage_max"] = float(advantages_T.abs().max())
+        self._watch_mismatch(metrics)
+        self.step += 1
+        return metrics
+
+    def _proximal(self, batch: Batch) -> tuple[Tensor, ...] | None:
+        """Log-probs of the policy that the step begins with, where they are not those recorded."""
+        settings = self.settings
+        if settings.ratio_to != "proximal":
+            return None
+        stale = any(version != self.step for row in batch.rows for version in row.versions)
+        if settings.proximal == "recompute" or (settings.proximal == "auto" and stale):
+            return self.compute_logp(batch)
+        return None
+
+    def _update(self, scored: ScoredBatch, proximal: tuple[Tensor, ...] | None) -> dict[str, float]:
+        settings, batch = self.settings, scored.batch
         self.optimizer.zero_grad(set_to_none=True)
-        sums: dict[str, Tensor] = {}
-        largest_mismatch = 0.0
+        weights_N = row_weights(
+            settings.aggregation,
+            torch.tensor([len(row.completion_ids) for row in batch.rows]),
+            torch.tensor([row.rollout for row in batch.rows]),
+            longest=settings.max_completion,
+        )
+        totals: dict[str, Tensor] = {}
+        largest: list[Tensor] = []
         for indices in micro_batches(batch.rows, settings.max_tokens_per_micro_batch):
-            parts, mismatch = self._backward(scored, indices)
-            for name, value in parts.items():
-                sums[name] = sums.get(name, torch.zeros_like(value)) + value
-            largest_mismatch = max(largest_mismatch, mismatch)
+            tokens = self._tokens(scored, proximal, weights_N, indices)
+            loss, parts, sums = micro_batch_loss(settings, tokens)
+            loss.backward()
+            means = {name: value / batch.trained_tokens for name, value in sums.items()}
+            for name, value in (parts | means).items():
+                totals[name] = totals[name] + value if name in totals else value
+            largest.append((tokens.logp_T.detach() - tokens.recorded_T).abs().max())
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), settings.grad_clip)
-        metrics = {name: float(value) for name, value in sums.items()}
+        metrics = {name: float(value) for name, value in totals.items()}
+        # (sum w)^2 / (T sum w^2) over T tokens, from the means of w and w^2.
+        metrics["effective_sample_size"] = metrics.pop("importance") ** 2 / metrics.pop(
+            "importance_squared"
+        )
         metrics |= {"grad_norm": float(norm), "lr": self.lr}
-        metrics["logprob_mismatch_max"] = largest_mismatch
+        metrics["logprob_mismatch_max"] = float(torch.stack(largest).max())
         if not (torch.isfinite(norm) and torch.isfinite(torch.tensor(metrics["loss"]))):
             self.optimizer.zero_grad(set_to_none=True)
             raise TrainingError(
@@ -224,56 +233,62 @@ class PolicyTrainer:
             )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.step += 1
         return metrics
 
-    def _backward(self, scored: ScoredBatch, indices: list[int]) -> tuple[dict[str, Tensor], float]:
-        """Add one micro-batch's gradient. The normaliser is the whole step's token count, so
-        the sum over micro-batches does not depend on where they were cut."""
-        settings, batch = self.settings, scored.batch
-        rows = [batch.rows[i] for i in indices]
+    def _tokens(
+        self,
+        scored: ScoredBatch,
+        proximal: tuple[Tensor, ...] | None,
+        weights_N: Tensor,
+        indices: list[int],
+    ) -> Tokens:
+        """What the loss of one micro-batch needs. Weights are those of the whole step, so the sum
+        over micro-batches does not depend on where they were cut."""
+        rows = [scored.batch.rows[i] for i in indices]
         current = completion_logprobs(
             self.model,
             rows,
             pad_id=0,
-            with_entropy=settings.entropy_coef != 0,
+            with_entropy=self.settings.entropy_coef != 0,
             grammars=self._grammars,
         )
         logp_T = current.logp_T
-        old_T = torch.tensor([p for row in rows for p in row.logprobs]).to(logp_T)
         lengths = torch.tensor([len(row.completion_ids) for row in rows])
-        advantages_B = scored.advantages_N[indices]
-        advantages_T = advantages_B.repeat_interleave(lengths).to(logp_T)
-        weight = 1.0 / batch.trained_tokens
 
-        policy = ppo_clip(
-            logp_T,
-            old_T,
-            advantages_T,
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
-            clip_ratio_c=settings.clip_ratio_c,
+        def gathered(values: tuple[Tensor, ...] | None) -> Tensor | None:
+            return None if values is None else torch.cat([values[i] for i in indices]).to(logp_T)
+
+        return Tokens(
+            logp_T=logp_T,
+            entropy_T=current.entropy_T,
+            recorded_T=torch.tensor(
+                [p for row in rows for p in row.logprobs], dtype=logp_T.dtype
+            ).to(logp_T.device),
+            advantages_T=torch.cat([scored.advantages[i] for i in indices]).to(logp_T),
+            weights_T=weights_N[indices].repeat_interleave(lengths).to(logp_T),
+            row_T=torch.arange(len(rows)).repeat_interleave(lengths).to(logp_T.device),
+            staleness_T=torch.tensor(
+                [staleness for row in rows for staleness in _staleness(row, self.step)]
+            ).to(logp_T.device),
+            proximal_T=gathered(proximal),
+            ref_T=gathered(scored.ref_logp),
         )
-        loss_T = policy.loss_T
-        parts = {
-            "policy_loss": policy.loss_T.detach().sum() * weight,
-            "clip_fraction": policy.clipped_T.sum() * weight,
-            "entropy": current.entropy_T.detach().sum() * weight,
-            "ratio_mean": policy.ratio_T.sum() * weight,
-        }
-        if scored.ref_logp is not None:
-            ref_T = torch.cat([scored.ref_logp[i] for i in indices])
-            kl_T = KL_ESTIMATORS[settings.kl](logp_T, ref_T)
-            loss_T = loss_T + settings.kl_coef * kl_T
-            parts["kl_loss"] = kl_T.detach().sum() * weight
-        if settings.entropy_coef:
-            loss_T = loss_T - settings.entropy_coef * current.entropy_T
-        loss = loss_T.sum() * weight
-        loss.backward()
-        parts["loss"] = loss.detach()
-        difference_T = (logp_T.detach() - old_T).abs()
-        parts["logprob_mismatch_mean"] = difference_T.sum() * weight
-        return parts, float(difference_T.max())
+
+    def _watch_mismatch(self, metrics: dict[str, float]) -> None:
+        """Say once that the recorded log-probs are not those of the weights that are trained."""
+        mismatch = metrics["logprob_mismatch_mean"]
+        if self._alarmed or metrics["stale_fraction"] or mismatch <= MISMATCH_ALARM:
+            return
+        self._alarmed = True
+        logger.warning(
+            "step %d: recorded and recomputed log-probs of the same weights differ by %.3g nat in "
+            "the mean (more than %g), so updates are not those of the policy that sampled; is the "
+            "engine's precision, chat template or sampling another? tuner.algorithm.proximal: "
+            "recompute corrects for it",
+            self.step + 1,
+            mismatch,
+            MISMATCH_ALARM,
+        )
 
     def step_lr_scheduler(self) -> None:
         """Set the learning rate of the next update."""
@@ -305,3 +320,10 @@ class PolicyTrainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = int(state["step"])
         self._set_lr()
+
+
+def _staleness(row: Row, step: int) -> list[int]:
+    """Steps between the policy that sampled each token and the one of `step`."""
+    if not row.versions:
+        return [0] * len(row.completion_ids)
+    return [step - version for version in row.versions]

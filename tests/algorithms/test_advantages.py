@@ -1,0 +1,170 @@
+"""Advantages and weights against formulas written out in plain Python."""
+
+import math
+import random
+from statistics import mean, stdev
+
+import pytest
+import torch
+
+from tuner.algorithms import (
+    call_normalized,
+    group_normalized,
+    leave_one_out,
+    mirror_descent,
+    row_weights,
+    shifted_mean,
+    whitened_returns,
+)
+
+# (set, rollout, reward): rollouts with one call or more in a set, in no order.
+CALLS = [
+    (0, 0, 0.9),
+    (1, 3, -0.4),
+    (0, 1, 0.2),
+    (0, 0, 0.5),
+    (1, 4, 0.8),
+    (0, 2, 0.1),
+    (1, 3, 0.6),
+    (2, 0, 1.0),
+    (2, 4, 0.3),
+]
+
+
+def expected_of(formula, calls=CALLS):
+    """`formula(reward, own mean, means of the set's rollouts)` for each call."""
+    found = []
+    for where, rollout, reward in calls:
+        cells = {}
+        for other_where, other, value in calls:
+            if other_where == where:
+                cells.setdefault(other, []).append(value)
+        means = {key: mean(values) for key, values in cells.items()}
+        found.append(formula(reward, means[rollout], list(means.values())))
+    return found
+
+
+def tensors(calls=CALLS):
+    sets, rollouts, rewards = zip(*calls, strict=True)
+    return torch.tensor(rewards, dtype=torch.float64), torch.tensor(rollouts), torch.tensor(sets)
+
+
+def all_means():
+    cells = {}
+    for where, rollout, reward in CALLS:
+        cells.setdefault((where, rollout), []).append(reward)
+    return [mean(values) for values in cells.values()]
+
+
+TAU = 0.5
+FORMULAS = {
+    "rloo": (
+        leave_one_out,
+        lambda r, own, means: r - (sum(means) - own) / (len(means) - 1),
+    ),
+    "opmd": (mirror_descent, lambda r, own, means: r - mean(means)),
+    "opmd, logavgexp": (
+        lambda *given: mirror_descent(*given, baseline="logavgexp", tau=TAU),
+        lambda r, own, means: r - TAU * math.log(mean(math.exp(m / TAU) for m in means)),
+    ),
+    "asymre": (shifted_mean, lambda r, own, means: r - mean(means) + 0.1),
+    "grpo": (
+        call_normalized,
+        lambda r, own, means: (r - mean(means)) / (stdev(means) + 1e-6),
+    ),
+    "grpo, batch": (
+        lambda *given: call_normalized(*given, std="batch"),
+        lambda r, own, means: (r - mean(means)) / (stdev(all_means()) + 1e-6),
+    ),
+    "Dr.GRPO": (
+        lambda *given: call_normalized(*given, std="none"),
+        lambda r, own, means: r - mean(means),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_rollout_counts_once_in_what_its_rewards_are_compared_with(name):
+    function, formula = FORMULAS[name]
+    expected = expected_of(formula)
+    assert function(*tensors()).tolist() == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_order_does_not_change_advantages(name):
+    function, _ = FORMULAS[name]
+    order = list(range(len(CALLS)))
+    random.Random(3).shuffle(order)
+    straight = function(*tensors()).tolist()
+    shuffled = function(*tensors([CALLS[i] for i in order])).tolist()
+    assert shuffled == pytest.approx([straight[i] for i in order], rel=1e-9)
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_set_of_one_rollout_has_no_baseline(name):
+    with pytest.raises(ValueError, match="no baseline"):
+        FORMULAS[name][0](
+            torch.tensor([1.0, 2.0]).double(), torch.tensor([0, 0]), torch.tensor([0, 0])
+        )
+
+
+def test_group_without_std_is_the_distance_to_the_mean():
+    rewards = torch.tensor([0.0, 1.0, 5.0, 7.0]).double()
+    result = group_normalized(rewards, torch.tensor([0, 0, 1, 1]), std="none")
+    assert result.tolist() == [-0.5, 0.5, -1.0, 1.0]
+
+
+def test_large_rewards_do_not_overflow_the_soft_maximum():
+    rewards = torch.tensor([5000.0, 4000.0]).double()
+    result = mirror_descent(
+        rewards, torch.arange(2), torch.zeros(2).long(), baseline="logavgexp", tau=1.0
+    )
+    assert result.tolist() == pytest.approx([math.log(2), math.log(2) - 1000])
+
+
+def test_returns_are_discounted_charged_and_whitened_over_tokens():
+    penalties = [[0.1, 0.2, 0.3], [0.5], [0.0, -0.4]]
+    rewards, gamma = [1.0, 0.25, -1.0], 0.9
+    returns = []
+    for reward, charges in zip(rewards, penalties, strict=True):
+        gained = [-charge for charge in charges]
+        gained[-1] += reward
+        for t in range(len(gained)):
+            returns.append(sum(gamma ** (k - t) * gained[k] for k in range(t, len(gained))))
+    centre, spread = mean(returns), math.sqrt(stdev(returns) ** 2 + 1e-8)
+    result = whitened_returns(
+        torch.tensor(rewards, dtype=torch.float64),
+        [3, 1, 2],
+        gamma=gamma,
+        penalties=[torch.tensor(p, dtype=torch.float64) for p in penalties],
+    )
+    assert [len(one) for one in result] == [3, 1, 2]
+    expected = [(value - centre) / spread for value in returns]
+    assert torch.cat(result).tolist() == pytest.approx(expected, rel=1e-9)
+
+
+TOKENS, ROLLOUTS = [3, 1, 4, 2], [5, 5, 0, 2]
+WEIGHTS = {
+    "token-mean": [1 / 10] * 4,
+    "seq-mean-token-mean": [1 / 12, 1 / 4, 1 / 16, 1 / 8],
+    "seq-mean-token-sum": [1 / 4] * 4,
+    "seq-mean-token-sum-norm": [1 / 80] * 4,
+    "rollout-mean": [1 / 12, 1 / 12, 1 / 12, 1 / 6],
+}
+
+
+@pytest.mark.parametrize("mode", WEIGHTS)
+def test_weights_of_tokens_are_those_of_the_aggregation(mode):
+    result = row_weights(mode, torch.tensor(TOKENS), torch.tensor(ROLLOUTS), longest=20)
+    assert result.tolist() == pytest.approx(WEIGHTS[mode], rel=1e-12)
+
+
+def test_a_constant_normaliser_must_be_given():
+    with pytest.raises(ValueError, match="most tokens"):
+        row_weights("seq-mean-token-sum-norm", torch.tensor([1]), torch.tensor([0]))
+
+
+def test_splitting_a_rollout_into_calls_does_not_change_what_its_tokens_weigh():
+    whole = row_weights("rollout-mean", torch.tensor([6, 3]), torch.tensor([0, 1]))
+    split = row_weights("rollout-mean", torch.tensor([1, 5, 3]), torch.tensor([0, 0, 1]))
+    assert split.tolist() == [whole[0], whole[0], whole[1]]

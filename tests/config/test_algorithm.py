@@ -1,0 +1,178 @@
+"""`algorithm.*`: defaults from the table, and settings that the algorithm has no use for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tuner.algorithms.table import ALGORITHMS, NOT_HERE
+from tuner.backends.stack import selection, trainer_settings
+from tuner.config import load_config
+from tuner.errors import ConfigError
+from tuner.training import Overlong, TrainerSettings
+
+
+def load(*overrides):
+    return load_config(overrides=list(overrides))
+
+
+def settings(*overrides):
+    return trainer_settings(load(*overrides), 10, 16384)
+
+
+def refusal(*overrides):
+    with pytest.raises(ConfigError) as error:
+        load(*overrides)
+    return str(error.value)
+
+
+def test_nothing_set_is_the_trainers_own_defaults():
+    assert settings() == TrainerSettings(total_steps=10, kl_penalty_coef=0.0)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_each_algorithm_starts_from_its_row(name):
+    row, algorithm = ALGORITHMS[name], load(f"algorithm.algorithm_type={name}").algorithm
+    for key in ("advantage_fn", "policy_loss_fn", "kl_loss_fn", "entropy_loss_fn", "loss_agg_mode"):
+        assert getattr(algorithm, key) == getattr(row, key)
+    for key, value in row.policy_loss_args.items():
+        assert getattr(algorithm.policy_loss_fn_args, key) == value
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_effective_configuration_is_read_back_unchanged(name, tmp_path):
+    config = load(f"algorithm.algorithm_type={name}", "name=x")
+    path = tmp_path / "config.yaml"
+    path.write_text(config.to_yaml())
+    assert load_config(path).algorithm == config.algorithm
+
+
+def test_null_is_the_algorithms_default():
+    config = load("algorithm.algorithm_type=gspo", "algorithm.loss_agg_mode=null")
+    assert config.algorithm.loss_agg_mode == "seq-mean-token-mean"
+    assert settings("algorithm.policy_loss_fn_args.clip_range=null").clip_low == 0.2
+
+
+def test_what_was_set_wins_over_the_row():
+    got = settings(
+        "algorithm.algorithm_type=dapo",
+        "algorithm.policy_loss_fn_args.clip_range_high=0.4",
+        "algorithm.kl_loss_fn=k3",
+        "algorithm.kl_loss_fn_args.kl_coef=0.5",
+        "algorithm.loss_agg_mode=rollout-mean",
+    )
+    assert (got.clip_low, got.clip_high, got.kl, got.kl_coef) == (0.2, 0.4, "k3", 0.5)
+    assert got.aggregation == "rollout-mean"
+
+
+@pytest.mark.parametrize("name", ["multi_step_grpo", "dapo", "gspo"])
+def test_a_clip_range_that_was_set_stands_for_both_sides(name):
+    clip = "algorithm.policy_loss_fn_args.clip_range=0.1"
+    got = settings(f"algorithm.algorithm_type={name}", clip)
+    assert (got.clip_low, got.clip_high) == (0.1, 0.1)
+
+
+def test_an_exchanged_part_comes_with_its_own_numbers():
+    got = settings("algorithm.algorithm_type=dapo", "algorithm.policy_loss_fn=gspo")
+    assert (got.policy_loss, got.clip_low, got.clip_high) == ("gspo", 3e-4, 4e-4)
+
+
+@pytest.mark.parametrize("name", NOT_HERE)
+def test_algorithms_of_trinity_that_are_not_here_are_refused_with_the_reason(name):
+    message = refusal(f"algorithm.algorithm_type={name}")
+    assert f"algorithm.algorithm_type is '{name}': not on this backend: {NOT_HERE[name]}" in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        ("algorithm.policy_loss_fn_args.tau_pos=1.5", "set algorithm.policy_loss_fn to sapo"),
+        (
+            "algorithm.algorithm_type=gspo algorithm.policy_loss_fn_args.clip_ratio_c=3",
+            "algorithm.policy_loss_fn is gspo (of algorithm.algorithm_type gspo), which does not "
+            "use it",
+        ),
+        (
+            "algorithm.advantage_fn=rloo algorithm.advantage_fn_args.epsilon=1e-6",
+            "set algorithm.advantage_fn to step_wise_grpo or grpo",
+        ),
+        ("algorithm.kl_penalty_fn_args.kl_coef=0.1", "algorithm.kl_penalty_fn is none"),
+        ("algorithm.kl_loss_fn=none algorithm.kl_loss_fn_args.kl_coef=1", "does not use it"),
+        (
+            "algorithm.algorithm_type=raft algorithm.entropy_loss_fn_args.entropy_coef=0.1",
+            "set algorithm.entropy_loss_fn to default",
+        ),
+        ("algorithm.policy_loss_fn=sft", "do not go together"),
+        ("algorithm.algorithm_type=raft algorithm.kl_penalty_fn=k1", "set algorithm.kl_loss_fn"),
+        (
+            "algorithm.algorithm_type=sapo algorithm.policy_loss_fn_args.tau_neg=0.5",
+            "below tau_pos",
+        ),
+        ("algorithm.policy_loss_fn_args.clip_range_low=1", "nothing would be clipped"),
+        ("algorithm.algorithm_type=topr tuner.algorithm.importance_cap=3", "remove it"),
+        ("algorithm.algorithm_type=opmd tuner.algorithm.proximal=recompute", "remove it"),
+        ("tuner.algorithm.success_rate_ub=0.2 tuner.algorithm.success_rate_lb=0.8", "left out"),
+        ("tuner.algorithm.rejection_low=0.5", "set both or none"),
+        ("tuner.algorithm.overlong_buffer=20", "set model.max_response_tokens"),
+        (
+            "model.max_response_tokens=10 tuner.algorithm.overlong_buffer=20",
+            "an answer may have 10 tokens",
+        ),
+        ("tuner.algorithm.overlong_penalty=2", "set tuner.algorithm.overlong_buffer"),
+        (
+            "tuner.algorithm.importance_sampling=none tuner.algorithm.importance_cap=3",
+            "tuner.algorithm.importance_sampling is none",
+        ),
+        ("algorithm.loss_agg_mode=seq-mean-token-sum-norm", "set model.max_response_tokens"),
+        ("algorithm.advantage_fn_args.rank_penalty=0.1", "not in this version"),
+        ("algorithm.rollout_correction.rollout_is=token", "tuner.algorithm.importance_sampling"),
+    ],
+)
+def test_settings_that_would_have_no_use_or_no_sense_are_refused_by_name(overrides, text):
+    message = refusal(*overrides.split())
+    assert text in message
+    assert overrides.split()[-1].partition("=")[0] in message or "do not go together" in message
+
+
+def test_our_own_settings_reach_the_trainer():
+    got = settings(
+        "tuner.algorithm.updates=3",
+        "tuner.algorithm.proximal=loglinear",
+        "tuner.algorithm.importance_sampling=none",
+        "tuner.algorithm.rejection_low=0.5",
+        "tuner.algorithm.rejection_high=2",
+    )
+    assert (got.updates, got.proximal, got.importance_cap) == (3, "loglinear", None)
+    assert got.rejection == (0.5, 2.0)
+    chosen = selection(
+        load(
+            "tuner.algorithm.reward_scale=2",
+            "tuner.algorithm.reward_bias=-0.5",
+            "tuner.algorithm.overlong_buffer=4",
+            "model.max_response_tokens=10",
+            "tuner.algorithm.success_rate_lb=0.1",
+            "tuner.algorithm.dynamic_sampling=true",
+        )
+    )
+    assert (chosen.scale, chosen.bias, chosen.success_rate) == (2.0, -0.5, (0.1, 1.0))
+    assert chosen.overlong == Overlong(10, 4, 1.0)
+    assert chosen.varied_only
+
+
+def test_dapo_samples_dynamically_unless_told_not_to():
+    dapo = "algorithm.algorithm_type=dapo"
+    assert selection(load(dapo)).varied_only
+    assert not selection(load(dapo, "tuner.algorithm.dynamic_sampling=false")).varied_only
+    assert selection(load("algorithm.algorithm_type=raft")).best_only
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_page_of_algorithms_has_a_row_for_each(name):
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    row = next(line for line in page.splitlines() if line.startswith(f"| `{name}`"))
+    algorithm = ALGORITHMS[name]
+    assert f"`{algorithm.advantage_fn}`" in row
+    assert f"`{algorithm.policy_loss_fn}`" in row
+    assert algorithm.kl_loss_fn in row
+    assert f"| {algorithm.loss_agg_mode} |" in row

@@ -1,0 +1,125 @@
+"""Settings of the algorithm that nothing reads, or that contradict each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tuner.algorithms.table import POLICY_LOSSES
+from tuner.config.problems import Problem
+from tuner.config.schema import RunConfig
+from tuner.config.section import Section
+
+# What only a loss with a ratio to the policy that a step began with can use.
+CORRECTIONS = (
+    "proximal",
+    "importance_sampling",
+    "importance_cap",
+    "rejection_low",
+    "rejection_high",
+)
+
+
+def algorithm_conflicts(config: RunConfig) -> Iterator[Problem]:
+    """Every setting of `algorithm` and `tuner.algorithm` that would be without use or sense."""
+    algorithm, extras = config.algorithm, config.tuner.algorithm
+    for key, users in algorithm.unused():
+        choice = key.removeprefix("algorithm.").partition("_args.")[0]
+        yield Problem(
+            key,
+            f"{key} is set, but algorithm.{choice} is {getattr(algorithm, choice)} (of "
+            f"algorithm.algorithm_type {algorithm.algorithm_type}), which does not use it: remove "
+            f"it, or set algorithm.{choice} to {users}",
+        )
+    if (algorithm.advantage_fn == "best_of_group") != (algorithm.policy_loss_fn == "sft"):
+        yield Problem(
+            "algorithm.policy_loss_fn",
+            f"algorithm.policy_loss_fn {algorithm.policy_loss_fn} and algorithm.advantage_fn "
+            f"{algorithm.advantage_fn} do not go together: sft imitates what best_of_group keeps; "
+            "set both, as algorithm.algorithm_type raft does, or neither",
+        )
+    if algorithm.advantage_fn == "best_of_group" and algorithm.kl_penalty_fn != "none":
+        yield Problem(
+            "algorithm.kl_penalty_fn",
+            f"algorithm.kl_penalty_fn is {algorithm.kl_penalty_fn}, but raft chooses by rewards "
+            "before they are changed: set algorithm.kl_loss_fn instead",
+        )
+    loss = algorithm.policy_loss_fn_args
+    if loss.tau_pos is not None and loss.tau_neg is not None and loss.tau_neg < loss.tau_pos:
+        yield Problem(
+            "algorithm.policy_loss_fn_args.tau_neg",
+            f"algorithm.policy_loss_fn_args.tau_neg is {loss.tau_neg}, below tau_pos "
+            f"{loss.tau_pos}: bad answers would be pushed further than good ones; raise it",
+        )
+    if algorithm.policy_loss_fn == "ppo" and loss.low >= 1:
+        yield Problem(
+            "algorithm.policy_loss_fn_args.clip_range_low",
+            "algorithm.policy_loss_fn_args.clip_range_low is 1: a ratio never falls below 0, so "
+            "nothing would be clipped; lower it",
+        )
+    if extras.success_rate_lb > extras.success_rate_ub:
+        yield Problem(
+            "tuner.algorithm.success_rate_lb",
+            f"tuner.algorithm.success_rate_lb is {extras.success_rate_lb}, above success_rate_ub "
+            f"{extras.success_rate_ub}: every group would be left out",
+        )
+    if (extras.rejection_low is None) != (extras.rejection_high is None):
+        yield Problem(
+            "tuner.algorithm.rejection_low",
+            f"tuner.algorithm.rejection_low is {extras.rejection_low} and rejection_high is "
+            f"{extras.rejection_high}: set both or none",
+        )
+    if extras.overlong_buffer is None and "overlong_penalty" in _changed(extras):
+        yield Problem(
+            "tuner.algorithm.overlong_penalty",
+            f"tuner.algorithm.overlong_penalty is {extras.overlong_penalty}, but long answers are "
+            "not punished: set tuner.algorithm.overlong_buffer too",
+        )
+    if extras.importance_sampling == "none" and "importance_cap" in _changed(extras):
+        yield Problem(
+            "tuner.algorithm.importance_cap",
+            f"tuner.algorithm.importance_cap is {extras.importance_cap}, but "
+            "tuner.algorithm.importance_sampling is none: remove one of them",
+        )
+    yield from _corrections(config)
+    longest = longest_answer(config)
+    if extras.overlong_buffer is not None and (longest is None or extras.overlong_buffer > longest):
+        yield Problem(
+            "tuner.algorithm.overlong_buffer",
+            f"tuner.algorithm.overlong_buffer is {extras.overlong_buffer}, but an answer may have "
+            f"{longest or 'any number of'} tokens: set model.max_response_tokens to more",
+        )
+    if algorithm.loss_agg_mode == "seq-mean-token-sum-norm" and longest is None:
+        yield Problem(
+            "algorithm.loss_agg_mode",
+            "algorithm.loss_agg_mode is seq-mean-token-sum-norm, which divides by the tokens that "
+            "an answer may have: set model.max_response_tokens",
+        )
+
+
+def _corrections(config: RunConfig) -> Iterator[Problem]:
+    """What only a loss with a ratio to the policy that a step began with can use."""
+    loss, extras = config.algorithm.policy_loss_fn, config.tuner.algorithm
+    if POLICY_LOSSES[loss].ratio_to == "proximal":
+        return
+    for name in CORRECTIONS:
+        if name in _changed(extras):
+            yield Problem(
+                f"tuner.algorithm.{name}",
+                f"tuner.algorithm.{name} is {getattr(extras, name)}, but algorithm.policy_loss_fn "
+                f"{loss} has no ratio to the weights that a step began with: remove it",
+            )
+
+
+def _changed(section: Section) -> set[str]:
+    """Names of the settings that are not their defaults."""
+    return {
+        name
+        for name, info in type(section).model_fields.items()
+        if getattr(section, name) != info.default
+    }
+
+
+def longest_answer(config: RunConfig) -> int | None:
+    """The most tokens that an answer may have while training, or None where only the context
+    limits it."""
+    return config.rollout_args(config.buffer.explorer_input.taskset).max_tokens

@@ -1,0 +1,140 @@
+"""The advantages of a batch's rows: rewards of rollouts, rewards of calls, KL in the reward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tuner.algorithms import (
+    KL_ESTIMATORS,
+    call_normalized,
+    group_normalized,
+    group_std,
+    leave_one_out,
+    mirror_descent,
+    shifted_mean,
+    whitened_returns,
+)
+from tuner.errors import TrainingError
+from tuner.training.batch import Batch
+from tuner.training.settings import TrainerSettings
+
+
+def row_advantages(
+    batch: Batch, settings: TrainerSettings, ref_logp: tuple[Tensor, ...] | None = None
+) -> tuple[Tensor, ...]:
+    """The advantage of every trained token, one tensor [T_row] for each of the N rows.
+
+    A rollout's reward is compared inside its group and goes to all of its calls. A call with a
+    reward of its own is compared with its peers instead (`Row.peers`). With a KL penalty, a reward
+    is charged the estimates of the tokens that it is for: a rollout's those of its calls without
+    rewards of their own, a call's its own. `reinforceplusplus` charges every token by itself.
+
+    Args:
+        ref_logp: The reference's log-probs, one tensor for each row; for the KL penalty.
+
+    Raises:
+        TrainingError: Calls have rewards of their own, and the algorithm has no use for them.
+    """
+    if not batch.rows:
+        return ()
+    penalties = _penalties(batch, settings, ref_logp)
+    if settings.advantage == "reinforceplusplus":
+        return whitened_returns(
+            row_rewards(batch), _lengths(batch), gamma=settings.gamma, penalties=penalties
+        )
+    advantages_N = _compared(batch, settings, penalties)
+    return tuple(
+        advantage.expand(length)
+        for advantage, length in zip(advantages_N, _lengths(batch), strict=True)
+    )
+
+
+def _lengths(batch: Batch) -> list[int]:
+    return [len(row.completion_ids) for row in batch.rows]
+
+
+def row_rewards(batch: Batch) -> Tensor:
+    """The reward of each row: its own, or its rollout's; shape [N]."""
+    rewards_R = batch.rewards_R.tolist()
+    return torch.tensor(
+        [rewards_R[row.rollout] if row.peers is None else row.reward for row in batch.rows],
+        dtype=batch.rewards_R.dtype,
+    )
+
+
+def _penalties(
+    batch: Batch, settings: TrainerSettings, ref_logp: tuple[Tensor, ...] | None
+) -> tuple[Tensor, ...] | None:
+    """What each token is charged for its distance to the reference, [T_row] for each row."""
+    if not settings.penalizes_kl or ref_logp is None:
+        return None
+    estimate, coef = KL_ESTIMATORS[settings.kl_penalty], settings.kl_penalty_coef
+    return tuple(
+        coef * estimate(torch.tensor(row.logprobs, dtype=torch.float64), ref_T.cpu().double())
+        for row, ref_T in zip(batch.rows, ref_logp, strict=True)
+    )
+
+
+def _compared(
+    batch: Batch, settings: TrainerSettings, penalties: tuple[Tensor, ...] | None
+) -> Tensor:
+    """One advantage for each row, from rewards that are compared with others; shape [N]."""
+    rewards_R = batch.rewards_R.clone()
+    rollout_N = torch.tensor([row.rollout for row in batch.rows], dtype=torch.long)
+    own_C = torch.tensor(
+        [i for i, row in enumerate(batch.rows) if row.peers is not None], dtype=torch.long
+    )
+    row_rewards_N = row_rewards(batch)
+    if penalties is not None:
+        charge_N = torch.stack([charge_T.sum() for charge_T in penalties]).to(rewards_R)
+        row_rewards_N = row_rewards_N - charge_N
+        # Calls with rewards of their own have paid with these.
+        rewards_R = rewards_R.index_add(0, rollout_N, -charge_N.index_fill(0, own_C, 0.0))
+    advantages_N = _of_rollouts(rewards_R, batch.group_R, settings)[rollout_N]
+    if len(own_C):
+        peers_C = torch.tensor([row.peers for row in batch.rows if row.peers is not None])
+        advantages_N[own_C] = _of_calls(row_rewards_N[own_C], rollout_N[own_C], peers_C, settings)
+    return advantages_N
+
+
+def _of_rollouts(rewards_R: Tensor, group_R: Tensor, settings: TrainerSettings) -> Tensor:
+    if settings.advantage not in ("grpo", "step_wise_grpo"):
+        return _of_calls(rewards_R, torch.arange(len(rewards_R)), group_R, settings)
+    advantages_R = group_normalized(
+        rewards_R, group_R, epsilon=settings.epsilon, std=settings.std_level
+    )
+    if settings.std_threshold is not None:
+        quiet_G = group_std(rewards_R, group_R) <= settings.std_threshold
+        advantages_R = advantages_R.masked_fill(quiet_G[group_R], 0.0)
+    return advantages_R
+
+
+def _of_calls(
+    rewards_C: Tensor, rollout_C: Tensor, set_C: Tensor, settings: TrainerSettings
+) -> Tensor:
+    """Advantages inside sets, a rollout counting once in each."""
+    match settings.advantage:
+        case "grpo" | "step_wise_grpo":
+            return call_normalized(
+                rewards_C, rollout_C, set_C, epsilon=settings.epsilon, std=settings.std_level
+            )
+        case "rloo":
+            return leave_one_out(rewards_C, rollout_C, set_C)
+        case "opmd":
+            return mirror_descent(
+                rewards_C,
+                rollout_C,
+                set_C,
+                baseline=settings.opmd_baseline,
+                tau=settings.opmd_baseline_tau,
+            )
+        case "asymre":
+            return shifted_mean(rewards_C, rollout_C, set_C, shift=settings.baseline_shift)
+        case "reinforce":
+            return rewards_C
+        case "best_of_group":
+            # The others were left out when the batch was built.
+            return torch.ones_like(rewards_C)
+        case "reinforceplusplus":
+            raise TrainingError("reinforceplusplus normalises tokens, not sets of rewards")

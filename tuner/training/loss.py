@@ -1,0 +1,144 @@
+"""The loss of one micro-batch, assembled from the algorithm's parts, and the numbers about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tuner.algorithms import KL_ESTIMATORS, PolicyLoss, losses
+from tuner.algorithms.correction import accepted, importance_weight, log_linear, truncated
+from tuner.training.settings import TrainerSettings
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The T trained tokens of some rows, in row order; all of shape [T].
+
+    Attributes:
+        logp_T: Log-probs under the current policy, with their graph.
+        entropy_T: Entropy of the current policy where the token was sampled.
+        recorded_T: Log-probs under the policy that sampled.
+        advantages_T: Advantages.
+        weights_T: What each token weighs in the step's loss (`row_weights`).
+        row_T: Index of each token's row.
+        staleness_T: Steps between the policy that sampled and the one that the step began with.
+        proximal_T: Log-probs under the policy that the step began with, where a forward pass was
+            taken for them.
+        ref_T: Log-probs under the reference, where there is one.
+    """
+
+    logp_T: Tensor
+    entropy_T: Tensor
+    recorded_T: Tensor
+    advantages_T: Tensor
+    weights_T: Tensor
+    row_T: Tensor
+    staleness_T: Tensor
+    proximal_T: Tensor | None = None
+    ref_T: Tensor | None = None
+
+
+def micro_batch_loss(
+    settings: TrainerSettings, tokens: Tokens
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """The part of the step's loss that these tokens make up.
+
+    Returns:
+        The loss, a scalar with its graph; its parts, to be added over micro-batches; and sums over
+        tokens, to be divided by the step's tokens.
+    """
+    logp_T, weights_T = tokens.logp_T, tokens.weights_T
+    proximal_T = _proximal(settings, tokens)
+    old_T = tokens.recorded_T if settings.ratio_to == "behaviour" else proximal_T
+    policy = policy_loss(settings, logp_T, old_T, tokens.advantages_T, tokens.row_T)
+    loss_T = policy.loss_T
+    rejected_T = torch.zeros_like(policy.clipped_T)
+    if settings.ratio_to == "proximal" and proximal_T is not tokens.recorded_T:
+        weight_T = importance_weight(proximal_T, tokens.recorded_T)
+        if settings.rejection is not None:
+            kept_T = accepted(weight_T, *settings.rejection)
+            loss_T = loss_T * kept_T
+            rejected_T = kept_T == 0
+        if settings.importance_cap is not None:
+            loss_T = loss_T * truncated(weight_T, settings.importance_cap)
+    parts = {"policy_loss": (loss_T.detach() * weights_T).sum()}
+    # Unbiased, since the tokens are samples of that policy, and never negative.
+    kl_behaviour_T = KL_ESTIMATORS["k3"](tokens.recorded_T, logp_T.detach())
+    importance_T = importance_weight(logp_T.detach(), tokens.recorded_T)
+    sums = {
+        "clip_fraction": policy.clipped_T.sum(),
+        "rejected_fraction": rejected_T.sum(),
+        "entropy": tokens.entropy_T.detach().sum(),
+        "ratio_mean": policy.ratio_T.sum(),
+        "logprob_mismatch_mean": (logp_T.detach() - tokens.recorded_T).abs().sum(),
+        "kl_behaviour": kl_behaviour_T.sum(),
+        "importance": importance_T.sum(),
+        "importance_squared": (importance_T**2).sum(),
+        "stale_fraction": (tokens.staleness_T > 0).sum(),
+    }
+    if tokens.ref_T is not None:
+        sums["kl_reference"] = KL_ESTIMATORS["k3"](logp_T.detach(), tokens.ref_T).sum()
+        if settings.kl != "none" and settings.kl_coef:
+            kl_T = KL_ESTIMATORS[settings.kl](logp_T, tokens.ref_T)
+            loss_T = loss_T + settings.kl_coef * kl_T
+            parts["kl_loss"] = (kl_T.detach() * weights_T).sum()
+    if settings.entropy_coef:
+        loss_T = loss_T - settings.entropy_coef * tokens.entropy_T
+    loss = (loss_T * weights_T).sum()
+    parts["loss"] = loss.detach()
+    return loss, parts, sums
+
+
+def policy_loss(
+    settings: TrainerSettings, logp_T: Tensor, old_T: Tensor, advantages_T: Tensor, row_T: Tensor
+) -> PolicyLoss:
+    """The algorithm's loss with its numbers, one value for each of T tokens."""
+    match settings.policy_loss:
+        case "ppo":
+            return losses.ppo_clip(
+                logp_T,
+                old_T,
+                advantages_T,
+                clip_low=settings.clip_low,
+                clip_high=settings.clip_high,
+                clip_ratio_c=settings.clip_ratio_c,
+            )
+        case "gspo":
+            return losses.sequence_clip(
+                logp_T,
+                old_T,
+                advantages_T,
+                row_T,
+                clip_low=settings.clip_low,
+                clip_high=settings.clip_high,
+            )
+        case "cispo":
+            return losses.cispo(
+                logp_T,
+                old_T,
+                advantages_T,
+                clip_low=settings.clip_low,
+                clip_high=settings.clip_high,
+            )
+        case "sapo":
+            return losses.sapo(
+                logp_T, old_T, advantages_T, tau_pos=settings.tau_pos, tau_neg=settings.tau_neg
+            )
+        case "opmd":
+            return losses.opmd(logp_T, old_T, advantages_T, tau=settings.opmd_tau)
+        case "topr":
+            threshold = settings.advantage_threshold
+            return losses.topr(logp_T, old_T, advantages_T, threshold=threshold)
+        case "importance_sampling":
+            return losses.importance_sampling(logp_T, old_T, advantages_T)
+        case "sft":
+            return losses.likelihood(logp_T, old_T)
+
+
+def _proximal(settings: TrainerSettings, tokens: Tokens) -> Tensor:
+    """Log-probs of the policy that the step began with; `recorded_T` itself where it sampled."""
+    if settings.proximal == "loglinear" and bool((tokens.staleness_T > 0).any()):
+        return log_linear(tokens.recorded_T, tokens.logp_T, tokens.staleness_T)
+    return tokens.recorded_T if tokens.proximal_T is None else tokens.proximal_T

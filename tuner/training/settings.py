@@ -1,0 +1,95 @@
+"""`TrainerSettings`: every number of the training step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tuner.algorithms.table import (
+    POLICY_LOSSES,
+    AdvantageName,
+    Aggregation,
+    KLName,
+    OPMDBaseline,
+    PolicyLossName,
+    RatioTo,
+    StdLevel,
+)
+from tuner.training.schedule import Scheduler
+
+Proximal = Literal["auto", "recorded", "recompute", "loglinear"]
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """Every number of the training step, with `multi_step_grpo`'s defaults in Trinity-RFT.
+
+    What the chosen advantage and policy loss do not read has no effect.
+
+    Attributes:
+        total_steps: Length of the learning-rate schedule in steps.
+        max_tokens_per_micro_batch: Tokens, padding included, that one forward pass holds; a
+            matter of memory and speed, not of the result.
+        std_threshold: Groups whose rewards' standard deviation is at or below it get advantage 0.
+        kl_penalty: Estimate of KL(policy || reference) that is taken off the rewards.
+        aggregation: What each token weighs (`tuner.algorithms.aggregation`).
+        max_completion: The most tokens of an answer, for `seq-mean-token-sum-norm`.
+        updates: Updates of the weights on each batch, one after the other.
+        proximal: Where the log-probs of the policy that the step began with come from: those
+            recorded, a forward pass, or the two interpolated; `auto` takes a forward pass where
+            a token was sampled by older weights.
+        importance_cap: Bound of the weight proximal / behaviour; None: no weights.
+        rejection: Tokens whose weight is outside these bounds do not count; None: all do.
+    """
+
+    total_steps: int
+    lr: float = 1e-6
+    lr_scheduler: Scheduler = "constant"
+    warmup_steps: int = 0
+    min_lr_ratio: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.01
+    grad_clip: float = 1.0
+    advantage: AdvantageName = "step_wise_grpo"
+    epsilon: float = 1e-6
+    std_threshold: float | None = None
+    std_level: StdLevel = "group"
+    opmd_baseline: OPMDBaseline = "mean"
+    opmd_baseline_tau: float = 1.0
+    baseline_shift: float = -0.1
+    gamma: float = 1.0
+    policy_loss: PolicyLossName = "ppo"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    clip_ratio_c: float = 3.0
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+    opmd_tau: float = 1.0
+    advantage_threshold: float = 0.0
+    kl: KLName = "k2"
+    kl_coef: float = 0.001
+    kl_penalty: KLName = "none"
+    kl_penalty_coef: float = 0.001
+    entropy_coef: float = 0.0
+    aggregation: Aggregation = "token-mean"
+    max_completion: int | None = None
+    updates: int = 1
+    proximal: Proximal = "auto"
+    importance_cap: float | None = 2.0
+    rejection: tuple[float, float] | None = None
+    max_tokens_per_micro_batch: int = 16384
+
+    @property
+    def uses_reference(self) -> bool:
+        in_loss = self.kl != "none" and self.kl_coef != 0
+        return in_loss or self.penalizes_kl
+
+    @property
+    def penalizes_kl(self) -> bool:
+        """Whether the distance to the reference is taken off the rewards."""
+        return self.kl_penalty != "none" and self.kl_penalty_coef != 0
+
+    @property
+    def ratio_to(self) -> RatioTo:
+        """Which policy the loss's ratio is taken to."""
+        return POLICY_LOSSES[self.policy_loss].ratio_to
