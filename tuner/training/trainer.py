@@ -24,8 +24,8 @@ from tuner.algorithms import KL_ESTIMATORS, call_normalized, group_normalized, g
 from tuner.engines.base import Engine
 from tuner.engines.grammar import Grammars
 from tuner.errors import TrainingError
-from tuner.training.batch import Batch, micro_batches
-from tuner.training.logprobs import completion_logprobs
+from tuner.training.batch import Batch
+from tuner.training.forward import Forward
 from tuner.training.schedule import Scheduler, lr_factor
 
 
@@ -35,8 +35,10 @@ class TrainerSettings:
 
     Attributes:
         total_steps: Length of the learning-rate schedule in updates.
-        max_tokens_per_micro_batch: Tokens, padding included, that one forward pass holds; a
-            matter of memory and speed, not of the result.
+        max_tokens_per_micro_batch: Tokens that one forward pass holds, of a token tree or of
+            padded rows; a matter of memory and speed, not of the result.
+        token_tree: Compute each distinct token of a micro-batch once, where the model can be
+            computed so; False pads one row per call. The result is the same.
         std_threshold: Groups whose rewards' standard deviation is at or below it get advantage 0.
     """
 
@@ -58,6 +60,7 @@ class TrainerSettings:
     std_threshold: float | None = None
     std_over_batch: bool = False
     max_tokens_per_micro_batch: int = 16384
+    token_tree: bool = True
 
     @property
     def uses_reference(self) -> bool:
@@ -109,7 +112,7 @@ class PolicyTrainer:
         self.model = model.eval()  # no dropout: sampling and training see the same function
         self.settings = settings
         self.step = 0
-        self._grammars = grammars
+        self._forward = Forward.of(model, grammars, token_tree=settings.token_tree)
         self.reference: nn.Module | None = None
         if settings.uses_reference:
             self.reference = (reference or copy.deepcopy(model)).eval().requires_grad_(False)
@@ -131,21 +134,17 @@ class PolicyTrainer:
 
         Args:
             batch: N rows.
-            model: Another model than the policy, for example the reference.
+            model: Another model of the policy's architecture, for example the reference.
 
         Returns:
             N tensors, one per row, of shape [T_row].
         """
         result: dict[int, Tensor] = {}
         with torch.no_grad():
-            for indices in micro_batches(batch.rows, self.settings.max_tokens_per_micro_batch):
+            for indices in self._micro_batches(batch):
                 rows = [batch.rows[i] for i in indices]
-                logp_T = completion_logprobs(
-                    model or self.model,
-                    rows,
-                    pad_id=0,
-                    with_entropy=False,
-                    grammars=self._grammars,
+                logp_T = self._forward.logprobs(
+                    model or self.model, rows, with_entropy=False
                 ).logp_T
                 pieces = logp_T.split([len(row.completion_ids) for row in rows])
                 result.update(zip(indices, pieces, strict=True))
@@ -207,7 +206,7 @@ class PolicyTrainer:
         self.optimizer.zero_grad(set_to_none=True)
         sums: dict[str, Tensor] = {}
         largest_mismatch = 0.0
-        for indices in micro_batches(batch.rows, settings.max_tokens_per_micro_batch):
+        for indices in self._micro_batches(batch):
             parts, mismatch = self._backward(scored, indices)
             for name, value in parts.items():
                 sums[name] = sums.get(name, torch.zeros_like(value)) + value
@@ -232,13 +231,7 @@ class PolicyTrainer:
         the sum over micro-batches does not depend on where they were cut."""
         settings, batch = self.settings, scored.batch
         rows = [batch.rows[i] for i in indices]
-        current = completion_logprobs(
-            self.model,
-            rows,
-            pad_id=0,
-            with_entropy=settings.entropy_coef != 0,
-            grammars=self._grammars,
-        )
+        current = self._forward.logprobs(self.model, rows, with_entropy=settings.entropy_coef != 0)
         logp_T = current.logp_T
         old_T = torch.tensor([p for row in rows for p in row.logprobs]).to(logp_T)
         lengths = torch.tensor([len(row.completion_ids) for row in rows])
@@ -274,6 +267,9 @@ class PolicyTrainer:
         difference_T = (logp_T.detach() - old_T).abs()
         parts["logprob_mismatch_mean"] = difference_T.sum() * weight
         return parts, float(difference_T.max())
+
+    def _micro_batches(self, batch: Batch) -> list[list[int]]:
+        return self._forward.micro_batches(batch.rows, self.settings.max_tokens_per_micro_batch)
 
     def step_lr_scheduler(self) -> None:
         """Set the learning rate of the next update."""
