@@ -134,6 +134,7 @@ def trainer_settings(
         std_threshold=advantage.std_threshold,
         std_over_batch=advantage.std_cal_level == "batch",
         max_tokens_per_micro_batch=max_tokens_per_micro_batch,
+        token_tree=config.tuner.token_tree,
     )
 
 

@@ -114,8 +114,8 @@ class Sampled:
         all_logp_TV = logits_TV.log_softmax(-1)
         logp_T = all_logp_TV.gather(1, self.target_T[:, None])[:, 0]
         kept = all_logp_TV if with_entropy else all_logp_TV.detach()
-        # A token that the truncation removed has probability 0 and adds nothing: 0 * -inf is not 0.
-        entropy_T = -(kept.exp() * kept.clamp(min=torch.finfo(kept.dtype).min)).sum(-1)
+        # A token that was removed has probability 0 and adds nothing: 0 * -inf is not 0.
+        entropy_T = -(kept.exp() * kept.masked_fill(kept == -torch.inf, 0)).sum(-1)
         return TokenLogprobs(logp_T, entropy_T)
 
     def _within_grammars(self, logits_TV: Tensor) -> Tensor:
