@@ -74,7 +74,9 @@ def make_model() -> Qwen3ForCausalLM:
         eos_token_id=0,
         pad_token_id=0,
     )
-    return Qwen3ForCausalLM(config).float().eval()
+    model: Qwen3ForCausalLM = Qwen3ForCausalLM(config).float()
+    model.eval()
+    return model
 
 
 def make_batch(case: Case) -> Batch:

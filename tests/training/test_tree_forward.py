@@ -118,8 +118,12 @@ def small_parts():
 
 
 @pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize("kind", TREE_KINDS)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "tolerance"),
+    [(kind, torch.float32, 1e-5) for kind in TREE_KINDS]
+    # Eager attention, which gemma2 needs for its soft capping, is in float32 in any case.
+    + [(kind, torch.float64, 1e-10) for kind in TREE_KINDS if kind != "gemma2"],
+)
 def test_tree_gradient_is_that_of_one_row_per_call_on_random_agents(kind, dtype, tolerance):
     model = model_of(kind, dtype)
 
@@ -131,7 +135,7 @@ def test_tree_gradient_is_that_of_one_row_per_call_on_random_agents(kind, dtype,
             for c in calls
             if c.prompt_ids and c.completion_ids
             for setting in [dice.choice(SAMPLINGS)]
-        ]
+        ][:12]
         if rows:
             budgets = (10_000, dice.randrange(1, 40))
             assert_same_gradient(model, rows, budgets=budgets, tolerance=tolerance)
