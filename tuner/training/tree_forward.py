@@ -29,7 +29,7 @@ from tuner.training.batch import Row
 from tuner.training.sampled import Sampled, TokenLogprobs
 from tuner.training.tree_attention import TreeAttention
 
-LOGITS = {"cpu": 1 << 22, "cuda": 1 << 27}
+LOGITS = {"cpu": 1 << 23, "cuda": 1 << 27}
 """Logits that are in memory at once, by kind of device."""
 
 
