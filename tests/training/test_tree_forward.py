@@ -273,6 +273,7 @@ def test_attention_of_many_rollouts_grows_with_their_paths_and_not_with_the_squa
     assert scores(16) < 17 * scores(1)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("window", [None, 7])
 def test_flex_attention_follows_the_same_rule(window):
     rows = [row(prompt(30), prompt(40, seed)) for seed in (1, 2, 3)]
