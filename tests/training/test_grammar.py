@@ -12,6 +12,7 @@ from tests.builders import call, trace
 from tests.engines.models import generate_all
 from tests.engines.test_grammar import END, grammars, make_engine, make_model
 from tests.gateway.toy import ids_of
+from tests.training.exact import all_float64
 from tuner.engines import SamplingParams
 from tuner.engines.base import GrammarError
 from tuner.errors import TrainingError
@@ -80,7 +81,7 @@ def test_loss_and_gradient_equal_the_formula_over_the_allowed_tokens(entropy: fl
     """In float64, with the sets that may follow written by hand, off policy and clipped."""
     texts = ["abc", "ad", "xe", "ad"]
     offsets = [0.05, -0.02, 0.5, -0.4]
-    exact = make_model().double()
+    exact = all_float64(make_model())
     calls, terms, entropies = [], [], []
     for text, offset in zip(texts, offsets, strict=True):
         prompt_ids, completion = [*ids_of("hello")], [*ids_of(text), END]
@@ -109,7 +110,7 @@ def test_loss_and_gradient_equal_the_formula_over_the_allowed_tokens(entropy: fl
     expected = torch.cat(losses).mean() - entropy * torch.stack(entropies).mean()
     expected.backward()
 
-    model = make_model().double()
+    model = all_float64(make_model())
     settings = dataclasses.replace(SETTINGS, entropy_coef=entropy, max_tokens_per_micro_batch=20)
     trainer = PolicyTrainer(model, settings, grammars=grammars())
     gradients = {}

@@ -131,6 +131,11 @@ class TunerSection(Section):
         description="Earlier reasoning that the chat template or the agent leaves out of a prompt: "
         "leave it out (`template`), or put it back as it was sampled (`keep`).",
     )
+    token_tree: bool = Field(
+        default=True,
+        description="Train each distinct token of a micro-batch once, where the model can be "
+        "computed so. It changes memory and speed, not the gradient.",
+    )
     auxiliary_models: dict[str, RemoteModel] = Field(
         default_factory=dict,
         description="Frozen models behind OpenAI-compatible URLs, by name, each with the keys "

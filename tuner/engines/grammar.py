@@ -133,6 +133,17 @@ class Grammars:
         Raises:
             GrammarError: The grammar cannot be compiled, or the ids do not follow it.
         """
+        if not completion_ids:
+            return torch.zeros(0, vocabulary, dtype=torch.bool)
+        bits = self.replay(grammar, completion_ids, vocabulary)
+        return unpacked(bits, vocabulary, torch.device("cpu"))
+
+    def replay(self, grammar: str, completion_ids: Sequence[int], vocabulary: int) -> Bits:
+        """The same as bits, the lowest first, for one token or more: shape [T, bytes].
+
+        Raises:
+            GrammarError: The grammar cannot be compiled, or the ids do not follow it.
+        """
         state = self.start(grammar)
         rows = []
         for position, token_id in enumerate(completion_ids):
@@ -144,9 +155,7 @@ class Grammars:
                 )
             if position + 1 < len(completion_ids):
                 state.advance(token_id)
-        if not rows:
-            return torch.zeros(0, vocabulary, dtype=torch.bool)
-        return unpacked(np.stack(rows), vocabulary, torch.device("cpu"))
+        return np.stack(rows)
 
     def _compile(self, grammar: str) -> LLMatcher:
         from llguidance import LLMatcher

@@ -1,25 +1,15 @@
-"""Log-probs of sampled tokens under the current weights, as a differentiable forward pass."""
+"""Log-probs of sampled tokens by a forward pass over padded rows, one per call."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tuner.engines.grammar import Grammars
-from tuner.engines.sampling import sampled_logprobs
-from tuner.errors import TrainingError
 from tuner.training.batch import Row
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """For the T completion tokens of some rows, in row order: log-prob and entropy, [T] each."""
-
-    logp_T: Tensor
-    entropy_T: Tensor
+from tuner.training.sampled import Sampled, TokenLogprobs
 
 
 def completion_logprobs(
@@ -32,12 +22,7 @@ def completion_logprobs(
 ) -> TokenLogprobs:
     """Log-probs of every completion token of `rows`, of the distribution that was sampled.
 
-    Rows are padded on the right; a causal model never looks there, so no mask is needed. Tokens
-    outside a call's grammar are removed: which ones does not depend on the weights. Logits are
-    divided by each call's temperature. Where a call was sampled with top_k or top_p, its
-    distribution is cut and renormalised in the same way under the current weights, the sampled
-    token always counted in: exact for the weights that sampled it, the natural continuation
-    after an update.
+    Rows are padded on the right; a causal model never looks there, so no mask is needed.
 
     Args:
         model: A transformers causal LM.
@@ -71,53 +56,5 @@ def completion_logprobs(
     # `logits_to_keep` returns all of them.
     logits_BKV = model(input_ids=ids_BS, use_cache=False, logits_to_keep=width - first).logits
     logits_TV = logits_BKV[rows_T, predicts_T - (width - logits_BKV.shape[1])]
-    logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
-    target_T = ids_BS[rows_T, predicts_T + 1]
-    logits_TV = _within_grammars(logits_TV, rows, grammars)
-    logits_TV = _as_sampled(logits_TV, target_T, rows, rows_T)
-    all_logp_TV = logits_TV.log_softmax(-1)
-    logp_T = all_logp_TV.gather(1, target_T[:, None])[:, 0]
-    kept = all_logp_TV if with_entropy else all_logp_TV.detach()
-    # A token that the truncation removed has probability 0 and adds nothing: 0 * -inf is not 0.
-    entropy_T = -(kept.exp() * kept.clamp(min=torch.finfo(kept.dtype).min)).sum(-1)
-    return TokenLogprobs(logp_T, entropy_T)
-
-
-def _within_grammars(logits_TV: Tensor, rows: Sequence[Row], grammars: Grammars | None) -> Tensor:
-    """Logits with -inf for the tokens that a call's grammar did not allow at that position."""
-    if not any(row.sampling.grammar for row in rows):
-        return logits_TV
-    if grammars is None:
-        raise TrainingError(
-            "a call was sampled within a grammar, but the trainer has none to replay it with: "
-            "give it the engine's (PolicyTrainer(..., grammars=engine.grammars))"
-        )
-    removed_TV = torch.zeros_like(logits_TV, dtype=torch.bool)
-    start = 0
-    for row in rows:
-        end = start + len(row.completion_ids)
-        if row.sampling.grammar:
-            allowed = grammars.allowed(
-                row.sampling.grammar, row.completion_ids, logits_TV.shape[-1]
-            )
-            removed_TV[start:end] = ~allowed.to(logits_TV.device)
-        start = end
-    return logits_TV.masked_fill(removed_TV, -torch.inf)
-
-
-def _as_sampled(logits_TV: Tensor, target_T: Tensor, rows: Sequence[Row], rows_T: Tensor) -> Tensor:
-    """Logits of the distributions that were sampled: scaled, and -inf outside top_k and top_p."""
-    sampling = [row.sampling for row in rows]
-    if all(s.temperature == 1 and s.top_k <= 0 and s.top_p == 1 for s in sampling):
-        return logits_TV
-    device = logits_TV.device
-    temperature_B = torch.tensor([s.temperature for s in sampling], device=device)
-    scaled_TV = logits_TV / temperature_B.to(logits_TV.dtype)[rows_T, None]
-    if all(s.top_k <= 0 and s.top_p == 1 for s in sampling):
-        return scaled_TV
-    top_k_T = torch.tensor([s.top_k for s in sampling], device=device)[rows_T]
-    top_p_T = torch.tensor([s.top_p for s in sampling], device=device, dtype=torch.float64)[rows_T]
-    with torch.no_grad():
-        removed_TV = sampled_logprobs(scaled_TV, top_k=top_k_T, top_p=top_p_T) == -torch.inf
-        removed_TV.scatter_(1, target_T[:, None], False)
-    return scaled_TV.masked_fill(removed_TV, -torch.inf)
+    sampled = Sampled.of(rows, logits_TV.shape[-1], device, grammars)
+    return sampled.logprobs(logits_TV, with_entropy=with_entropy)

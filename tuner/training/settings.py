@@ -28,8 +28,10 @@ class TrainerSettings:
 
     Attributes:
         total_steps: Length of the learning-rate schedule in steps.
-        max_tokens_per_micro_batch: Tokens, padding included, that one forward pass holds; a
-            matter of memory and speed, not of the result.
+        max_tokens_per_micro_batch: Tokens that one forward pass holds, of a token tree or of
+            padded rows; a matter of memory and speed, not of the result.
+        token_tree: Compute each distinct token of a micro-batch once, where the model can be
+            computed so; False pads one row per call. The result is the same.
         std_threshold: Groups whose rewards' standard deviation is at or below it get advantage 0.
         kl_penalty: Estimate of KL(policy || reference) that is taken off the rewards.
         aggregation: What each token weighs (`tuner.algorithms.aggregation`).
@@ -78,6 +80,7 @@ class TrainerSettings:
     importance_cap: float | None = 2.0
     rejection: tuple[float, float] | None = None
     max_tokens_per_micro_batch: int = 16384
+    token_tree: bool = True
 
     @property
     def uses_reference(self) -> bool:

@@ -31,8 +31,8 @@ from tuner.engines.base import Engine
 from tuner.engines.grammar import Grammars
 from tuner.errors import TrainingError
 from tuner.training.advantages import row_advantages
-from tuner.training.batch import Batch, Row, micro_batches
-from tuner.training.logprobs import completion_logprobs
+from tuner.training.batch import Batch, Row
+from tuner.training.forward import Forward
 from tuner.training.loss import Tokens, micro_batch_loss
 from tuner.training.schedule import lr_factor
 from tuner.training.settings import TrainerSettings
@@ -97,7 +97,7 @@ class PolicyTrainer:
         self.settings = settings
         self.step = 0
         self._alarmed = False
-        self._grammars = grammars
+        self._forward = Forward.of(model, grammars, token_tree=settings.token_tree)
         self.reference: nn.Module | None = None
         if settings.uses_reference:
             self.reference = (reference or copy.deepcopy(model)).eval().requires_grad_(False)
@@ -119,21 +119,17 @@ class PolicyTrainer:
 
         Args:
             batch: N rows.
-            model: Another model than the policy, for example the reference.
+            model: Another model of the policy's architecture, for example the reference.
 
         Returns:
             N tensors, one per row, of shape [T_row].
         """
         result: dict[int, Tensor] = {}
         with torch.no_grad():
-            for indices in micro_batches(batch.rows, self.settings.max_tokens_per_micro_batch):
+            for indices in self._micro_batches(batch):
                 rows = [batch.rows[i] for i in indices]
-                logp_T = completion_logprobs(
-                    model or self.model,
-                    rows,
-                    pad_id=0,
-                    with_entropy=False,
-                    grammars=self._grammars,
+                logp_T = self._forward.logprobs(
+                    model or self.model, rows, with_entropy=False
                 ).logp_T
                 pieces = logp_T.split([len(row.completion_ids) for row in rows])
                 result.update(zip(indices, pieces, strict=True))
@@ -209,7 +205,7 @@ class PolicyTrainer:
         )
         totals: dict[str, Tensor] = {}
         largest: list[Tensor] = []
-        for indices in micro_batches(batch.rows, settings.max_tokens_per_micro_batch):
+        for indices in self._micro_batches(batch):
             tokens = self._tokens(scored, proximal, weights_N, indices)
             loss, parts, sums = micro_batch_loss(settings, tokens)
             loss.backward()
@@ -245,12 +241,8 @@ class PolicyTrainer:
         """What the loss of one micro-batch needs. Weights are those of the whole step, so the sum
         over micro-batches does not depend on where they were cut."""
         rows = [scored.batch.rows[i] for i in indices]
-        current = completion_logprobs(
-            self.model,
-            rows,
-            pad_id=0,
-            with_entropy=self.settings.entropy_coef != 0,
-            grammars=self._grammars,
+        current = self._forward.logprobs(
+            self.model, rows, with_entropy=self.settings.entropy_coef != 0
         )
         logp_T = current.logp_T
         lengths = torch.tensor([len(row.completion_ids) for row in rows])
@@ -289,6 +281,9 @@ class PolicyTrainer:
             mismatch,
             MISMATCH_ALARM,
         )
+
+    def _micro_batches(self, batch: Batch) -> list[list[int]]:
+        return self._forward.micro_batches(batch.rows, self.settings.max_tokens_per_micro_batch)
 
     def step_lr_scheduler(self) -> None:
         """Set the learning rate of the next update."""

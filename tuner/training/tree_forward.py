@@ -1,0 +1,171 @@
+"""Log-probs of sampled tokens by one forward pass over the token tree of their rows.
+
+Every distinct prefix of the rows goes through the model once, at the position id of its depth, and
+attends to its ancestors (`tree_attention`). A sampled token's log-prob is read at the node before
+it, so only these nodes' hidden states meet the vocabulary:
+
+    rows     1 2 [3]   1 2 3 4 [5]   1 2 [6]       nodes through the layers   1 2 3 4 5 6
+                                                   rows of logits             of 3, 5 and 6
+
+Tokens that are the same node sampled with the same settings share one row of logits, and each call
+still has its own log-prob. Logits are made for some tokens at a time and made again in the backward
+pass, so memory does not grow with vocabulary x tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from tuner.engines.grammar import Grammars
+from tuner.traces.tree import IntArray, TokenTree
+from tuner.training.batch import Row
+from tuner.training.sampled import Sampled, TokenLogprobs
+from tuner.training.tree_attention import TreeAttention
+
+LOGITS = {"cpu": 1 << 23, "cuda": 1 << 27}
+"""Logits that are in memory at once, by kind of device."""
+
+
+def tree_logprobs(
+    model: nn.Module,
+    rows: Sequence[Row],
+    *,
+    windows: dict[str, int | None],
+    with_entropy: bool,
+    grammars: Grammars | None = None,
+) -> TokenLogprobs:
+    """Log-probs of every completion token of `rows`, of the distribution that was sampled.
+
+    Args:
+        model: A transformers causal LM whose layers attend to keys and values.
+        rows: B calls with a prompt each.
+        windows: For each kind of layer in the model its window, None for unlimited.
+        with_entropy: Keep the graph of the entropy (else it is detached, for metrics only).
+        grammars: The engine's; needed where a row was sampled within a grammar.
+
+    Returns:
+        T = total completion tokens, in row order, float32 at least.
+
+    Raises:
+        TrainingError: A row has a grammar, and there are no `grammars` to replay it with.
+        GrammarError: A row's completion does not follow its grammar.
+    """
+    causal = causal_model(model)
+    device = next(model.parameters()).device
+    tree = TokenTree.build(rows)
+    head = OutputHead(causal)
+    hidden_ND = _hidden(causal, tree, windows, device)
+    first_U, of_T = _distinct(tree, rows)
+    sampled_U = Sampled.of(rows, head.vocabulary, device, grammars).take(
+        torch.from_numpy(first_U).to(device)
+    )
+    predicts_U = torch.from_numpy(tree.parent[tree.completion_node[first_U]]).to(device)
+    distinct = _in_chunks(head, hidden_ND[predicts_U], sampled_U, with_entropy=with_entropy)
+    back_T = torch.from_numpy(of_T).to(device)
+    return TokenLogprobs(distinct.logp_T[back_T], distinct.entropy_T[back_T])
+
+
+def causal_model(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside one that is wrapped for LoRA, or the model itself."""
+    inner: Any = model
+    found: PreTrainedModel = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    return found
+
+
+def _hidden(
+    model: PreTrainedModel, tree: TokenTree, windows: dict[str, int | None], device: torch.device
+) -> Tensor:
+    """Last hidden states of all nodes, shape [N, D]."""
+    attention = {kind: TreeAttention(tree, window, device) for kind, window in windows.items()}
+    dense = model.config._attn_implementation != "sdpa"
+    masks = {
+        kind: one.dense(model.dtype) if dense else one.mask() for kind, one in attention.items()
+    }
+    output: Any = model.base_model(
+        input_ids=torch.from_numpy(tree.token).to(device)[None],
+        position_ids=torch.from_numpy(tree.depth).to(device)[None],
+        # Models with one kind of layer take a tensor, those with several a dict.
+        attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+        use_cache=False,
+    )
+    hidden: Tensor = output.last_hidden_state[0]
+    return hidden
+
+
+def _distinct(tree: TokenTree, rows: Sequence[Row]) -> tuple[IntArray, IntArray]:
+    """The U of the T completion tokens that differ in node or settings.
+
+    Returns:
+        For each of the U a token that is like it, shape [U], in order of nodes; and for each token
+        which of the U it is, shape [T].
+    """
+    kinds: dict[tuple[object, ...], int] = {}
+    kind_B = []
+    for row in rows:
+        s = row.sampling
+        # Within a grammar what may follow depends on the completion so far as well.
+        start = len(row.prompt_ids) if s.grammar else -1
+        key = (s.temperature, s.top_k, s.top_p, s.grammar, start)
+        kind_B.append(kinds.setdefault(key, len(kinds)))
+    kind_T = np.repeat(np.array(kind_B, dtype=np.int64), np.diff(tree.completion_start))
+    _, first_U, of_T = np.unique(
+        tree.completion_node * len(kinds) + kind_T, return_index=True, return_inverse=True
+    )
+    return first_U, of_T
+
+
+class OutputHead:
+    """From a causal LM's last hidden states to its logits, as its own `forward` does it.
+
+    That is its output embedding, and what some models do to the logits behind it: Gemma's
+    `final_logit_softcapping`, Granite's `logits_scaling`, Cohere's `logit_scale`. Whether a model
+    does anything else is found out by comparison (`tuner.training.forward`).
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._project: Any = model.get_output_embeddings()
+        self.vocabulary = int(self._project.weight.shape[0])
+        config = model.config.get_text_config(decoder=True)
+        self._cap = getattr(config, "final_logit_softcapping", None)
+        self._factor = getattr(config, "logit_scale", None) or 1.0
+        self._factor /= getattr(config, "logits_scaling", None) or 1.0
+
+    def __call__(self, hidden_TD: Tensor) -> Tensor:
+        """[T, D] -> [T, V]"""
+        logits_TV: Tensor = self._project(hidden_TD)
+        if self._factor != 1:
+            logits_TV = logits_TV * self._factor
+        if self._cap is not None:
+            logits_TV = torch.tanh(logits_TV / self._cap) * self._cap
+        return logits_TV
+
+
+def _in_chunks(
+    head: OutputHead, hidden_UD: Tensor, sampled: Sampled, *, with_entropy: bool
+) -> TokenLogprobs:
+    """Log-probs of U tokens; their logits are never all in memory, nor kept for the backward."""
+
+    def of_chunk(hidden_CD: Tensor, chunk: Sampled) -> tuple[Tensor, Tensor]:
+        found = chunk.logprobs(head(hidden_CD), with_entropy=with_entropy)
+        return found.logp_T, found.entropy_T
+
+    size = max(1, LOGITS[hidden_UD.device.type] // head.vocabulary)
+    if len(hidden_UD) <= size:
+        return TokenLogprobs(*of_chunk(hidden_UD, sampled))
+    parts = []
+    for start, hidden_CD in zip(range(0, len(hidden_UD), size), hidden_UD.split(size), strict=True):
+        chunk = sampled.take(slice(start, start + size))
+        parts.append(
+            checkpoint(of_chunk, hidden_CD, chunk, use_reentrant=False, preserve_rng_state=False)
+            if torch.is_grad_enabled()
+            else of_chunk(hidden_CD, chunk)
+        )
+    logp, entropy = zip(*parts, strict=True)
+    return TokenLogprobs(torch.cat(logp), torch.cat(entropy))
