@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import threading
+from collections.abc import Sequence
 
 import jsonschema
 import pytest
@@ -20,7 +21,7 @@ from tests.engines.test_tiny_math import PATH as TINY_MATH
 from tests.gateway.toy import ids_of, text_of, tokenizer
 from tuner.engines import EngineError, SamplingParams
 from tuner.engines.base import GrammarError
-from tuner.engines.grammar import Grammars, GrammarState
+from tuner.engines.grammar import Grammars, GrammarState, unpacked
 from tuner.engines.transformers import TransformersEngine
 from tuner.gateway.constraints import json_schema
 
@@ -84,6 +85,12 @@ def formula(model, prompt_ids, got, grammar, sampling) -> list[float]:
 ONE_OF_THREE = 'start: "abc" | "ad" | "xé"'
 
 
+def allowed(grammars: Grammars, grammar: str, ids: Sequence[int], vocabulary: int) -> torch.Tensor:
+    """Whether each token could follow at each position of a completion: [T, vocabulary]."""
+    bits = grammars.replay(grammar, ids, vocabulary)
+    return unpacked(bits, vocabulary, torch.device("cpu"))
+
+
 def test_tokens_that_may_follow_are_those_of_the_form_and_the_end_only_where_it_is_whole() -> None:
     a, b, d, x = ids_of("abdx")
     first, second = ids_of("é")  # a character of two tokens
@@ -109,31 +116,31 @@ def test_added_tokens_are_never_part_of_text_and_stand_where_they_are_named() ->
     assert may_follow('start: "<think>"', "") == set(ids_of("<"))
     assert may_follow(f'start: <[{think}]> "a"', "") == {think}
     spelled = [*ids_of("<thin"), *ids_of("k>")]
-    assert grammars().allowed('start: "<think>"', spelled, VOCABULARY).any(1).all()
+    assert allowed(grammars(), 'start: "<think>"', spelled, VOCABULARY).any(1).all()
 
 
 def test_masks_have_the_width_of_the_models_logits() -> None:
     ids = [*ids_of("ad"), END]
-    wide = grammars().allowed(ONE_OF_THREE, ids, 1000)
+    wide = allowed(grammars(), ONE_OF_THREE, ids, 1000)
     assert wide.shape == (3, 1000)
     assert wide[2].nonzero()[:, 0].tolist() == [END]
     narrow = ids_of("x")[0]  # a model without logits for x and what is behind it
-    assert grammars().allowed(ONE_OF_THREE, ids_of("ad"), narrow).sum(1).tolist() == [1, 2]
+    assert allowed(grammars(), ONE_OF_THREE, ids_of("ad"), narrow).sum(1).tolist() == [1, 2]
     with pytest.raises(GrammarError, match="no token of the vocabulary"):
-        grammars().allowed('start: "x"', ids_of("x"), narrow)
+        allowed(grammars(), 'start: "x"', ids_of("x"), narrow)
 
 
 def test_replaying_ids_that_do_not_follow_the_grammar_names_the_position() -> None:
     with pytest.raises(GrammarError, match=f"token 1 is {ids_of('c')[0]}"):
-        grammars().allowed(ONE_OF_THREE, ids_of("ac"), VOCABULARY)
+        allowed(grammars(), ONE_OF_THREE, ids_of("ac"), VOCABULARY)
     with pytest.raises(GrammarError, match="token 0"):
-        grammars().allowed(ONE_OF_THREE, [VOCABULARY + 9], VOCABULARY)
+        allowed(grammars(), ONE_OF_THREE, [VOCABULARY + 9], VOCABULARY)
 
 
 def test_masks_do_not_depend_on_when_they_are_asked_for() -> None:
     grammar = "start: %json " + json_schema({"enum": ["aaa", "aab", {"k": [1, 2]}]}, "x")
     text = '{"k":[1, 2]}'
-    asked = grammars().allowed(grammar, ids_of(text), VOCABULARY)
+    asked = allowed(grammars(), grammar, ids_of(text), VOCABULARY)
     for cut in range(len(text)):
         wanted = set(asked[cut].nonzero()[:, 0].tolist())
         assert may_follow(grammar, text[:cut]) == wanted
@@ -160,7 +167,7 @@ def test_byte_fallback_tokens_spell_characters() -> None:
     )
     base.add_special_tokens(["</s>"])
     spoken = PreTrainedTokenizerFast(tokenizer_object=base, eos_token="</s>")
-    masks = Grammars(spoken, [258]).allowed('start: " abé"', [256, 257, 0xC3, 0xA9, 258], 259)
+    masks = allowed(Grammars(spoken, [258]), 'start: " abé"', [256, 257, 0xC3, 0xA9, 258], 259)
     sets = [set(row.nonzero()[:, 0].tolist()) for row in masks]
     assert sets == [{256, 0x20}, {257, 0x62}, {0xC3}, {0xA9}, {258}]
 

@@ -15,6 +15,7 @@ import httpx
 import pytest
 from anthropic.types import Message
 
+from tests.engines.models import until
 from tests.gateway.toy import StubEngine, gateway_of, text_of
 from tuner.chat_models.plain import PlainChatModel
 from tuner.engines.base import EngineError
@@ -496,9 +497,3 @@ async def test_no_client_without_the_package(monkeypatch: pytest.MonkeyPatch) ->
     async with gateway_of(StubEngine()) as gateway:
         with pytest.raises(MissingDependencyError, match="pip install anthropic"):
             gateway.open_session("r").async_anthropic()
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)

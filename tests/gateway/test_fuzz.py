@@ -7,13 +7,14 @@ import contextlib
 import json
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.engines.models import until
 from tests.gateway.fuzzing import BODIES, body_of
 from tests.gateway.test_recording_property import Ledger
 from tests.gateway.toy import gateway_of, tokenizer
@@ -243,9 +244,3 @@ def check_mixture(statuses: Counter[int]) -> None:
     total = statuses.total()
     assert statuses[200] > total / 8
     assert statuses[400] > total / 4
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SECONDS):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)

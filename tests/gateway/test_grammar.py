@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field
 
-from tests.engines.test_grammar import END, VOCABULARY, make_engine
+from tests.engines.test_grammar import END, VOCABULARY, allowed, make_engine
 from tests.gateway.test_request import USER, anything, send
 from tests.gateway.toy import StubEngine, gateway_of, ids_of, tokenizer
 from tuner.engines import Generation
@@ -557,7 +557,7 @@ def test_mistral_names_each_call_where_the_tokenizer_has_a_token_for_it() -> Non
         token_id=tokens.get,
     )
     one = [256, *ids_of("ping"), 257, *ids_of("{}")]
-    assert GRAMMARS.allowed(form, [*one, *one, END], VOCABULARY)[-1, END]
+    assert allowed(GRAMMARS, form, [*one, *one, END], VOCABULARY)[-1, END]
 
 
 XML_TOOL = {

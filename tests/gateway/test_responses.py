@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -18,7 +17,6 @@ from openai.types.responses import Response, ResponseStreamEvent
 from tests.gateway import drift
 from tests.gateway.toy import StubEngine, gateway_of, ids_of, text_of
 from tuner.engines.base import EngineError, Generation
-from tuner.gateway import Session
 from tuner.traces import TokenTree, branches
 
 ADD: dict[str, Any] = {
@@ -34,24 +32,6 @@ ADD: dict[str, Any] = {
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1,  "b": 2}}\n</tool_call>'
 REASONED = f"<think>\nadd them\n</think>\n\nI add.\n{CALL}"
 LOGPROBS: Any = ["message.output_text.logprobs"]
-
-
-@pytest.fixture(params=["in process", "over HTTP"])
-async def door(request: pytest.FixtureRequest) -> AsyncIterator[Any]:
-    """Gives the client of a session."""
-    clients: list[Any] = []
-
-    def client_of(session: Session) -> openai.AsyncOpenAI:
-        if request.param == "in process":
-            return session.async_client()
-        clients.append(
-            openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=0)
-        )
-        return clients[-1]
-
-    yield client_of
-    for client in clients:
-        await client.close()
 
 
 def dumped(answer: pydantic.BaseModel) -> dict[str, Any]:

@@ -3,40 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from tests.engines.models import until
 from tests.gateway.toy import ADD_TOOL, StubEngine, gateway_of, ids_of, text_of
 from tuner.engines.base import EngineError
-from tuner.gateway import Session
 
 USER: list[Any] = [{"role": "user", "content": "hi"}]
 REASONED = (
     "<think>\nadd them\n</think>\n\nI add.\n"
     '<tool_call>\n{"name": "add", "arguments": {"a": 1,  "b": 2}}\n</tool_call>'
 )
-
-
-@pytest.fixture(params=["in process", "over HTTP"])
-async def door(request: pytest.FixtureRequest) -> AsyncIterator[Any]:
-    """Gives the client of a session."""
-    clients: list[Any] = []
-
-    def client_of(session: Session) -> openai.AsyncOpenAI:
-        if request.param == "in process":
-            return session.async_client()
-        clients.append(
-            openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=0)
-        )
-        return clients[-1]
-
-    yield client_of
-    for client in clients:
-        await client.close()
 
 
 async def test_a_stream_adds_up_to_the_answer_that_is_not_streamed(door: Any) -> None:
@@ -267,9 +248,3 @@ async def test_a_client_that_vanishes_frees_its_slot_and_is_recorded() -> None:
         await until(lambda: engine.cancelled == 1)
         await until(lambda: bool(session.calls))
         assert [call.undelivered for call in session.calls] == [True]
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)

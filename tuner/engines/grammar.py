@@ -119,27 +119,16 @@ class Grammars:
         """Whether `start` is quick."""
         return grammar in self._compiled
 
-    def allowed(self, grammar: str, completion_ids: Sequence[int], vocabulary: int) -> Tensor:
+    def replay(self, grammar: str, completion_ids: Sequence[int], vocabulary: int) -> Bits:
         """The tokens that could follow at each position of a completion.
 
         Args:
             grammar: The one it was sampled with.
-            completion_ids: Sampled token ids, shape [T].
+            completion_ids: Sampled token ids, shape [T], T at least 1.
             vocabulary: Number of logits of the model.
 
         Returns:
-            Booleans, shape [T, vocabulary], on the CPU.
-
-        Raises:
-            GrammarError: The grammar cannot be compiled, or the ids do not follow it.
-        """
-        if not completion_ids:
-            return torch.zeros(0, vocabulary, dtype=torch.bool)
-        bits = self.replay(grammar, completion_ids, vocabulary)
-        return unpacked(bits, vocabulary, torch.device("cpu"))
-
-    def replay(self, grammar: str, completion_ids: Sequence[int], vocabulary: int) -> Bits:
-        """The same as bits, the lowest first, for one token or more: shape [T, bytes].
+            Bits, the lowest first, shape [T, bytes]; `unpacked` makes booleans of them.
 
         Raises:
             GrammarError: The grammar cannot be compiled, or the ids do not follow it.
