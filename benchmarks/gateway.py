@@ -330,14 +330,15 @@ def run_in_process(streamed: bool, calls: int, core: int) -> dict[str, float]:
 def run_gateway(streamed: bool, calls: int, core: int) -> dict[str, float]:
     arguments = this_script("--part", "gateway") + ["--streamed"] * streamed
     with process(arguments, core, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        port = int(child.stdout.readline().split(":")[2].split("/")[0])
+        stdin, stdout = child.stdin, child.stdout
+        assert stdin is not None
+        assert stdout is not None
+        port = int(stdout.readline().split(":")[2].split("/")[0])
 
         async def key() -> str:
-            child.stdin.write("next\n")  # type: ignore[union-attr]
-            child.stdin.flush()  # type: ignore[union-attr]
-            return child.stdout.readline().strip()  # type: ignore[union-attr]
+            stdin.write("next\n")
+            stdin.flush()
+            return stdout.readline().strip()
 
         return asyncio.run(measure_server(port, key, streamed, calls))
 

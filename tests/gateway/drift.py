@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.gateway.toy import TEMPLATE, StubEngine
-from tuner.engines.base import Generation, SamplingParams, TokenSink
+from tuner.engines.base import FinishReason, Generation, SamplingParams, TokenSink
 from tuner.gateway import ChatRenderer, Gateway, Session
 from tuner.traces import Call, ReasoningPolicy
 
@@ -82,7 +82,7 @@ class Scripted(StubEngine):
         self.requests.append((tuple(prompt_ids), sampling, session))
         ids = self.ids[min(len(self.requests), len(self.ids)) - 1]
         await asyncio.sleep(0)
-        reason = "length" if len(ids) > sampling.max_tokens else "stop"
+        reason: FinishReason = "length" if len(ids) > sampling.max_tokens else "stop"
         ids = ids[: sampling.max_tokens]
         split = len(ids) if self.updated_after is None else self.updated_after
         await self._sample(ids[:split], sink)
@@ -91,7 +91,7 @@ class Scripted(StubEngine):
             await self.update_weights(before + 1)
             await self._sample(ids[split:], sink)
         versions = (before,) * split + (self.version,) * len(ids[split:])
-        return Generation(ids, (-0.25,) * len(ids), versions, reason)  # type: ignore[arg-type]
+        return Generation(ids, (-0.25,) * len(ids), versions, reason)
 
 
 def gateway_of(

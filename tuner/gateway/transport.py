@@ -31,7 +31,7 @@ def in_process_http_client(gateway: Gateway, client_class: type) -> Any:
 def _transport_class(library: Any) -> type[Any]:
     """The transport, as a class of `library`: its clients take no other."""
 
-    class InProcessTransport(library.AsyncBaseTransport):  # type: ignore[misc]
+    class InProcessTransport(library.AsyncBaseTransport):  # type: ignore[misc]  # httpx or httpx2
         """Hands each request to `Gateway.handle` in the caller's own task."""
 
         def __init__(self, gateway: Gateway) -> None:
@@ -57,7 +57,7 @@ def _transport_class(library: Any) -> type[Any]:
                 )
             return response(library, reply, request)
 
-    class EventStream(library.AsyncByteStream):  # type: ignore[misc]
+    class EventStream(library.AsyncByteStream):  # type: ignore[misc]  # likewise
         """The body of a streamed response."""
 
         def __init__(self, events: Events, seconds: float | None, request: Any) -> None:
