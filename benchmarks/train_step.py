@@ -2,11 +2,12 @@
 
 An update is everything from a batch with rewards to new weights: advantages, log-probs, gradients,
 clipping, AdamW; PPO clip, token mean, no KL. Tree and padded rows are the same `PolicyTrainer` with
-`token_tree` on and off, on the same rows in the same run. The floor is a plain forward and backward
-pass, with nothing but a sum as its loss, over as many tokens as are distinct, in rows of the length
-of a rollout. TRL (single turn, one row per completion) gets the same rows in the shape of its own
-generation's output; its loss (`GRPOTrainer._compute_loss`), backward pass, clipping and AdamW are
-timed. The median of the repeats counts, taken in turn.
+`token_tree` on and off, on the same rows in the same run. The floor is what any training costs: the
+model's own forward pass with `labels`, and backward, over as many tokens as are distinct, in rows
+of about the length of a rollout; no optimizer, no advantages. TRL (single turn, one row per
+completion) gets the same rows in the shape of its own generation's output; its loss
+(`GRPOTrainer._compute_loss`), backward pass, clipping and AdamW are timed. The median of the
+repeats counts, taken in turn.
 
     python benchmarks/train_step.py [--repeats 3] [--no-trl]
 """
@@ -14,6 +15,7 @@ timed. The median of the repeats counts, taken in turn.
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import statistics
 import tempfile
@@ -120,15 +122,15 @@ def ours(batch: Batch, *, token_tree: bool) -> Callable[[], object]:
 
 
 def plain(batch: Batch, case: Case) -> Callable[[], object]:
-    """Forward and backward of as many tokens as the batch has distinct ones."""
+    """A language model's forward and backward pass over as many tokens as are distinct."""
     model = make_model()
     unique = TokenTree.build(batch.rows).unique_tokens
-    count = case.groups * case.group
-    ids = torch.randint(1, VOCABULARY, (count, -(-unique // count)))
+    count = math.ceil(unique / max(len(row) for row in batch.rows))
+    ids = torch.randint(1, VOCABULARY, (count, math.ceil(unique / count)))
 
     def work() -> None:
         model.zero_grad(set_to_none=True)
-        model.model(input_ids=ids, use_cache=False).last_hidden_state.sum().backward()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 
     return work
 

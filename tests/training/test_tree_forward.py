@@ -111,7 +111,7 @@ def assert_same_gradient(model, rows, *, budgets, tolerance, grammars=None):
 def small_parts():
     """Trees of a few nodes have several blocks, and their logits are made in several parts."""
     with (
-        mock.patch.object(tree_attention, "BLOCK", 5),
+        mock.patch.object(tree_attention, "BLOCKS", (5, 5)),
         mock.patch.dict(tree_forward.LOGITS, cpu=3 * IDS),
     ):
         yield
@@ -281,9 +281,20 @@ def test_flex_attention_follows_the_same_rule(window):
     attention = tree_attention.TreeAttention(TokenTree.build(rows), window, torch.device("cpu"))
     count = TokenTree.build(rows).unique_tokens
     states = [torch.randn(1, 2, count, 16, generator=seeded(i)) for i in range(3)]
-    with mock.patch.object(tree_attention, "BLOCK", 16):
+    with mock.patch.object(tree_attention, "BLOCKS", (16, 16)):
         found = attention.attend(*states, 0.25)
     assert torch.allclose(attention.flex(*states, 0.25, compiled=False), found, atol=1e-5)
+
+
+def test_masks_that_are_not_kept_between_layers_are_made_again():
+    tree = TokenTree.build([row(prompt(30), prompt(40, seed)) for seed in (1, 2)])
+    states = [torch.randn(1, 2, tree.unique_tokens, 16, generator=seeded(i)) for i in range(3)]
+    outputs = []
+    for room in (0, 2000, 1 << 20):  # none, some and all of them
+        with mock.patch.multiple(tree_attention, BLOCKS=(16, 16), KEPT_MASKS=room):
+            attention = tree_attention.TreeAttention(tree, None, torch.device("cpu"))
+            outputs += [attention.attend(*states, 0.25), attention.attend(*states, 0.25)]
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,12 @@ from torch.nn import functional as F
 from tuner.errors import TrainingError
 from tuner.traces.tree import IntArray, TokenTree
 
-BLOCK = 256
-"""Nodes of a block: few enough to add little to the paths, enough for a matrix product."""
+BLOCKS = 64, 256
+"""Nodes of a block, at least and at most: few enough to add little to the paths, enough for a
+matrix product. A block adds half of its nodes to each path."""
+
+KEPT_MASKS = 1 << 28
+"""Bytes of block masks that are kept from one layer to the next; others are made again."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,8 @@ class TreeAttention:
         self._device = device
         self._end_N = self._tensor(tree.end)
         self._depth_N = self._tensor(tree.depth)
+        self._masks: dict[int, Tensor] = {}
+        self._room = KEPT_MASKS
 
     def mask(self) -> TreeMask:
         """What stands for this in place of a mask."""
@@ -102,10 +108,16 @@ class TreeAttention:
 
     def additive(self, block: Block, dtype: torch.dtype) -> Tensor:
         """A block's mask to be added to scores, shape [1, 1, last - first, K]."""
+        kept = self._masks.get(block.first)
+        if kept is not None and kept.dtype == dtype:
+            return kept
         allowed = self.allowed(block.first, block.last, block.partial_node_P)
-        mask = torch.zeros(len(allowed), block.count, dtype=dtype, device=self._device)
-        mask[:, block.partial_P] = _additive(allowed, dtype)
-        return mask[None, None]
+        mask = torch.zeros(1, 1, len(allowed), block.count, dtype=dtype, device=self._device)
+        mask[0, 0, :, block.partial_P] = _additive(allowed, dtype)
+        if kept is None and mask.nbytes <= self._room:
+            self._room -= mask.nbytes
+            self._masks[block.first] = mask
+        return mask
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """One additive mask for all nodes, shape [1, 1, N, N]: for attention that is not sdpa."""
@@ -115,10 +127,11 @@ class TreeAttention:
 
     @cached_property
     def blocks(self) -> list[Block]:
-        """The nodes in blocks of `BLOCK`."""
+        """The nodes in blocks: large ones where paths are long."""
         tree, blocks = self._tree, []
-        for first in range(0, tree.unique_tokens, BLOCK):
-            last = min(first + BLOCK, tree.unique_tokens)
+        size = BLOCKS[0] if tree.depth.mean() < BLOCKS[1] else BLOCKS[1]
+        for first in range(0, tree.unique_tokens, size):
+            last = min(first + size, tree.unique_tokens)
             before = np.flatnonzero(tree.end[:first] > first)
             if self._window is not None:
                 # A node of the block may be higher in the tree than the first one, and sees more.
