@@ -11,8 +11,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from tuner.gateway.answer import Answer, Choice
 from tuner.gateway.anthropic_request import read_count_request, read_messages_request
-from tuner.gateway.complete import Answer, Choice, chat_prompt, check_model
+from tuner.gateway.complete import chat_prompt, check_model
 from tuner.gateway.dialect import Exchange, sse
 from tuner.gateway.errors import RequestError
 from tuner.gateway.message_stream import Delta

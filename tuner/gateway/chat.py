@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tuner.engines.base import Generation
-from tuner.gateway.complete import Answer, Choice, assistant_message
+from tuner.gateway.answer import Answer, Choice, assistant_message
 from tuner.gateway.dialect import Exchange, sse
 from tuner.gateway.message_stream import Delta
 from tuner.gateway.renderer import ChatRenderer

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tuner.gateway.complete import Answer
+from tuner.gateway.answer import Answer
 from tuner.gateway.errors import RequestError
 from tuner.gateway.message_stream import Delta
 from tuner.gateway.request import CompletionRequest

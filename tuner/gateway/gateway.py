@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tuner.engines.base import Engine
 from tuner.errors import ConfigError
+from tuner.gateway.answer import Answer
 from tuner.gateway.anthropic import MessagesExchange, count_tokens
 from tuner.gateway.chat import ChatExchange
-from tuner.gateway.complete import Answer, Completion
+from tuner.gateway.complete import Completion
 from tuner.gateway.dialect import Exchange
 from tuner.gateway.errors import RequestError
 from tuner.gateway.renderer import ChatRenderer

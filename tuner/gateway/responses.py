@@ -7,8 +7,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from tuner.gateway.answer import Answer, Choice, assistant_message
 from tuner.gateway.chat import chat_logprobs
-from tuner.gateway.complete import Answer, Choice, assistant_message
 from tuner.gateway.dialect import Exchange, sse
 from tuner.gateway.errors import RequestError
 from tuner.gateway.message_stream import Delta

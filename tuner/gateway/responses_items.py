@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tuner.gateway.complete import Choice
+from tuner.gateway.answer import Choice
 from tuner.gateway.errors import RequestError, kind, shown
 from tuner.gateway.fields import string
 from tuner.gateway.messages import Message

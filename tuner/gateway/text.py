@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from tuner.gateway.answer import Answer, Choice
 from tuner.gateway.chat import DONE, reported, usage
-from tuner.gateway.complete import Answer, Choice
 from tuner.gateway.dialect import Exchange, sse
 from tuner.gateway.errors import RequestError, kind
 from tuner.gateway.fields import Reader, integer, only, read_fields
