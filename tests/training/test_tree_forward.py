@@ -111,7 +111,7 @@ def assert_same_gradient(model, rows, *, budgets, tolerance, grammars=None):
 def small_parts():
     """Trees of a few nodes have several blocks, and their logits are made in several parts."""
     with (
-        mock.patch.object(tree_attention, "BLOCKS", (5, 5)),
+        mock.patch.multiple(tree_attention, BLOCKS=(5, 5), RUNS=2),
         mock.patch.dict(tree_forward.LOGITS, cpu=3 * IDS),
     ):
         yield

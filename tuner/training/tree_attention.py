@@ -36,6 +36,9 @@ BLOCKS = 64, 256
 """Nodes of a block, at least and at most: few enough to add little to the paths, enough for a
 matrix product. A block adds half of its nodes to each path."""
 
+RUNS = 16
+"""Keys in so many runs of consecutive nodes are copied run by run, in more one by one."""
+
 KEPT_MASKS = 1 << 28
 """Bytes of block masks that are kept from one layer to the next; others are made again."""
 
@@ -46,7 +49,7 @@ class Block:
 
     Attributes:
         count: K.
-        keys: A slice where they are consecutive nodes, else their indices, shape [K].
+        keys: The K in runs of consecutive nodes, where they are few, else their indices, shape [K].
         partial_P: Which of the K some node of the block does not attend to, shape [P].
         partial_node_P: The nodes that these are, shape [P].
     """
@@ -54,22 +57,25 @@ class Block:
     first: int
     last: int
     count: int
-    keys: slice | Tensor
+    keys: tuple[slice, ...] | Tensor
     partial_P: Tensor
     partial_node_P: Tensor
 
     def select(self, states: Tensor) -> Tensor:
         """Keys or values of this block: [1, heads, N, width] -> [1, heads, K, width]."""
-        if isinstance(self.keys, slice):
-            return states[:, :, self.keys]
-        return states.index_select(2, self.keys)
+        if isinstance(self.keys, Tensor):
+            return states.index_select(2, self.keys)
+        runs = [states[:, :, run] for run in self.keys]
+        return runs[0] if len(runs) == 1 else torch.cat(runs, 2)
 
     def add(self, gradient: Tensor, part: Tensor) -> None:
         """Add the gradient [1, heads, K, width] of what `select` gave to that of all nodes."""
-        if isinstance(self.keys, slice):
-            gradient[:, :, self.keys] += part
-        else:
+        if isinstance(self.keys, Tensor):
             gradient.index_add_(2, self.keys, part)
+            return
+        widths = [run.stop - run.start for run in self.keys]
+        for run, own in zip(self.keys, part.split(widths, 2), strict=True):
+            gradient[:, :, run] += own
 
 
 class TreeAttention:
@@ -141,15 +147,13 @@ class TreeAttention:
             partial = np.arange(len(nodes))
             if self._window is None:
                 partial = np.flatnonzero((nodes >= first) | (tree.end[nodes] < last))
-            keys: slice | Tensor = slice(int(nodes[0]), last)
-            if last - nodes[0] != len(nodes):
-                keys = self._tensor(nodes)
+            runs = _runs(nodes)
             blocks.append(
                 Block(
                     first,
                     last,
                     len(nodes),
-                    keys,
+                    runs if len(runs) <= RUNS else self._tensor(nodes),
                     self._tensor(partial),
                     self._tensor(nodes[partial]),
                 )
@@ -190,6 +194,12 @@ class TreeAttention:
 
         count = self._tree.unique_tokens
         return create_block_mask(attends, None, None, count, count, device=str(self._device))
+
+
+def _runs(nodes: IntArray) -> tuple[slice, ...]:
+    """Rising numbers as the slices of consecutive ones."""
+    ends = np.flatnonzero(np.diff(nodes) != 1) + 1
+    return tuple(slice(int(run[0]), int(run[-1]) + 1) for run in np.split(nodes, ends))
 
 
 def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
