@@ -30,7 +30,7 @@ def group_normalized(
 ) -> Tensor:
     """`A_i = (r_i - mean(group)) / (std(group) + epsilon)`, GRPO's outcome advantage.
 
-    Source: DeepSeekMath (arXiv 2402.03300) eq. 3; unbiased standard deviation, as
+    Source: DeepSeekMath (arXiv 2402.03300) section 4.1.2; unbiased standard deviation, as
     Trinity-RFT's `step_wise_grpo` computes it.
 
     Args:
@@ -128,7 +128,7 @@ def mirror_descent(
 
     `b` is the mean, or `tau * log(mean(exp(r / tau)))` over the rollouts of the set.
 
-    Source: Kimi k1.5 (arXiv 2501.12599), policy optimization, as Trinity-RFT's `opmd` computes it.
+    Source: Kimi k1.5 (arXiv 2501.12599) section 2.3.2, as Trinity-RFT's `opmd` computes it.
 
     Raises:
         ValueError: A set has rewards of fewer than two rollouts, so it has no baseline.

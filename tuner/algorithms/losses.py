@@ -151,7 +151,7 @@ def opmd(
 ) -> PolicyLoss:
     """`L = -A logp / (1 + tau)`, whoever sampled the token; `old_logp` only for the ratio's metric.
 
-    Source: Kimi k1.5 (arXiv 2501.12599), policy optimization, as Trinity-RFT simplifies it.
+    Source: Kimi k1.5 (arXiv 2501.12599) section 2.3.2, as Trinity-RFT simplifies it.
     """
     ratio_T = _ratio(logp_T, old_logp_T).detach()
     return PolicyLoss(-advantages_T * logp_T / (1 + tau), ratio_T, _nothing(logp_T))
