@@ -1,89 +1,118 @@
-"""Seconds per training step beside TRL's GRPOTrainer: generation, reward, and one update.
+"""Seconds per training step of an agent, beside TRL's GRPOTrainer: rollouts, judge, one update.
 
-Same tiny model, same prompts, group size, length limit, learning rate and loss (PPO clip, token
-mean, no KL); a single-turn task, so both have the same work. Ours goes the way of a real run: one
-OpenAI client per rollout, gateway, recorded traces on disk, metrics. TRL generates with
-`model.generate` in one padded batch. The learning rate is small, so that lengths stay the same.
+Both train the same weights on the same tasks with the same group size, temperature, limit of tokens
+per answer, learning rate and loss (PPO clip, token mean, no KL).
 
-    python benchmarks/agent_step.py [--steps 12]
+- Tool agent (`_guess_agent`): every rollout calls its tool a given number of times and then
+  answers. TRL runs it with its own tool loop (`environment_factory`), which generates all rollouts
+  turn by turn; here the agent is a workflow with an OpenAI client, and everything is recorded.
+- One turn: word problems without tools.
+
+The two take turns: some steps of TRL, some of ours, and so on, so that whatever else the machine
+does meets both; a number is the median over all of them. What both have done is in the table beside
+the seconds: sampled tokens and calls of the model in a rollout. The learning rate is small, so that
+these stay the same. TRL generates with `model.generate`, its faster way on a CPU (continuous
+batching takes several times as long, vLLM needs a GPU), without gradient checkpointing.
+
+    python benchmarks/agent_step.py [--tries 1 3 6] [--rounds 3] [--steps 4]
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import re
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import _guess_agent as agent
 from _report import Row, report
 
-from tuner import WorkflowOutput, tune
+from tuner import JudgeOutput, WorkflowOutput, tune
 
 ROOT = Path(__file__).parents[1]
-MODEL = ROOT / "models" / "tiny_math"
-SYSTEM = "You are a helpful math problem solving agent."
+GROUP = 8
 LEARNING_RATE = 1e-6
-WARMUP = 2  # first steps, which load and allocate
+WARMUP = 1  # first steps of a round, which load and allocate
+PEER = "TRL GRPOTrainer"
 
 
-def tasks(count: int) -> list[dict[str, Any]]:
-    from datasets import load_dataset
+@dataclass(frozen=True)
+class Case:
+    """What both sides are given.
 
-    rows = load_dataset(str(ROOT / "examples" / "gsm8k" / "data"), split="train")
-    return [dict(row) for row in rows.select(range(count))]
+    Attributes:
+        model: Folder of model and tokenizer.
+        prompts: Groups in a step.
+        max_tokens: Limit of one answer.
+        calls: Answers in a rollout.
+        tasks: As many of them as asked for.
+        prompt: The first messages of a task.
+        workflow: The agent here.
+        environment: The agent's tools in TRL's form; None for one turn without tools.
+        score: From the last answer's text and the task to a reward.
+    """
+
+    name: str
+    model: Path
+    prompts: int
+    max_tokens: int
+    calls: int
+    tasks: Callable[[int], list[dict[str, Any]]]
+    prompt: Callable[[dict[str, Any]], list[dict[str, str]]]
+    workflow: Callable[..., Any]
+    score: Callable[[str, dict[str, Any]], float]
+    environment: Callable[[], Any] | None = None
 
 
-def messages(question: str) -> list[dict[str, str]]:
-    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+@dataclass
+class Measured:
+    """Of every step: seconds, and sampled tokens and answers of a rollout in the mean."""
+
+    seconds: list[float]
+    tokens: list[float]
+    calls: list[float]
 
 
-def score(text: str, answer: str) -> float:
-    numbers = re.findall(r"-?\d+", text)
-    return float(bool(numbers) and numbers[-1] == answer.split("####")[-1].strip())
+def ours(case: Case, steps: int) -> Measured:
+    async def judge(task: dict[str, Any], response: str) -> JudgeOutput:
+        return JudgeOutput(reward=case.score(response, task))
 
-
-async def workflow(task: dict[str, Any], model: Any) -> WorkflowOutput:
-    completion = await model.client.chat.completions.create(
-        model=model.model_name, messages=messages(task["question"])
-    )
-    text = completion.choices[0].message.content or ""
-    return WorkflowOutput(reward=score(text, task["answer"]))
-
-
-def ours(prompts: int, group: int, max_tokens: int, steps: int) -> tuple[float, float]:
-    """Median seconds per step, and mean tokens per completion."""
     with tempfile.TemporaryDirectory() as folder:
         result = tune(
-            workflow,
-            None,
-            tasks(prompts * steps),
+            case.workflow,
+            judge,
+            case.tasks(case.prompts * steps),
             overrides=[
-                f"model.model_path={MODEL}",
+                f"model.model_path={case.model}",
                 f"checkpoint_root_dir={folder}",
-                f"model.max_response_tokens={max_tokens}",
-                f"buffer.batch_size={prompts}",
+                f"model.max_response_tokens={case.max_tokens}",
+                f"buffer.batch_size={case.prompts}",
                 f"buffer.total_steps={steps}",
-                f"algorithm.repeat_times={group}",
+                f"algorithm.repeat_times={GROUP}",
                 f"algorithm.optimizer.lr={LEARNING_RATE}",
                 "algorithm.kl_loss_fn=none",
-                f"explorer.runner_per_model={prompts * group}",
-                f"tuner.max_slots={prompts * group}",
+                f"explorer.runner_per_model={case.prompts * GROUP}",
+                f"tuner.max_slots={case.prompts * GROUP}",
                 f"tuner.signal_patience={steps}",
             ],
         )
     rows = result.history[WARMUP:]
-    return (
-        statistics.median(row["time/step"] for row in rows),
-        statistics.fmean(row["calls/completion_tokens"] for row in rows),
+    rollouts = case.prompts * GROUP
+    return Measured(
+        [row["time/step"] for row in rows],
+        [row["tokens/sampled"] / rollouts for row in rows],
+        [row["calls/per_rollout"] for row in rows],
     )
 
 
-def trl(prompts: int, group: int, max_tokens: int, steps: int) -> tuple[float, float]:
-    """The same from TRL."""
+def trl(case: Case, steps: int) -> Measured:
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -94,13 +123,17 @@ def trl(prompts: int, group: int, max_tokens: int, steps: int) -> tuple[float, f
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             ends.append(time.perf_counter())
 
-    def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-        return [score(c[0]["content"], a) for c, a in zip(completions, answer, strict=True)]
+    def reward(completions: list[Any], **columns: Any) -> list[float]:
+        tasks = [json.loads(task) for task in columns["task"]]
+        return [
+            case.score(messages[-1]["content"], task)
+            for messages, task in zip(completions, tasks, strict=True)
+        ]
 
     data = Dataset.from_list(
         [
-            {"prompt": messages(task["question"]), "answer": task["answer"]}
-            for task in tasks(prompts * steps)
+            {**task, "task": json.dumps(task), "prompt": case.prompt(task)}
+            for task in case.tasks(case.prompts * steps)
         ]
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -109,9 +142,12 @@ def trl(prompts: int, group: int, max_tokens: int, steps: int) -> tuple[float, f
             use_cpu=True,
             bf16=False,
             gradient_checkpointing=False,
-            per_device_train_batch_size=prompts * group,
-            num_generations=group,
-            max_completion_length=max_tokens,
+            per_device_train_batch_size=case.prompts * GROUP,
+            num_generations=GROUP,
+            # Of a whole rollout with TRL; that of one answer goes to `generate`.
+            max_completion_length=4 * case.max_tokens * case.calls,
+            generation_kwargs={"max_new_tokens": case.max_tokens},
+            max_tool_calling_iterations=case.calls - 1 if case.environment else None,
             max_steps=steps,
             learning_rate=LEARNING_RATE,
             lr_scheduler_type="constant",
@@ -126,44 +162,164 @@ def trl(prompts: int, group: int, max_tokens: int, steps: int) -> tuple[float, f
             shuffle_dataset=False,
         )
         trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(MODEL),
-            processing_class=AutoTokenizer.from_pretrained(MODEL, padding_side="left"),
+            model=AutoModelForCausalLM.from_pretrained(case.model),
+            processing_class=AutoTokenizer.from_pretrained(case.model, padding_side="left"),
             reward_funcs=reward,
             args=arguments,
             train_dataset=data,
+            environment_factory=case.environment,
             callbacks=[Clock()],
         )
         trainer.train()
-    lengths = [
-        row["completions/mean_length"]
-        for row in trainer.state.log_history
-        if "completions/mean_length" in row
+    logs = [row for row in trainer.state.log_history if "completions/mean_length" in row][WARMUP:]
+    return Measured(
+        [after - before for before, after in itertools.pairwise(ends)][WARMUP - 1 :],
+        [row["completions/mean_length"] for row in logs],
+        [1 + row.get("tools/call_frequency", 0.0) for row in logs],
+    )
+
+
+def in_turn(case: Case, rounds: int, steps: int) -> list[Row]:
+    """The rows of one case, measured in `rounds` rounds of `steps` counted steps."""
+    mine, peers = Measured([], [], []), Measured([], [], [])
+    for _ in range(rounds):
+        for total, run in ((peers, trl), (mine, ours)):
+            part = run(case, steps + WARMUP)
+            total.seconds += part.seconds
+            total.tokens += part.tokens
+            total.calls += part.calls
+    # The goal of 2 is that of agents with tools; one turn has no history to compute again.
+    target = 2.0 if case.environment else 1 / 1.5
+    seconds = statistics.median(mine.seconds), statistics.median(peers.seconds)
+    return [
+        Row(
+            case.name,
+            "s/step",
+            seconds[0],
+            PEER,
+            seconds[1],
+            target=round(target, 3),
+            more_is_better=False,
+        ),
+        Row(
+            case.name,
+            "sampled tokens/rollout",
+            statistics.fmean(mine.tokens),
+            PEER,
+            statistics.fmean(peers.tokens),
+        ),
+        Row(
+            case.name,
+            "calls/rollout",
+            statistics.fmean(mine.calls),
+            PEER,
+            statistics.fmean(peers.calls),
+        ),
     ]
-    seconds = [after - before for before, after in itertools.pairwise(ends)]
-    return statistics.median(seconds[WARMUP - 1 :]), statistics.fmean(lengths[WARMUP:])
+
+
+# The two kinds of agents
+
+
+async def play(task: dict[str, Any], model: Any) -> WorkflowOutput:
+    """The tool agent as anybody would write it with an OpenAI client."""
+    game = agent.HiddenNumber()
+    game.reset(**task)
+    messages: list[Any] = list(agent.prompt(task))
+    for _ in range(task["tries"] + 1):
+        completion = await model.client.chat.completions.create(
+            model=model.model_name, messages=messages, tools=[agent.TOOL]
+        )
+        message = completion.choices[0].message
+        if not message.tool_calls:
+            break
+        messages.append(message.model_dump(exclude_none=True))
+        for call in message.tool_calls:
+            try:
+                found = game.try_number(**json.loads(call.function.arguments))
+            except (TypeError, ValueError) as error:
+                found = str({"error": str(error)})  # in TRL's words
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
+    return WorkflowOutput(response=message.content or "")
+
+
+def tool_case(model: Path, tries: int, prompts: int = 8) -> Case:
+    return Case(
+        name=f"tool agent, {tries} tool turn{'s' if tries > 1 else ''}, {prompts} x {GROUP}",
+        model=model,
+        prompts=prompts,
+        max_tokens=96,
+        calls=tries + 1,
+        tasks=lambda count: agent.tasks(count, tries),
+        prompt=agent.prompt,
+        workflow=play,
+        score=lambda text, task: agent.score(text, task["number"]),
+        environment=agent.HiddenNumber,
+    )
+
+
+async def solve(task: dict[str, Any], model: Any) -> WorkflowOutput:
+    completion = await model.client.chat.completions.create(
+        model=model.model_name, messages=problem(task)
+    )
+    return WorkflowOutput(response=completion.choices[0].message.content or "")
+
+
+def problem(task: dict[str, Any]) -> list[dict[str, str]]:
+    return [
+        {"role": "system", "content": agent.SYSTEM},
+        {"role": "user", "content": task["question"]},
+    ]
+
+
+def is_right(text: str, task: dict[str, Any]) -> float:
+    numbers = re.findall(r"-?\d+", text)
+    return float(bool(numbers) and numbers[-1] == task["answer"].split("####")[-1].strip())
+
+
+def one_turn_case(prompts: int) -> Case:
+    def tasks(count: int) -> list[dict[str, Any]]:
+        from datasets import load_dataset
+
+        rows = load_dataset(str(ROOT / "examples" / "gsm8k" / "data"), split="train")
+        return [dict(row) for row in rows.select(range(count))]
+
+    return Case(
+        name=f"one turn, {prompts} x {GROUP}",
+        model=agent.START,
+        prompts=prompts,
+        max_tokens=128,
+        calls=1,
+        tasks=tasks,
+        prompt=problem,
+        workflow=solve,
+        score=is_right,
+    )
+
+
+def cases(folder: Path, tries: Sequence[int]) -> list[Case]:
+    from trl.chat_template_utils import qwen3_chat_template
+
+    # TRL parses tool calls of the templates that it knows.
+    agent.teach(folder, qwen3_chat_template)
+    return [
+        *(tool_case(folder, count) for count in tries),
+        *(one_turn_case(prompts) for prompts in (4, 16, 32)),
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=12)
-    steps = parser.parse_args().steps
-    rows = []
-    for prompts, group, max_tokens in ((4, 8, 128), (16, 8, 128), (32, 8, 128)):
-        case = f"{prompts} prompts x {group}, up to {max_tokens} tokens"
-        peer_seconds, peer_length = trl(prompts, group, max_tokens, steps)
-        seconds, length = ours(prompts, group, max_tokens, steps)
-        rows.append(
-            Row(
-                case,
-                "s/step",
-                seconds,
-                "TRL GRPOTrainer",
-                peer_seconds,
-                target=round(1 / 1.5, 3),
-                more_is_better=False,
-            )
-        )
-        rows.append(Row(case, "tokens/completion", length, "TRL GRPOTrainer", peer_length))
+    parser.add_argument("--tries", type=int, nargs="*", default=[1, 3, 6])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4, help="counted steps of a round")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [
+            row
+            for case in cases(Path(folder), given.tries)
+            for row in in_turn(case, given.rounds, given.steps)
+        ]
     report("agent_step", rows, ["torch", "transformers", "trl", "openai"])
 
 

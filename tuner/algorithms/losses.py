@@ -129,7 +129,8 @@ def sapo(
     `tau` is `tau_pos` where A > 0, else `tau_neg`. The gradient goes through the ratio, as in the
     paper, so that at r = 1 it is the policy gradient.
 
-    Source: SAPO (arXiv 2511.20347). Trinity-RFT multiplies the detached gate by `logp` instead.
+    Source: SAPO (arXiv 2511.20347) eq. 5 and 6. Trinity-RFT multiplies the detached gate by `logp`
+    instead.
     """
     ratio_T = _ratio(logp_T, old_logp_T)
     tau_T = torch.full_like(logp_T, tau_neg).masked_fill(advantages_T > 0, tau_pos)
