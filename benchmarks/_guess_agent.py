@@ -27,13 +27,13 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
-from transformers.utils import get_json_schema
+from transformers.utils.chat_template_utils import get_json_schema
 
 START = Path(__file__).parents[1] / "models" / "tiny_math"
 SYSTEM = "You are a helpful math problem solving agent."
 # Updates, conversations of each, most tries in them, and whether the tool is described. The form is
 # learned on short rows first: with the description a row is several times as long.
-STAGES = ((110, 8, 2, False), (50, 4, 6, True))
+STAGES = ((110, 8, 2, False), (90, 4, 6, True))
 MATRIX_LEARNING_RATE = 0.01  # Muon
 OTHER_LEARNING_RATE = 2e-3  # AdamW: embeddings and norms
 
