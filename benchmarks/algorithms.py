@@ -64,7 +64,7 @@ def main() -> None:
     rows = []
     for name in names:
         result = run(name, given.steps)
-        before, after = result.eval_before["test"], result.eval_after["test"]
+        before, after = result.eval_before["eval"], result.eval_after["eval"]
         case = f"{name}, {given.steps} steps, {result.seconds:.0f} s"
         rows.append(
             Row(case, "held-out reward", after, "before training", before, target=WANTED_RATIO)
