@@ -9,8 +9,8 @@ would see of other rows, and gives flash attention the bounds of each. Layers th
 (linear attention, state space) do so only with kernels made for it, so whether packing is exact is
 found out by comparison (`tuner.training.forward`).
 
-The mask is as large as the square of a pack, so packs for `sdpa` and `eager` are kept short. Flash
-attention needs none and costs what the rows cost one by one: it is what packing is for.
+With a mask attention costs the square of a pack, so packs for `sdpa` and `eager` are kept short.
+Flash attention needs none and costs what the rows cost one by one: it is what packing is for.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from tuner.engines.grammar import Grammars
 from tuner.training.batch import Row
 from tuner.training.head import OutputHead, body, causal_model, logprobs_in_parts
 from tuner.training.sampled import Sampled, TokenLogprobs
+from tuner.training.tree_cuts import PassCost
 
-MASKED_TOKENS = {"cpu": 2048, "cuda": 8192}
-"""Tokens of a pack whose attention takes a mask, by kind of device."""
+MASKED_TOKENS = 8192
+"""The longest pack whose attention takes a mask."""
 
 
 def packed_logprobs(
@@ -96,10 +97,16 @@ def _predicting(rows: Sequence[Row]) -> Tensor:
 
 
 def pack_tokens(model: PreTrainedModel) -> int | None:
-    """The longest pack that is worth its mask, None where attention takes none."""
+    """The longest pack that is worth its mask, None where attention takes none.
+
+    On a CPU that is where a token costs least: the cost of a pass is spread over more of them, and
+    each is compared with more others.
+    """
     if model.config._attn_implementation not in ("sdpa", "eager"):
         return None
-    return MASKED_TOKENS[model.device.type]
+    if model.device.type != "cpu":
+        return MASKED_TOKENS
+    return min(MASKED_TOKENS, PassCost.of(model, dense=True).cheapest_tokens())
 
 
 def packs(rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
