@@ -2,7 +2,7 @@
 
 An update is everything from a batch with rewards to new weights: advantages, log-probs, gradients,
 clipping, AdamW; PPO clip, token mean, no KL. Tree and padded rows are the same `PolicyTrainer` with
-`token_tree` on and off, on the same rows in the same run. The floor is what any training costs: the
+layouts tree and padded, on the same rows in the same run. The floor is what any training costs: the
 model's own forward pass with `labels`, and backward, over as many tokens as are distinct, in rows
 of about the length of a rollout; no optimizer, no advantages. TRL (single turn, one row per
 completion) gets the same rows in the shape of its own generation's output; its loss
@@ -32,6 +32,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from tuner.engines.base import SamplingParams
 from tuner.traces import RolloutId, TokenTree
 from tuner.training import Batch, PolicyTrainer, Row, TrainerSettings
+from tuner.training.settings import Layout
 
 VOCABULARY = 397
 MAX_TOKENS = 16_384
@@ -110,11 +111,11 @@ def make_batch(case: Case) -> Batch:
     )
 
 
-def ours(batch: Batch, *, token_tree: bool) -> Callable[[], object]:
+def ours(batch: Batch, *, layout: Layout) -> Callable[[], object]:
     settings = TrainerSettings(
         total_steps=1000,
         kl="none",
-        token_tree=token_tree,
+        layout=layout,
         max_tokens_per_micro_batch=MAX_TOKENS,
     )
     trainer = PolicyTrainer(make_model(), settings)
@@ -214,8 +215,8 @@ def main() -> None:
         batch = make_batch(case)
         unique = TokenTree.build(batch.rows).unique_tokens
         works = {
-            "tree": ours(batch, token_tree=True),
-            "padded": ours(batch, token_tree=False),
+            "tree": ours(batch, layout="tree"),
+            "padded": ours(batch, layout="padded"),
             "plain": plain(batch, case),
         }
         if case.turns == 1 and not arguments.no_trl:

@@ -13,7 +13,9 @@ from torch import Tensor
 from transformers import (
     BloomConfig,
     Gemma3TextConfig,
+    Llama4TextConfig,
     LlamaConfig,
+    Mamba2Config,
     MambaConfig,
     MistralConfig,
     PreTrainedModel,
@@ -67,6 +69,25 @@ CONFIGS = {
     ),
     "mamba": lambda: MambaConfig(
         vocab_size=VOCABULARY, hidden_size=32, state_size=4, num_hidden_layers=2
+    ),
+    "mamba2": lambda: Mamba2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        state_size=4,
+        num_hidden_layers=2,
+        num_heads=4,
+        head_dim=16,
+        n_groups=1,
+        chunk_size=8,
+    ),
+    "llama4": lambda: Llama4TextConfig(
+        **_SMALL,
+        head_dim=8,
+        attention_chunk_size=6,
+        intermediate_size_mlp=64,
+        num_local_experts=2,
+        interleave_moe_layer_step=2,
+        no_rope_layers=[1, 0],
     ),
     "bloom": lambda: BloomConfig(
         vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.2

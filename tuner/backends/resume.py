@@ -29,6 +29,7 @@ MAY_CHANGE = (
     "trainer.max_token_len_per_gpu",
     "trainer.save_interval",
     "tuner.device",
+    "tuner.layout",
     "tuner.max_slots",
     "tuner.signal_patience",
 )

@@ -147,7 +147,7 @@ def trainer_settings(
             else (extras.rejection_low, extras.rejection_high)
         ),
         max_tokens_per_micro_batch=max_tokens_per_micro_batch,
-        token_tree=config.tuner.token_tree,
+        layout=config.tuner.layout,
         # What the algorithm does not read is null there, and of no effect here.
         **_given(
             epsilon=advantage.epsilon,

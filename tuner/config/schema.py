@@ -131,10 +131,12 @@ class TunerSection(Section):
         description="Earlier reasoning that the chat template or the agent leaves out of a prompt: "
         "leave it out (`template`), or put it back as it was sampled (`keep`).",
     )
-    token_tree: bool = Field(
-        default=True,
-        description="Train each distinct token of a micro-batch once, where the model can be "
-        "computed so. It changes memory and speed, not the gradient.",
+    layout: Literal["tree", "packed", "padded"] = Field(
+        default="tree",
+        description="Train each distinct token of a micro-batch once (`tree`), or one row per "
+        "call: rows one after another (`packed`) or side by side (`padded`). A model that cannot "
+        "be computed so takes the next one, and the log says why. It changes memory and speed, "
+        "not the gradient.",
     )
     auxiliary_models: dict[str, RemoteModel] = Field(
         default_factory=dict,

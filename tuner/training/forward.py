@@ -1,9 +1,9 @@
-"""How a model's log-probs are computed: on the token tree of the rows, or on padded rows."""
+"""How a model's log-probs are computed: on the token tree of the rows, packed or padded rows."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,10 +14,13 @@ from tuner.engines.base import SamplingParams
 from tuner.engines.grammar import Grammars
 from tuner.engines.layer_kinds import layer_windows
 from tuner.training.batch import Row, micro_batches
+from tuner.training.head import causal_model
 from tuner.training.logprobs import completion_logprobs
+from tuner.training.packed_forward import pack_tokens, packed_logprobs, packs
 from tuner.training.sampled import TokenLogprobs
+from tuner.training.settings import Layout
 from tuner.training.tree_cuts import PassCost, tree_cuts
-from tuner.training.tree_forward import causal_model, tree_logprobs
+from tuner.training.tree_forward import tree_logprobs
 
 _log = logging.getLogger(__name__)
 
@@ -29,43 +32,76 @@ class Forward:
     """Log-probs of rows, and how rows are cut into micro-batches for it.
 
     Attributes:
-        windows: For each kind of layer its window, where rows become a token tree; None where they
-            are padded.
-        cost: Of one pass over a tree.
+        layout: In which rows are computed.
         grammars: With which calls that were held to a form are replayed.
+        windows: Of a tree: for each kind of layer its window.
+        cost: Of one pass over a tree.
+        pack_tokens: The longest pack, where attention bounds it.
+        in_parts: Whether the logits of padded rows are made in parts.
     """
 
-    windows: dict[str, int | None] | None
-    cost: PassCost | None
-    grammars: Grammars | None
+    layout: Layout
+    grammars: Grammars | None = None
+    windows: dict[str, int | None] | None = None
+    cost: PassCost | None = None
+    pack_tokens: int | None = None
+    in_parts: bool = False
 
     @staticmethod
-    def of(model: nn.Module, grammars: Grammars | None, *, token_tree: bool = True) -> Forward:
-        """The token tree if `model` can be computed on it, else padded rows, and the log says why.
+    def of(model: nn.Module, grammars: Grammars | None, *, layout: Layout = "tree") -> Forward:
+        """`layout` if `model` can be computed on it exactly, else the next of token tree, packed
+        rows and padded rows that it can; and the log says which and why.
 
-        Args:
-            token_tree: False for padded rows in any case.
+        Each is compared with one row per call on a few tokens, so that this is measured.
         """
-        if not token_tree:
-            return Forward(None, None, grammars)
-        windows = _tree_windows(model)
-        if isinstance(windows, str):
-            _log.warning(
-                "training computes one padded row per call instead of each distinct token once, "
-                "because the model cannot be computed on a token tree: %s",
-                windows,
+        not_tree = not_packed = None
+        if layout == "tree":
+            windows = _tree_windows(model)
+            if not isinstance(windows, str):
+                causal = causal_model(model)
+                dense = causal.config._attn_implementation != "sdpa"
+                cost = PassCost.of(causal, dense=dense)
+                return Forward("tree", grammars, windows=windows, cost=cost)
+            not_tree = f"the model cannot be computed on a token tree: {windows}"
+        if layout != "padded":
+            not_packed = _inexact(
+                model, lambda rows: packed_logprobs(model, rows, with_entropy=False)
             )
-            return Forward(None, None, grammars)
-        causal = causal_model(model)
-        dense = causal.config._attn_implementation != "sdpa"
-        return Forward(windows, PassCost.of(causal, dense=dense), grammars)
+            if not_packed is None:
+                if not_tree is not None:
+                    _log.warning(
+                        "training computes packed rows, one per call, instead of each distinct "
+                        "token once, because %s",
+                        not_tree,
+                    )
+                return Forward("packed", grammars, pack_tokens=pack_tokens(causal_model(model)))
+            not_packed = f"packed rows would not be exact: {not_packed}"
+            _log.warning(
+                "training computes padded rows, one per call, because %s",
+                "; and ".join(filter(None, (not_tree, not_packed))),
+            )
+        not_in_parts = _inexact(
+            model,
+            lambda rows: completion_logprobs(
+                model, rows, pad_id=0, with_entropy=False, in_parts=True
+            ),
+        )
+        if not_in_parts is not None:
+            _log.warning(
+                "training makes the logits of all tokens of a micro-batch at once, because making "
+                "them in parts would not be exact: %s",
+                not_in_parts,
+            )
+        return Forward("padded", grammars, in_parts=not_in_parts is None)
 
     def micro_batches(self, rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
-        """Cut row indices into what one pass computes: at most `max_tokens` tokens of a tree, or
-        of padded rows. A row longer than that is a micro-batch of its own."""
-        if self.cost is None:
-            return micro_batches(rows, max_tokens)
-        return tree_cuts(rows, max_tokens, self.cost)
+        """Cut row indices into what one pass computes: at most `max_tokens` tokens of a tree, of
+        packed or of padded rows. A row longer than that is a micro-batch of its own."""
+        if self.layout == "tree" and self.cost is not None:
+            return tree_cuts(rows, max_tokens, self.cost)
+        if self.layout == "packed":
+            return packs(rows, min(max_tokens, self.pack_tokens or max_tokens))
+        return micro_batches(rows, max_tokens)
 
     def logprobs(
         self, model: nn.Module, rows: Sequence[Row], *, with_entropy: bool
@@ -80,12 +116,19 @@ class Forward:
             TrainingError: A row has a grammar, and there are no `grammars` to replay it with.
             GrammarError: A row's completion does not follow its grammar.
         """
-        if self.windows is None:
-            return completion_logprobs(
-                model, rows, pad_id=0, with_entropy=with_entropy, grammars=self.grammars
+        if self.layout == "tree" and self.windows is not None:
+            return tree_logprobs(
+                model, rows, windows=self.windows, with_entropy=with_entropy, grammars=self.grammars
             )
-        return tree_logprobs(
-            model, rows, windows=self.windows, with_entropy=with_entropy, grammars=self.grammars
+        if self.layout == "packed":
+            return packed_logprobs(model, rows, with_entropy=with_entropy, grammars=self.grammars)
+        return completion_logprobs(
+            model,
+            rows,
+            pad_id=0,
+            with_entropy=with_entropy,
+            grammars=self.grammars,
+            in_parts=self.in_parts,
         )
 
 
@@ -103,15 +146,19 @@ def _tree_windows(model: nn.Module) -> dict[str, int | None] | str:
             f"attn_implementation is {attention!r}, which takes no mask; load the model with "
             "attn_implementation='sdpa'"
         )
-    return _difference(model, windows) or windows
+    found = _inexact(
+        model, lambda rows: tree_logprobs(model, rows, windows=windows, with_entropy=False)
+    )
+    return found or windows
 
 
 @torch.no_grad()
-def _difference(model: nn.Module, windows: dict[str, int | None]) -> str | None:
-    """Compare a small tree with its rows; None if they agree, else what differs.
+def _inexact(model: nn.Module, layout: Callable[[list[Row]], TokenLogprobs]) -> str | None:
+    """Compare a layout of a few rows with one row per pass; None if they agree, else what differs.
 
     For models whose code does something of its own with positions, masks or logits (ALiBi, for
-    example) and does not say so in its configuration.
+    example) or carries a state from one packed row to the next, and does not say so in its
+    configuration.
     """
     dtype = next(model.parameters()).dtype
     rows = [
@@ -119,10 +166,12 @@ def _difference(model: nn.Module, windows: dict[str, int | None]) -> str | None:
         for i, (prompt, completion) in enumerate(_PROBE)
     ]
     try:
-        found = tree_logprobs(model, rows, windows=windows, with_entropy=False).logp_T
-    except Exception as error:  # whatever a model's own code makes of the mask
-        return f"its forward pass does not take one ({type(error).__name__}: {error})"
-    wanted = completion_logprobs(model, rows, pad_id=0, with_entropy=False).logp_T
+        found = layout(rows).logp_T
+    except Exception as error:  # whatever a model's own code makes of masks and positions
+        return f"its forward pass does not take them ({type(error).__name__}: {error})"
+    wanted = torch.cat(
+        [completion_logprobs(model, [row], pad_id=0, with_entropy=False).logp_T for row in rows]
+    )
     allowed = 1e-3 if dtype in (torch.float32, torch.float64) else 0.25
     difference = float((found - wanted).abs().max())
     # Written so that NaN counts as a difference.

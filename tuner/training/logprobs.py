@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tuner.engines.grammar import Grammars
 from tuner.training.batch import Row
+from tuner.training.head import OutputHead, body, causal_model, logprobs_in_parts
 from tuner.training.sampled import Sampled, TokenLogprobs
 
 
@@ -19,6 +21,7 @@ def completion_logprobs(
     pad_id: int,
     with_entropy: bool,
     grammars: Grammars | None = None,
+    in_parts: bool = False,
 ) -> TokenLogprobs:
     """Log-probs of every completion token of `rows`, of the distribution that was sampled.
 
@@ -30,6 +33,8 @@ def completion_logprobs(
         pad_id: Any valid token id.
         with_entropy: Keep the graph of the entropy (else it is detached, for metrics only).
         grammars: The engine's; needed where a row was sampled within a grammar.
+        in_parts: Make the logits of some tokens at a time, with `OutputHead` in place of what the
+            model's own `forward` does.
 
     Returns:
         T = total completion tokens, float32 at least.
@@ -51,6 +56,13 @@ def completion_logprobs(
     rows_T = torch.cat(row_T).to(device)
     predicts_T = torch.cat(position_T).to(device)
     ids_BS = ids_BS.to(device)
+    if in_parts:
+        causal = causal_model(model)
+        head = OutputHead(causal)
+        output: Any = body(causal)(input_ids=ids_BS, use_cache=False)
+        hidden_TD: Tensor = output.last_hidden_state[rows_T, predicts_T]
+        sampled = Sampled.of(rows, head.vocabulary, device, grammars)
+        return logprobs_in_parts(head, hidden_TD, sampled, with_entropy=with_entropy)
     first = int(predicts_T.min())
     # Only the positions from the first completion on need logits; a model that does not know
     # `logits_to_keep` returns all of them.

@@ -18,6 +18,7 @@ from tuner.algorithms.table import (
 from tuner.training.schedule import Scheduler
 
 Proximal = Literal["auto", "recorded", "recompute", "loglinear"]
+Layout = Literal["tree", "packed", "padded"]
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,11 @@ class TrainerSettings:
 
     Attributes:
         total_steps: Length of the learning-rate schedule in steps.
-        max_tokens_per_micro_batch: Tokens that one forward pass holds, of a token tree or of
-            padded rows; a matter of memory and speed, not of the result.
-        token_tree: Compute each distinct token of a micro-batch once, where the model can be
-            computed so; False pads one row per call. The result is the same.
+        max_tokens_per_micro_batch: Tokens that one forward pass holds, of a token tree, of packed
+            or of padded rows; a matter of memory and speed, not of the result.
+        layout: Compute each distinct token of a micro-batch once (`tree`), or one row per call,
+            rows one after another (`packed`) or side by side (`padded`). A model that cannot be
+            computed so takes the next one. The result is the same.
         std_threshold: Groups whose rewards' standard deviation is at or below it get advantage 0.
         kl_penalty: Estimate of KL(policy || reference) that is taken off the rewards.
         aggregation: What each token weighs (`tuner.algorithms.aggregation`).
@@ -80,7 +82,7 @@ class TrainerSettings:
     importance_cap: float | None = 2.0
     rejection: tuple[float, float] | None = None
     max_tokens_per_micro_batch: int = 16384
-    token_tree: bool = True
+    layout: Layout = "tree"
 
     @property
     def uses_reference(self) -> bool:

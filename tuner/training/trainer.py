@@ -97,7 +97,7 @@ class PolicyTrainer:
         self.settings = settings
         self.step = 0
         self._alarmed = False
-        self._forward = Forward.of(model, grammars, token_tree=settings.token_tree)
+        self._forward = Forward.of(model, grammars, layout=settings.layout)
         self.reference: nn.Module | None = None
         if settings.uses_reference:
             self.reference = (reference or copy.deepcopy(model)).eval().requires_grad_(False)

@@ -13,6 +13,7 @@ The cuts that cost least are found by dynamic programming over the sorted rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -57,6 +58,10 @@ class PassCost:
     def __call__(self, tokens: int, pairs: int) -> float:
         """One pass over a tree of so many nodes, with so many pairs of a node and its ancestor."""
         return _PASS_TOKENS + tokens + self.pair * (tokens**2 if self.dense else pairs)
+
+    def cheapest_tokens(self) -> int:
+        """At how many tokens of a dense pass one of them costs least."""
+        return max(1, round(math.sqrt(_PASS_TOKENS / self.pair)))
 
 
 def tree_cuts(rows: Sequence[HasIds], max_tokens: int, cost: PassCost) -> list[list[int]]:

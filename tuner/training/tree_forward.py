@@ -8,8 +8,7 @@ it, so only these nodes' hidden states meet the vocabulary:
                                                    rows of logits             of 3, 5 and 6
 
 Tokens that are the same node sampled with the same settings share one row of logits, and each call
-still has its own log-prob. Logits are made for some tokens at a time and made again in the backward
-pass, so memory does not grow with vocabulary x tokens.
+still has its own log-prob.
 """
 
 from __future__ import annotations
@@ -20,17 +19,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from tuner.engines.grammar import Grammars
 from tuner.traces.tree import IntArray, TokenTree
 from tuner.training.batch import Row
+from tuner.training.head import OutputHead, body, causal_model, logprobs_in_parts
 from tuner.training.sampled import Sampled, TokenLogprobs
 from tuner.training.tree_attention import TreeAttention
-
-LOGITS = {"cpu": 1 << 23, "cuda": 1 << 27}
-"""Logits that are in memory at once, by kind of device."""
 
 
 def tree_logprobs(
@@ -67,16 +63,9 @@ def tree_logprobs(
         torch.from_numpy(first_U).to(device)
     )
     predicts_U = torch.from_numpy(tree.parent[tree.completion_node[first_U]]).to(device)
-    distinct = _in_chunks(head, hidden_ND[predicts_U], sampled_U, with_entropy=with_entropy)
+    distinct = logprobs_in_parts(head, hidden_ND[predicts_U], sampled_U, with_entropy=with_entropy)
     back_T = torch.from_numpy(of_T).to(device)
     return TokenLogprobs(distinct.logp_T[back_T], distinct.entropy_T[back_T])
-
-
-def causal_model(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside one that is wrapped for LoRA, or the model itself."""
-    inner: Any = model
-    found: PreTrainedModel = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
-    return found
 
 
 def _hidden(
@@ -88,7 +77,7 @@ def _hidden(
     masks = {
         kind: one.dense(model.dtype) if dense else one.mask() for kind, one in attention.items()
     }
-    output: Any = model.base_model(
+    output: Any = body(model)(
         input_ids=torch.from_numpy(tree.token).to(device)[None],
         position_ids=torch.from_numpy(tree.depth).to(device)[None],
         # Models with one kind of layer take a tensor, those with several a dict.
@@ -119,53 +108,3 @@ def _distinct(tree: TokenTree, rows: Sequence[Row]) -> tuple[IntArray, IntArray]
         tree.completion_node * len(kinds) + kind_T, return_index=True, return_inverse=True
     )
     return first_U, of_T
-
-
-class OutputHead:
-    """From a causal LM's last hidden states to its logits, as its own `forward` does it.
-
-    That is its output embedding, and what some models do to the logits behind it: Gemma's
-    `final_logit_softcapping`, Granite's `logits_scaling`, Cohere's `logit_scale`. Whether a model
-    does anything else is found out by comparison (`tuner.training.forward`).
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._project: Any = model.get_output_embeddings()
-        self.vocabulary = int(self._project.weight.shape[0])
-        config = model.config.get_text_config(decoder=True)
-        self._cap = getattr(config, "final_logit_softcapping", None)
-        self._factor = getattr(config, "logit_scale", None) or 1.0
-        self._factor /= getattr(config, "logits_scaling", None) or 1.0
-
-    def __call__(self, hidden_TD: Tensor) -> Tensor:
-        """[T, D] -> [T, V]"""
-        logits_TV: Tensor = self._project(hidden_TD)
-        if self._factor != 1:
-            logits_TV = logits_TV * self._factor
-        if self._cap is not None:
-            logits_TV = torch.tanh(logits_TV / self._cap) * self._cap
-        return logits_TV
-
-
-def _in_chunks(
-    head: OutputHead, hidden_UD: Tensor, sampled: Sampled, *, with_entropy: bool
-) -> TokenLogprobs:
-    """Log-probs of U tokens; their logits are never all in memory, nor kept for the backward."""
-
-    def of_chunk(hidden_CD: Tensor, chunk: Sampled) -> tuple[Tensor, Tensor]:
-        found = chunk.logprobs(head(hidden_CD), with_entropy=with_entropy)
-        return found.logp_T, found.entropy_T
-
-    size = max(1, LOGITS[hidden_UD.device.type] // head.vocabulary)
-    if len(hidden_UD) <= size:
-        return TokenLogprobs(*of_chunk(hidden_UD, sampled))
-    parts = []
-    for start, hidden_CD in zip(range(0, len(hidden_UD), size), hidden_UD.split(size), strict=True):
-        chunk = sampled.take(slice(start, start + size))
-        parts.append(
-            checkpoint(of_chunk, hidden_CD, chunk, use_reentrant=False, preserve_rng_state=False)
-            if torch.is_grad_enabled()
-            else of_chunk(hidden_CD, chunk)
-        )
-    logp, entropy = zip(*parts, strict=True)
-    return TokenLogprobs(torch.cat(logp), torch.cat(entropy))

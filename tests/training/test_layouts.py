@@ -1,0 +1,203 @@
+"""Which layout a model is trained on: the one that was asked for where it is exact."""
+
+from __future__ import annotations
+
+import logging
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import modeling_flash_attention_utils as flash
+
+from tests.builders import call, trace
+from tests.engines.models import make_model, prompt
+from tests.training.exact import assert_same_gradient, gradient, row, seeded, small_parts
+from tuner.training import PolicyTrainer, TrainerSettings, build_batch
+from tuner.training.forward import Forward
+from tuner.training.packed_forward import packed_logprobs, packs
+
+
+def lines(caplog):
+    """What the choice of a layout has logged since."""
+    found = [r.getMessage() for r in caplog.records if r.name == "tuner.training.forward"]
+    caplog.clear()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "not_tree", "not_packed"),
+    [
+        ("qwen3_next", "keeps a state", "flash-linear-attention"),
+        ("mamba", "keeps a state", "log-probs would differ by"),
+        ("mamba2", "keeps a state", "log-probs would differ by"),
+        ("bloom", "differ by", "log-probs would differ by"),
+    ],
+)
+def test_a_model_that_carries_more_than_keys_from_row_to_row_trains_on_padded_rows(
+    kind, not_tree, not_packed, caplog
+):
+    batch = build_batch(
+        [
+            trace(0, i, [call(str(i), [1, 2, 3], [4, 5 + i], [-5.0, -5.0])], reward=float(i))
+            for i in (0, 1)
+        ]
+    )
+    weights = []
+    for layout in ("padded", "packed", "tree"):
+        model = make_model(kind)
+        with caplog.at_level(logging.WARNING, logger="tuner.training.forward"):
+            settings = TrainerSettings(total_steps=1, lr=1e-2, kl="none", layout=layout)
+            trainer = PolicyTrainer(model, settings)
+        said = lines(caplog)
+        assert len(said) == (0 if layout == "padded" else 1)
+        assert ("token tree" in " ".join(said)) == (layout == "tree")
+        if layout == "tree":
+            assert not_tree in said[0]
+        if layout != "padded":
+            assert "training computes padded rows" in said[0]
+            assert not_packed in said[0]
+        trainer.ppo_update(trainer.compute_advantages(batch))
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[0], weights[2])
+
+
+ROWS = [row(prompt(n), prompt(m, seed=n)) for n, m in ((3, 9), (12, 2), (1, 1), (20, 4), (7, 7))]
+
+
+def test_a_model_that_attends_in_chunks_trains_on_packed_rows(caplog):
+    model = make_model("llama4")
+    with caplog.at_level(logging.WARNING, logger="tuner.training.forward"):
+        assert Forward.of(model, None).layout == "packed"
+    (line,) = lines(caplog)
+    assert "packed rows" in line
+    assert "attends in chunks" in line
+    with small_parts():
+        cuts = [("packed", 1000), ("packed", 20), ("padded", 1000)]
+        assert_same_gradient(model, ROWS, cuts=cuts, tolerance=1e-5)
+
+
+def flash_stand_in(attended):
+    """What transformers takes from a flash attention library, with torch's kernels instead."""
+
+    def one(query, key, value, *, softmax_scale, sliding_window):
+        """[T, heads, width] each"""
+        attended.append(len(query))
+        groups = query.shape[1] // key.shape[1]
+        states = (query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
+        place = torch.arange(len(query))
+        behind = place[:, None] - place
+        mask = (behind >= 0) & (behind < (sliding_window or len(query)))
+        found = torch.nn.functional.scaled_dot_product_attention(
+            *(s.transpose(0, 1) for s in states), attn_mask=mask, scale=softmax_scale
+        )
+        return found.transpose(0, 1)
+
+    def padded(query, key, value, **options):
+        rows = zip(query, key, value, strict=True)
+        return torch.stack([one(*states, **options) for states in rows])
+
+    def varlen(query, key, value, *, cu_seqlens_q, cu_seqlens_k, **options):
+        assert torch.equal(cu_seqlens_q, cu_seqlens_k)
+        sizes = cu_seqlens_q.diff().tolist()
+        states = (s.split(sizes) for s in (query, key, value))
+        return torch.cat([one(*parts, **options) for parts in zip(*states, strict=True)])
+
+    def options(*, softmax_scale, sliding_window, **_):
+        return {"softmax_scale": softmax_scale, "sliding_window": sliding_window}
+
+    functions = (padded, varlen, None, None, None), (options, None)
+    return mock.patch.object(flash, "lazy_import_flash_attention", return_value=functions)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mistral"])
+def test_flash_attention_computes_packed_rows_one_by_one_and_without_a_bound(kind, caplog):
+    """transformers' own way to the library, up to its kernel."""
+    model, attended = make_model(kind), []
+    model.config._attn_implementation = "flash_attention_2"
+    with flash_stand_in(attended):
+        with caplog.at_level(logging.WARNING, logger="tuner.training.forward"):
+            forward = Forward.of(model, None)
+        (line,) = lines(caplog)
+        assert "attn_implementation is 'flash_attention_2', which takes no mask" in line
+        assert forward.layout == "packed"
+        assert len(forward.micro_batches([row([1] * 900, [2] * 100)] * 40, 50_000)) == 1
+        attended.clear()
+        with torch.no_grad():
+            forward.logprobs(model, ROWS, with_entropy=False)
+        assert attended == 2 * [len(one) for one in ROWS]  # two layers
+        assert_same_gradient(
+            model, ROWS, cuts=[("packed", 1000), ("packed", 20), ("padded", 9)], tolerance=1e-5
+        )
+
+
+def test_attention_with_a_mask_is_packed_where_a_token_costs_least():
+    """For a model of this size: 64 + N + c N^2 is least per token at N = (64 / c) ** 0.5."""
+    model = make_model("llama")
+    forward = Forward.of(model, None, layout="packed")
+    weights = (
+        sum(p.numel() for p in model.model.parameters()) - model.model.embed_tokens.weight.numel()
+    )
+    best = round((64 * weights / (2 * 2 * 4 * 8)) ** 0.5)
+    rows = [row([1] * 10, [2] * 5)] * 200
+    sizes = [sum(len(rows[i]) for i in cut) for cut in forward.micro_batches(rows, 100_000)]
+    assert best - 15 < max(sizes) <= best
+    assert [len(cut) for cut in forward.micro_batches(rows[:9], 30)] == [2, 2, 2, 2, 1]
+
+
+@settings(deadline=None)
+@given(lengths=st.lists(st.integers(2, 30), max_size=20), max_tokens=st.integers(1, 60))
+def test_every_row_is_in_one_pack_and_no_two_packs_would_fit_into_one(lengths, max_tokens):
+    rows = [row([1], [1] * (length - 1)) for length in lengths]
+    cuts = packs(rows, max_tokens)
+    assert sorted(i for cut in cuts for i in cut) == list(range(len(rows)))
+    sizes = [sum(lengths[i] for i in cut) for cut in cuts]
+    assert all(size <= max_tokens or len(cut) == 1 for size, cut in zip(sizes, cuts, strict=True))
+    assert all(a + b > max_tokens for i, a in enumerate(sizes) for b in sizes[:i])
+
+
+def test_packed_rows_are_not_padded_and_only_trained_positions_meet_the_vocabulary():
+    model = make_model("qwen3")
+    tokens, logits = [], []
+    model.model.layers[0].register_forward_pre_hook(
+        lambda module, inputs: tokens.append(inputs[0].shape[:2])
+    )
+    model.get_output_embeddings().register_forward_hook(
+        lambda module, inputs, output: logits.append(output.shape[:-1].numel())
+    )
+    with torch.no_grad():
+        packed_logprobs(model, ROWS, with_entropy=False)
+    assert tokens == [(1, sum(map(len, ROWS)))]
+    assert logits == [sum(len(one.completion_ids) for one in ROWS)]
+
+
+def test_a_head_that_would_be_computed_differently_is_found_in_every_layout(caplog):
+    model = make_model("qwen3")
+    forward = model.forward
+
+    def louder(*arguments, **options):
+        output = forward(*arguments, **options)
+        output.logits = output.logits * 2
+        return output
+
+    model.forward = louder
+    with caplog.at_level(logging.WARNING, logger="tuner.training.forward"):
+        found = Forward.of(model, None)
+    assert found.layout == "padded"
+    assert "logits of all tokens of a micro-batch at once" in lines(caplog)[-1]
+    twice = found.logprobs(model, ROWS, with_entropy=True)
+    weights = torch.randn(len(twice.logp_T), generator=seeded(0))
+    (twice.logp_T * weights).sum().backward()
+    wanted = gradient(model)
+    model.zero_grad()
+    one_by_one = [louder(input_ids=torch.tensor([r.prompt_ids + r.completion_ids])) for r in ROWS]
+    logp = [
+        output.logits[0, len(r.prompt_ids) - 1 : -1]
+        .log_softmax(-1)
+        .gather(1, torch.tensor(r.completion_ids)[:, None])[:, 0]
+        for r, output in zip(ROWS, one_by_one, strict=True)
+    ]
+    (torch.cat(logp) * weights).sum().backward()
+    assert (gradient(model) - wanted).norm() < 1e-5 * wanted.norm()

@@ -1,0 +1,87 @@
+"""What an update needs beyond parameters, gradients and optimizer state, in every layout."""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tests.builders import call, trace
+from tests.engines.models import prompt
+from tuner.training import PolicyTrainer, TrainerSettings, build_batch, head
+
+WIDTH = 8
+LAYOUTS = ["tree", "packed", "padded"]
+
+
+def trainer_of(layout, vocabulary):
+    """With everything in the loss that needs logits: policy, KL to the reference, entropy."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=WIDTH,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=8,
+        tie_word_embeddings=True,
+    )
+    settings = TrainerSettings(total_steps=1, kl_coef=0.1, entropy_coef=0.01, layout=layout)
+    trainer = PolicyTrainer(Qwen3ForCausalLM(config), settings)
+    assert trainer._forward.layout == layout
+    return trainer
+
+
+def batch_of(context, trained):
+    return build_batch(
+        [
+            trace(
+                0,
+                i,
+                [call(str(i), prompt(context), prompt(trained, seed=1 + i), [-9.0] * trained)],
+                reward=float(i),
+            )
+            for i in (0, 1)
+        ]
+    )
+
+
+def update(trainer, batch):
+    trainer.ppo_update(trainer.compute_ref_logp(trainer.compute_advantages(batch)))
+
+
+def peak_bytes(layout, vocabulary):
+    """Most bytes alive at once in an update of 300 trained tokens, beyond what was there before
+    and all that has the size of the embedding: its gradient, what is added to it, AdamW's."""
+    trainer, batch = trainer_of(layout, vocabulary), batch_of(10, 150)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        update(trainer, batch)
+    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        if abs(event.nbytes()) != 4 * vocabulary * WIDTH:
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_peak_memory_grows_by_less_than_a_tenth_from_8k_to_152k_tokens_of_vocabulary(layout):
+    with mock.patch.dict(head.LOGITS, cpu=1 << 20):
+        assert peak_bytes(layout, 151_936) < 1.1 * peak_bytes(layout, 8_192)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_five_times_the_context_adds_no_logits_to_an_update(layout):
+    def logits(context):
+        trainer, counts = trainer_of(layout, 512), []
+        for model in (trainer.model, trainer.reference):
+            model.get_output_embeddings().register_forward_hook(
+                lambda module, inputs, output: counts.append(output.shape[:-1].numel())
+            )
+        update(trainer, batch_of(context, 30))
+        return sum(counts)
+
+    assert logits(100) == logits(20) == 2 * 2 * 30
