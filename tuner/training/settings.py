@@ -15,6 +15,7 @@ from tuner.algorithms.table import (
     RatioTo,
     StdLevel,
 )
+from tuner.training.optimizer import OptimizerState
 from tuner.training.schedule import Scheduler
 
 Proximal = Literal["auto", "recorded", "recompute", "loglinear"]
@@ -32,6 +33,8 @@ class TrainerSettings:
             padded rows; a matter of memory and speed, not of the result.
         token_tree: Compute each distinct token of a micro-batch once, where the model can be
             computed so; False pads one row per call. The result is the same.
+        optimizer_state: Precision of the optimizer's moments.
+        optimizer_offload: The optimizer's state in main memory.
         std_threshold: Groups whose rewards' standard deviation is at or below it get advantage 0.
         kl_penalty: Estimate of KL(policy || reference) that is taken off the rewards.
         aggregation: What each token weighs (`tuner.algorithms.aggregation`).
@@ -81,6 +84,8 @@ class TrainerSettings:
     rejection: tuple[float, float] | None = None
     max_tokens_per_micro_batch: int = 16384
     token_tree: bool = True
+    optimizer_state: OptimizerState = "float32"
+    optimizer_offload: bool = False
 
     @property
     def uses_reference(self) -> bool:

@@ -34,6 +34,7 @@ from tuner.training.advantages import row_advantages
 from tuner.training.batch import Batch, Row
 from tuner.training.forward import Forward
 from tuner.training.loss import Tokens, micro_batch_loss
+from tuner.training.optimizer import make_optimizer
 from tuner.training.schedule import lr_factor
 from tuner.training.settings import TrainerSettings
 
@@ -101,11 +102,13 @@ class PolicyTrainer:
         self.reference: nn.Module | None = None
         if settings.uses_reference:
             self.reference = (reference or copy.deepcopy(model)).eval().requires_grad_(False)
-        self.optimizer = torch.optim.AdamW(
-            [parameter for parameter in model.parameters() if parameter.requires_grad],
+        self.optimizer = make_optimizer(
+            model.parameters(),
             lr=settings.lr,
             betas=settings.betas,
             weight_decay=settings.weight_decay,
+            state=settings.optimizer_state,
+            offload=settings.optimizer_offload,
         )
         self._set_lr()
 
@@ -196,7 +199,7 @@ class PolicyTrainer:
 
     def _update(self, scored: ScoredBatch, proximal: tuple[Tensor, ...] | None) -> dict[str, float]:
         settings, batch = self.settings, scored.batch
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         weights_N = row_weights(
             settings.aggregation,
             torch.tensor([len(row.completion_ids) for row in batch.rows]),
@@ -213,7 +216,7 @@ class PolicyTrainer:
             for name, value in (parts | means).items():
                 totals[name] = totals[name] + value if name in totals else value
             largest.append((tokens.logp_T.detach() - tokens.recorded_T).abs().max())
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), settings.grad_clip)
+        norm = self.optimizer.clip_grad_norm(settings.grad_clip)
         metrics = {name: float(value) for name, value in totals.items()}
         # (sum w)^2 / (T sum w^2) over T tokens, from the means of w and w^2.
         metrics["effective_sample_size"] = metrics.pop("importance") ** 2 / metrics.pop(
@@ -222,13 +225,13 @@ class PolicyTrainer:
         metrics |= {"grad_norm": float(norm), "lr": self.lr}
         metrics["logprob_mismatch_max"] = float(torch.stack(largest).max())
         if not (torch.isfinite(norm) and torch.isfinite(torch.tensor(metrics["loss"]))):
-            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad()
             raise TrainingError(
                 f"step {self.step + 1}: loss {metrics['loss']} with gradient norm {float(norm)} is "
                 "not finite; lower algorithm.optimizer.lr or trainer.grad_clip"
             )
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         return metrics
 
     def _tokens(
@@ -306,11 +309,18 @@ class PolicyTrainer:
         await engine.update_weights(self.step)
 
     def save(self, path: Path) -> None:
-        """Write the optimizer's state and the step to `path` (the weights are saved apart)."""
+        """Write the optimizer's state and the step to `path` (the weights are saved apart).
+
+        Masters are part of that state: weights of lower precision are theirs, rounded.
+        """
         torch.save({"optimizer": self.optimizer.state_dict(), "step": self.step}, path)
 
     def load(self, path: Path) -> None:
-        """Restore what `save` wrote. The learning rate follows the current settings."""
+        """Restore what `save` wrote. The learning rate follows the current settings.
+
+        Raises:
+            TrainingError: It belongs to other weights than the model's.
+        """
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = int(state["step"])
