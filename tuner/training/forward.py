@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from tuner.engines.base import SamplingParams
 from tuner.engines.grammar import Grammars
 from tuner.engines.layer_kinds import layer_windows
 from tuner.training.batch import Row, micro_batches
+from tuner.training.checkpointing import check_checkpointing, checkpointed_layers
 from tuner.training.logprobs import completion_logprobs
 from tuner.training.sampled import TokenLogprobs
 from tuner.training.tree_cuts import PassCost, tree_cuts
@@ -33,21 +35,35 @@ class Forward:
             are padded.
         cost: Of one pass over a tree.
         grammars: With which calls that were held to a form are replayed.
+        checkpointing: Whether a pass with a gradient keeps only the inputs of the layers.
     """
 
     windows: dict[str, int | None] | None
     cost: PassCost | None
     grammars: Grammars | None
+    checkpointing: bool = False
 
     @staticmethod
-    def of(model: nn.Module, grammars: Grammars | None, *, token_tree: bool = True) -> Forward:
+    def of(
+        model: nn.Module,
+        grammars: Grammars | None,
+        *,
+        token_tree: bool = True,
+        checkpointing: bool = False,
+    ) -> Forward:
         """The token tree if `model` can be computed on it, else padded rows, and the log says why.
 
         Args:
             token_tree: False for padded rows in any case.
+            checkpointing: Activation checkpointing.
+
+        Raises:
+            ConfigError: `checkpointing`, and the model has no layers for it.
         """
+        if checkpointing:
+            check_checkpointing(model)
         if not token_tree:
-            return Forward(None, None, grammars)
+            return Forward(None, None, grammars, checkpointing)
         windows = _tree_windows(model)
         if isinstance(windows, str):
             _log.warning(
@@ -55,10 +71,10 @@ class Forward:
                 "because the model cannot be computed on a token tree: %s",
                 windows,
             )
-            return Forward(None, None, grammars)
+            return Forward(None, None, grammars, checkpointing)
         causal = causal_model(model)
         dense = causal.config._attn_implementation != "sdpa"
-        return Forward(windows, PassCost.of(causal, dense=dense), grammars)
+        return Forward(windows, PassCost.of(causal, dense=dense), grammars, checkpointing)
 
     def micro_batches(self, rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
         """Cut row indices into what one pass computes: at most `max_tokens` tokens of a tree, or
@@ -80,13 +96,12 @@ class Forward:
             TrainingError: A row has a grammar, and there are no `grammars` to replay it with.
             GrammarError: A row's completion does not follow its grammar.
         """
-        if self.windows is None:
-            return completion_logprobs(
-                model, rows, pad_id=0, with_entropy=with_entropy, grammars=self.grammars
-            )
-        return tree_logprobs(
-            model, rows, windows=self.windows, with_entropy=with_entropy, grammars=self.grammars
-        )
+        settings: Any = {"with_entropy": with_entropy, "grammars": self.grammars}
+        enabled = self.checkpointing and torch.is_grad_enabled()
+        with checkpointed_layers(model, enabled=enabled):
+            if self.windows is None:
+                return completion_logprobs(model, rows, pad_id=0, **settings)
+            return tree_logprobs(model, rows, windows=self.windows, **settings)
 
 
 def _tree_windows(model: nn.Module) -> dict[str, int | None] | str:

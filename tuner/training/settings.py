@@ -33,6 +33,7 @@ class TrainerSettings:
             padded rows; a matter of memory and speed, not of the result.
         token_tree: Compute each distinct token of a micro-batch once, where the model can be
             computed so; False pads one row per call. The result is the same.
+        activation_checkpointing: Keep only the inputs of the layers for the backward pass.
         optimizer_state: Precision of the optimizer's moments.
         optimizer_offload: The optimizer's state in main memory.
         std_threshold: Groups whose rewards' standard deviation is at or below it get advantage 0.
@@ -84,6 +85,7 @@ class TrainerSettings:
     rejection: tuple[float, float] | None = None
     max_tokens_per_micro_batch: int = 16384
     token_tree: bool = True
+    activation_checkpointing: bool = False
     optimizer_state: OptimizerState = "float32"
     optimizer_offload: bool = False
 

@@ -98,7 +98,12 @@ class PolicyTrainer:
         self.settings = settings
         self.step = 0
         self._alarmed = False
-        self._forward = Forward.of(model, grammars, token_tree=settings.token_tree)
+        self._forward = Forward.of(
+            model,
+            grammars,
+            token_tree=settings.token_tree,
+            checkpointing=settings.activation_checkpointing,
+        )
         self.reference: nn.Module | None = None
         if settings.uses_reference:
             self.reference = (reference or copy.deepcopy(model)).eval().requires_grad_(False)
