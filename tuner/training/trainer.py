@@ -19,17 +19,21 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from tuner.algorithms import row_weights
 from tuner.engines.base import Engine
 from tuner.engines.grammar import Grammars
+from tuner.engines.transfer import to_device
 from tuner.errors import TrainingError
+from tuner.traces.tree import IntArray
 from tuner.training.advantages import row_advantages
 from tuner.training.batch import Batch, Row
 from tuner.training.forward import Forward
@@ -222,18 +226,21 @@ class PolicyTrainer:
                 totals[name] = totals[name] + value if name in totals else value
             largest.append((tokens.logp_T.detach() - tokens.recorded_T).abs().max())
         norm = self.optimizer.clip_grad_norm(settings.grad_clip)
-        metrics = {name: float(value) for name, value in totals.items()}
+        # The one place of an update where Python waits for the device.
+        totals |= {"grad_norm": norm, "logprob_mismatch_max": torch.stack(largest).max()}
+        found = torch.stack([value.double() for value in totals.values()]).tolist()
+        metrics = dict(zip(totals, found, strict=True))
         # (sum w)^2 / (T sum w^2) over T tokens, from the means of w and w^2.
         metrics["effective_sample_size"] = metrics.pop("importance") ** 2 / metrics.pop(
             "importance_squared"
         )
-        metrics |= {"grad_norm": float(norm), "lr": self.lr}
-        metrics["logprob_mismatch_max"] = float(torch.stack(largest).max())
-        if not (torch.isfinite(norm) and torch.isfinite(torch.tensor(metrics["loss"]))):
+        metrics["lr"] = self.lr
+        if not (math.isfinite(metrics["grad_norm"]) and math.isfinite(metrics["loss"])):
             self.optimizer.zero_grad()
             raise TrainingError(
-                f"step {self.step + 1}: loss {metrics['loss']} with gradient norm {float(norm)} is "
-                "not finite; lower algorithm.optimizer.lr or trainer.grad_clip"
+                f"step {self.step + 1}: loss {metrics['loss']} with gradient norm "
+                f"{metrics['grad_norm']} is not finite; lower algorithm.optimizer.lr or "
+                "trainer.grad_clip"
             )
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -252,24 +259,26 @@ class PolicyTrainer:
         current = self._forward.logprobs(
             self.model, rows, with_entropy=self.settings.entropy_coef != 0
         )
-        logp_T = current.logp_T
-        lengths = torch.tensor([len(row.completion_ids) for row in rows])
+        logp_T, device = current.logp_T, current.logp_T.device
+        lengths = [len(row.completion_ids) for row in rows]
 
         def gathered(values: tuple[Tensor, ...] | None) -> Tensor | None:
             return None if values is None else torch.cat([values[i] for i in indices]).to(logp_T)
 
+        def moved(values: Any) -> Tensor:
+            return to_device(np.asarray(values, dtype=np.float64), device).to(logp_T.dtype)
+
         return Tokens(
             logp_T=logp_T,
             entropy_T=current.entropy_T,
-            recorded_T=torch.tensor(
-                [p for row in rows for p in row.logprobs], dtype=logp_T.dtype
-            ).to(logp_T.device),
-            advantages_T=torch.cat([scored.advantages[i] for i in indices]).to(logp_T),
-            weights_T=weights_N[indices].repeat_interleave(lengths).to(logp_T),
-            row_T=torch.arange(len(rows)).repeat_interleave(lengths).to(logp_T.device),
-            staleness_T=torch.tensor(
-                [staleness for row in rows for staleness in _staleness(row, self.step)]
-            ).to(logp_T.device),
+            recorded_T=moved([p for row in rows for p in row.logprobs]),
+            advantages_T=moved(torch.cat([scored.advantages[i] for i in indices])),
+            weights_T=moved(np.repeat(weights_N.numpy()[indices], lengths)),
+            row_T=to_device(np.repeat(np.arange(len(rows)), lengths), device),
+            rows=len(rows),
+            staleness_T=to_device(
+                np.concatenate([_staleness(row, self.step) for row in rows]), device
+            ),
             proximal_T=gathered(proximal),
             ref_T=gathered(scored.ref_logp),
         )
@@ -332,8 +341,8 @@ class PolicyTrainer:
         self._set_lr()
 
 
-def _staleness(row: Row, step: int) -> list[int]:
-    """Steps between the policy that sampled each token and the one of `step`."""
+def _staleness(row: Row, step: int) -> IntArray:
+    """Steps between the policy that sampled each token and the one of `step`, shape [T]."""
     if not row.versions:
-        return [0] * len(row.completion_ids)
-    return [step - version for version in row.versions]
+        return np.zeros(len(row.completion_ids), dtype=np.int64)
+    return step - np.array(row.versions, dtype=np.int64)
