@@ -57,6 +57,32 @@ def test_engine_and_trainer_agree_in_bfloat16_within_the_alarm(straight):
     assert 0 < max(found) < 0.02
 
 
+def test_every_diagnostic_is_in_every_step_of_training(straight):
+    rows = (straight.run_dir / "metrics.jsonl").read_text().splitlines()[1:]
+    wanted = {
+        "reward/mean",
+        "reward/std",
+        "groups/zero_variance",
+        "tokens/unique",
+        "tokens/row",
+        "tokens_per_second",
+        "train/advantage_std",
+        "train/clip_fraction",
+        "train/effective_sample_size",
+        "train/entropy",
+        "train/grad_norm",
+        "train/kl_behaviour",
+        "train/kl_reference",
+        "train/logprob_mismatch_max",
+        "train/logprob_mismatch_mean",
+        "train/row_tokens_per_second",
+        "train/unique_tokens_per_second",
+    }
+    assert len(rows) == 3
+    for row in rows:
+        assert wanted <= json.loads(row).keys()
+
+
 def test_a_run_does_not_go_on_in_another_precision(random_model_path, straight):
     root = straight.run_dir.parents[1]
     with pytest.raises(ConfigError, match=r"tuner\.optimizer_state was 'float32' and is '8bit'"):

@@ -41,10 +41,12 @@ from tuner.training.loss import Tokens, micro_batch_loss
 from tuner.training.optimizer import make_optimizer
 from tuner.training.schedule import lr_factor
 from tuner.training.settings import TrainerSettings
+from tuner.training.throughput import Throughput
+from tuner.training.tree_forward import causal_model
 
 logger = logging.getLogger("tuner")
 
-# Engine and trainer differ by 1e-6 nat in float32 and by about 1e-2 in bfloat16; a mean beyond this
+# Engine and trainer differ by 1e-6 nat in float32 and by up to 1e-2 in bfloat16; a mean beyond this
 # is another distribution than the recorded one.
 MISMATCH_ALARM = 0.05
 
@@ -108,6 +110,7 @@ class PolicyTrainer:
             token_tree=settings.token_tree,
             checkpointing=settings.activation_checkpointing,
         )
+        self._throughput = Throughput(causal_model(model), next(model.parameters()).device)
         self.reference: nn.Module | None = None
         if settings.uses_reference:
             self.reference = (reference or copy.deepcopy(model)).eval().requires_grad_(False)
@@ -174,7 +177,8 @@ class PolicyTrainer:
             Metrics: loss and its parts, advantage spread, clip and rejected fraction, entropy,
             KL to behaviour and reference, effective sample size of the importance weights (1 on
             policy), gradient norm, learning rate; of the last update where there are several. The
-            mismatch between recorded and recomputed log-probs is that before the first.
+            mismatch between recorded and recomputed log-probs is that before the first. Tokens
+            per second of all updates, on a GPU with its peak memory and MFU.
 
         Raises:
             TrainingError: The batch is empty, or loss or gradient is not finite; the weights
@@ -184,11 +188,14 @@ class PolicyTrainer:
             raise TrainingError("a batch without a single trainable token cannot be trained")
         proximal = self._proximal(scored.batch)
         metrics: dict[str, float] = {}
-        for update in range(self.settings.updates):
-            latest = self._update(scored, proximal)
-            if update:
-                latest |= {k: v for k, v in metrics.items() if k.startswith("logprob_mismatch")}
-            metrics = latest
+        speed: dict[str, float] = {}
+        with self._throughput.of(scored.batch.rows, self.settings.updates, speed):
+            for update in range(self.settings.updates):
+                latest = self._update(scored, proximal)
+                if update:
+                    latest |= {k: v for k, v in metrics.items() if k.startswith("logprob_mismatch")}
+                metrics = latest
+        metrics |= speed
         advantages_T = torch.cat(scored.advantages)
         metrics["advantage_std"] = float(advantages_T.std(correction=0))
         metrics["advantage_max"] = float(advantages_T.abs().max())
