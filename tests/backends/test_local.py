@@ -279,12 +279,12 @@ def test_steps_are_the_full_batches_of_all_epochs(random_model_path, tmp_path):
 @pytest.mark.parametrize("path", ["no/such/folder", "./missing", "/nowhere"])
 def test_missing_model_folder_is_named_with_its_setting(path):
     with pytest.raises(ModelLoadError, match=r"model\.model_path = .*there is no such folder"):
-        load_model(path, device=torch.device("cpu"))
+        load_model(path, device=torch.device("cpu"), dtype=torch.float32)
 
 
 def test_folder_without_a_model_or_tokenizer_says_so(tmp_path):
     with pytest.raises(ModelLoadError, match="cannot be loaded as a causal language model"):
-        load_model(str(tmp_path), device=torch.device("cpu"))
+        load_model(str(tmp_path), device=torch.device("cpu"), dtype=torch.float32)
     with pytest.raises(ModelLoadError, match="tokenizer"):
         load_tokenizer(str(tmp_path))
 

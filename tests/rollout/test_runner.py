@@ -25,7 +25,7 @@ DEFAULTS = SamplingDefaults(max_tokens=4)
 def make_runner(random_model_path):
     import torch
 
-    model = load_model(str(random_model_path), device=torch.device("cpu"))
+    model = load_model(str(random_model_path), device=torch.device("cpu"), dtype=torch.float32)
     tokenizer = load_tokenizer(str(random_model_path))
 
     def make(workflow, judge=None, *, timeout=20.0, retries=0, auxiliary=None):

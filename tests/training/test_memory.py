@@ -15,20 +15,20 @@ WIDTH = 8
 LAYOUTS = ["tree", "packed", "padded"]
 
 
-def trainer_of(layout, vocabulary):
+def trainer_of(layout, vocabulary, *, layers=1, **more):
     """With everything in the loss that needs logits: policy, KL to the reference, entropy."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=vocabulary,
         hidden_size=WIDTH,
         intermediate_size=16,
-        num_hidden_layers=1,
+        num_hidden_layers=layers,
         num_attention_heads=1,
         num_key_value_heads=1,
         head_dim=8,
         tie_word_embeddings=True,
     )
-    settings = TrainerSettings(total_steps=1, kl_coef=0.1, entropy_coef=0.01, layout=layout)
+    settings = TrainerSettings(total_steps=1, kl_coef=0.1, entropy_coef=0.01, layout=layout, **more)
     trainer = PolicyTrainer(Qwen3ForCausalLM(config), settings)
     assert trainer._forward.layout == layout
     return trainer
@@ -52,10 +52,10 @@ def update(trainer, batch):
     trainer.ppo_update(trainer.compute_ref_logp(trainer.compute_advantages(batch)))
 
 
-def peak_bytes(layout, vocabulary):
+def peak_bytes(layout, vocabulary, **more):
     """Most bytes alive at once in an update of 300 trained tokens, beyond what was there before
     and all that has the size of the embedding: its gradient, what is added to it, AdamW's."""
-    trainer, batch = trainer_of(layout, vocabulary), batch_of(10, 150)
+    trainer, batch = trainer_of(layout, vocabulary, **more), batch_of(10, 150)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         update(trainer, batch)
     events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -85,3 +85,12 @@ def test_five_times_the_context_adds_no_logits_to_an_update(layout):
         return sum(counts)
 
     assert logits(100) == logits(20) == 2 * 2 * 30
+
+
+def test_a_checkpointed_layer_adds_a_fifth_of_the_memory_that_a_kept_one_adds():
+    added = [
+        peak_bytes("tree", 50, layers=8, activation_checkpointing=checkpointed)
+        - peak_bytes("tree", 50, layers=2, activation_checkpointing=checkpointed)
+        for checkpointed in (True, False)
+    ]
+    assert added[0] < added[1] / 5

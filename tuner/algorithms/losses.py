@@ -73,6 +73,7 @@ def sequence_clip(
     *,
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
+    rows: int | None = None,
 ) -> PolicyLoss:
     """GSPO: the ratio of a sequence is the geometric mean of its tokens' ratios.
 
@@ -84,8 +85,11 @@ def sequence_clip(
 
     Args:
         row_T: Index of each token's sequence; all tokens of a sequence must be there.
+        rows: Number of sequences, where the caller knows it; else `row_T` is looked at, for which
+            Python waits for the device.
     """
-    rows = int(row_T.max()) + 1
+    if rows is None:
+        rows = int(row_T.max()) + 1
     zeros_N = logp_T.new_zeros(rows)
     count_N = zeros_N.index_add(0, row_T, torch.ones_like(logp_T)).clamp(min=1)
     difference_T = (logp_T - old_logp_T).detach()

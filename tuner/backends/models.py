@@ -14,12 +14,13 @@ from tuner.errors import ModelLoadError
 
 
 def load_model(
-    path: str, *, device: torch.device, setting: str = "model.model_path"
+    path: str, *, device: torch.device, dtype: torch.dtype, setting: str = "model.model_path"
 ) -> PreTrainedModel:
-    """A transformers causal LM in float32 on `device`, in eval mode.
+    """A transformers causal LM on `device`, in eval mode.
 
     Args:
         path: Local folder, or a hub id.
+        dtype: Of its weights, whatever it was saved in.
         setting: Which setting named it, for the message.
 
     Raises:
@@ -30,7 +31,7 @@ def load_model(
     _check_path(path, setting)
     try:
         with quiet_transformers():
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     except Exception as error:
         raise ModelLoadError(_reason(path, setting, "a causal language model", error)) from error
     model.to(device)  # type: ignore[arg-type]

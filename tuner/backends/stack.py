@@ -63,7 +63,8 @@ def build_stack(
     """
     device = choose_device(config.tuner.device)
     path = config.model.model_path
-    model = load_model(str(weights or path), device=device)
+    dtype: torch.dtype = getattr(torch, config.tuner.dtype)
+    model = load_model(str(weights or path), device=device, dtype=dtype)
     tokenizer = load_tokenizer(path)
     engine = TransformersEngine(
         model,
@@ -81,7 +82,7 @@ def build_stack(
     )
     kind = default_kind()
     auxiliary = AuxiliaryModels(kind)
-    _add_auxiliary_models(auxiliary, config, device)
+    _add_auxiliary_models(auxiliary, config, model)
     runner = RolloutRunner(
         gateway,
         workflow,
@@ -105,8 +106,9 @@ def build_trainer(config: RunConfig, stack: Stack, *, total_steps: int) -> Polic
     settings = trainer_settings(config, total_steps, budget)
     reference = None
     if settings.uses_reference and stack.engine.version > 0:
-        device = next(stack.model.parameters()).device
-        reference = load_model(config.model.model_path, device=device)
+        reference = load_model(
+            config.model.model_path, device=stack.model.device, dtype=stack.model.dtype
+        )
     return PolicyTrainer(stack.model, settings, reference=reference, grammars=stack.engine.grammars)
 
 
@@ -148,6 +150,9 @@ def trainer_settings(
         ),
         max_tokens_per_micro_batch=max_tokens_per_micro_batch,
         layout=config.tuner.layout,
+        optimizer_state=config.tuner.optimizer_state,
+        optimizer_offload=config.trainer.optimizer_offload,
+        activation_checkpointing=config.tuner.activation_checkpointing,
         # What the algorithm does not read is null there, and of no effect here.
         **_given(
             epsilon=advantage.epsilon,
@@ -207,11 +212,16 @@ def _renderer(config: RunConfig, tokenizer: Any) -> ChatRenderer:
 
 
 def _add_auxiliary_models(
-    auxiliary: AuxiliaryModels, config: RunConfig, device: torch.device
+    auxiliary: AuxiliaryModels, config: RunConfig, policy: PreTrainedModel
 ) -> None:
     for index, settings in enumerate(config.explorer.auxiliary_models):
         where = f"explorer.auxiliary_models[{index}]"
-        model = load_model(settings.model_path, device=device, setting=f"{where}.model_path")
+        model = load_model(
+            settings.model_path,
+            device=policy.device,
+            dtype=policy.dtype,
+            setting=f"{where}.model_path",
+        )
         tokenizer = load_tokenizer(settings.model_path, setting=f"{where}.model_path")
         model.requires_grad_(False)
         engine = TransformersEngine(

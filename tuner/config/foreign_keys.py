@@ -395,7 +395,7 @@ _TRAINER = [
     *_rows("trainer.", _ONE_GPU, Values(("verl",)), "trainer_type"),
     *_rows("trainer.", _ONE_GPU, Values(("fsdp", "fsdp2")), "trainer_strategy"),
     *_rows("trainer.", _ONE_GPU, Values((1,)), "ulysses_sequence_parallel_size"),
-    *_rows("trainer.", _ONE_GPU, _OFF, "param_offload", "optimizer_offload", "grad_offload"),
+    *_rows("trainer.", _ONE_GPU, _OFF, "param_offload", "grad_offload"),
     *_rows("trainer.", _ONE_GPU, _OFF, "offload_policy"),
     *_rows("trainer.", _ONE_GPU, _ANY, "megatron.**"),
     *_rows("trainer.", _ONE_GPU, Values(({},)), "trainer_config"),

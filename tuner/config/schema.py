@@ -35,6 +35,11 @@ class TrainerSection(Section):
         description="Tokens in one micro-batch; not set: twice the context. It changes memory "
         "and speed, not the gradient.",
     )
+    optimizer_offload: bool = Field(
+        default=False,
+        description="Optimizer state in main memory, where the CPU computes the step. It changes "
+        "memory and speed, not the result.",
+    )
     max_checkpoints_to_keep: int = Field(
         default=0, ge=0, description="Delete older checkpoints beyond so many; 0 keeps all."
     )
@@ -99,7 +104,20 @@ class TunerSection(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="`auto` takes the GPU if there is one."
     )
-    dtype: Literal["float32"] = Field(default="float32", description="Type of the weights.")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="Type of the weights of policy, engine and reference. With `bfloat16` the "
+        "optimizer keeps a float32 copy of the policy's.",
+    )
+    optimizer_state: Literal["float32", "8bit"] = Field(
+        default="float32",
+        description="Precision of Adam's two moments; `8bit` needs bitsandbytes (extra `gpu`).",
+    )
+    activation_checkpointing: bool = Field(
+        default=False,
+        description="Keep only the input of each layer for the backward pass and compute the rest "
+        "again. It changes memory and speed, not the gradient.",
+    )
     seed: int = Field(default=42, ge=0, description="Seed of sampling and initialisation.")
     deterministic: bool = Field(
         default=False,

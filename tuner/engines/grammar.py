@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tuner.engines.base import GrammarError
+from tuner.engines.transfer import to_device
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -162,7 +163,7 @@ def unpacked(masks: Bits, vocabulary: int, device: torch.device) -> Tensor:
 
     A model with more logits than the tokenizer has tokens gets False for the others.
     """
-    packed = torch.from_numpy(masks).to(device)
+    packed = to_device(masks, device)
     shifts = torch.arange(8, dtype=torch.uint8, device=device)
     flags = ((packed[..., None] >> shifts) & 1).bool().flatten(1)[:, :vocabulary]
     missing = vocabulary - flags.shape[1]

@@ -45,6 +45,8 @@ def sampled_logprobs(
     temperature: float | Tensor = 1.0,
     top_k: int | Tensor = -1,
     top_p: float | Tensor = 1.0,
+    *,
+    largest_k: int | None = None,
 ) -> Tensor:
     """Log-probs of the distribution that a token is sampled from.
 
@@ -53,6 +55,8 @@ def sampled_logprobs(
         temperature: A number, or one per row with the shape of `logits[..., 0]`; 0 is greedy.
         top_k: Likewise; -1 keeps every token. Ties with the k-th token are kept.
         top_p: Likewise; the smallest set of most probable tokens with this mass is kept.
+        largest_k: The largest `top_k`, where the caller knows it; else a tensor is looked at, for
+            which Python waits for the device.
 
     Returns:
         Shape [..., V], natural logarithm, `-inf` for tokens that cannot be sampled.
@@ -66,7 +70,8 @@ def sampled_logprobs(
         greedy = heat == 0
         logits = logits / torch.where(greedy, 1.0, heat)[..., None]
     if isinstance(top_k, Tensor) or top_k > 0:
-        logits = _keep_top_k(logits, torch.as_tensor(top_k, device=logits.device).expand(shape))
+        wanted = torch.as_tensor(top_k, device=logits.device).expand(shape)
+        logits = _keep_top_k(logits, wanted, largest_k)
     logprobs = torch.log_softmax(logits, dim=-1)
     if isinstance(top_p, Tensor) or top_p < 1.0:
         mass = torch.as_tensor(top_p, device=logits.device).to(torch.float64).expand(shape)
@@ -78,13 +83,15 @@ def sampled_logprobs(
     return logprobs
 
 
-def _keep_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
+def _keep_top_k(logits: Tensor, top_k: Tensor, largest_k: int | None) -> Tensor:
     vocabulary = logits.shape[-1]
     wanted = torch.where(top_k > 0, top_k, vocabulary).clamp(max=vocabulary)
-    limited = wanted[wanted < vocabulary]
-    if not limited.numel():
+    if largest_k is None:
+        limited = wanted[wanted < vocabulary]
+        largest_k = int(limited.max()) if limited.numel() else 0
+    if largest_k <= 0:
         return logits
-    ordered = logits.topk(int(limited.max()), dim=-1).values
+    ordered = logits.topk(min(largest_k, vocabulary), dim=-1).values
     last = ordered.gather(-1, wanted.clamp(max=ordered.shape[-1])[..., None] - 1)
     removed = (logits < last) & (wanted < vocabulary)[..., None]
     return logits.masked_fill(removed, -math.inf)

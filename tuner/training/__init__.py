@@ -1,12 +1,14 @@
 """The trainer: batches, log-probs, optimizer."""
 
 from tuner.training.batch import Batch, Row, build_batch
+from tuner.training.optimizer import MasterAdamW, make_optimizer
 from tuner.training.selection import Overlong, Selection
 from tuner.training.settings import TrainerSettings
 from tuner.training.trainer import PolicyTrainer, ScoredBatch
 
 __all__ = [
     "Batch",
+    "MasterAdamW",
     "Overlong",
     "PolicyTrainer",
     "Row",
@@ -14,4 +16,5 @@ __all__ = [
     "Selection",
     "TrainerSettings",
     "build_batch",
+    "make_optimizer",
 ]

@@ -70,9 +70,11 @@ def _penalties(
     if not settings.penalizes_kl or ref_logp is None:
         return None
     estimate, coef = KL_ESTIMATORS[settings.kl_penalty], settings.kl_penalty_coef
+    # One transfer for all rows.
+    on_cpu = torch.cat(ref_logp).cpu().double().split(_lengths(batch))
     return tuple(
-        coef * estimate(torch.tensor(row.logprobs, dtype=torch.float64), ref_T.cpu().double())
-        for row, ref_T in zip(batch.rows, ref_logp, strict=True)
+        coef * estimate(torch.tensor(row.logprobs, dtype=torch.float64), ref_T)
+        for row, ref_T in zip(batch.rows, on_cpu, strict=True)
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from tuner.engines.base import SamplingParams
 from tuner.engines.grammar import Grammars
 from tuner.engines.layer_kinds import layer_windows
 from tuner.training.batch import Row, micro_batches
+from tuner.training.checkpointing import check_checkpointing, checkpointed_layers
 from tuner.training.head import causal_model
 from tuner.training.logprobs import completion_logprobs
 from tuner.training.packed_forward import pack_tokens, packed_logprobs, packs
@@ -38,6 +40,7 @@ class Forward:
         cost: Of one pass over a tree.
         pack_tokens: The longest pack, where attention bounds it.
         in_parts: Whether the logits of padded rows are made in parts.
+        checkpointing: Whether a pass with a gradient keeps only the inputs of the layers.
     """
 
     layout: Layout
@@ -46,14 +49,29 @@ class Forward:
     cost: PassCost | None = None
     pack_tokens: int | None = None
     in_parts: bool = False
+    checkpointing: bool = False
 
     @staticmethod
-    def of(model: nn.Module, grammars: Grammars | None, *, layout: Layout = "tree") -> Forward:
+    def of(
+        model: nn.Module,
+        grammars: Grammars | None,
+        *,
+        layout: Layout = "tree",
+        checkpointing: bool = False,
+    ) -> Forward:
         """`layout` if `model` can be computed on it exactly, else the next of token tree, packed
         rows and padded rows that it can; and the log says which and why.
 
         Each is compared with one row per call on a few tokens, so that this is measured.
+
+        Args:
+            checkpointing: Activation checkpointing.
+
+        Raises:
+            ConfigError: `checkpointing`, and the model has no layers for it.
         """
+        if checkpointing:
+            check_checkpointing(model)
         not_tree = not_packed = None
         if layout == "tree":
             windows = _tree_windows(model)
@@ -61,7 +79,9 @@ class Forward:
                 causal = causal_model(model)
                 dense = causal.config._attn_implementation != "sdpa"
                 cost = PassCost.of(causal, dense=dense)
-                return Forward("tree", grammars, windows=windows, cost=cost)
+                return Forward(
+                    "tree", grammars, windows=windows, cost=cost, checkpointing=checkpointing
+                )
             not_tree = f"the model cannot be computed on a token tree: {windows}"
         if layout != "padded":
             not_packed = _inexact(
@@ -74,7 +94,12 @@ class Forward:
                         "token once, because %s",
                         not_tree,
                     )
-                return Forward("packed", grammars, pack_tokens=pack_tokens(causal_model(model)))
+                return Forward(
+                    "packed",
+                    grammars,
+                    pack_tokens=pack_tokens(causal_model(model)),
+                    checkpointing=checkpointing,
+                )
             not_packed = f"packed rows would not be exact: {not_packed}"
             _log.warning(
                 "training computes padded rows, one per call, because %s",
@@ -92,7 +117,9 @@ class Forward:
                 "them in parts would not be exact: %s",
                 not_in_parts,
             )
-        return Forward("padded", grammars, in_parts=not_in_parts is None)
+        return Forward(
+            "padded", grammars, in_parts=not_in_parts is None, checkpointing=checkpointing
+        )
 
     def micro_batches(self, rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
         """Cut row indices into what one pass computes: at most `max_tokens` tokens of a tree, of
@@ -116,20 +143,16 @@ class Forward:
             TrainingError: A row has a grammar, and there are no `grammars` to replay it with.
             GrammarError: A row's completion does not follow its grammar.
         """
-        if self.layout == "tree" and self.windows is not None:
-            return tree_logprobs(
-                model, rows, windows=self.windows, with_entropy=with_entropy, grammars=self.grammars
+        settings: Any = {"with_entropy": with_entropy, "grammars": self.grammars}
+        enabled = self.checkpointing and torch.is_grad_enabled()
+        with checkpointed_layers(model, enabled=enabled):
+            if self.layout == "tree" and self.windows is not None:
+                return tree_logprobs(model, rows, windows=self.windows, **settings)
+            if self.layout == "packed":
+                return packed_logprobs(model, rows, **settings)
+            return completion_logprobs(
+                model, rows, pad_id=0, in_parts=self.in_parts, **settings
             )
-        if self.layout == "packed":
-            return packed_logprobs(model, rows, with_entropy=with_entropy, grammars=self.grammars)
-        return completion_logprobs(
-            model,
-            rows,
-            pad_id=0,
-            with_entropy=with_entropy,
-            grammars=self.grammars,
-            in_parts=self.in_parts,
-        )
 
 
 def _tree_windows(model: nn.Module) -> dict[str, int | None] | str:

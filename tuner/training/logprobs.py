@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
+import numpy as np
 from torch import Tensor, nn
 
 from tuner.engines.grammar import Grammars
+from tuner.engines.transfer import to_device
 from tuner.training.batch import Row
 from tuner.training.head import OutputHead, body, causal_model, logprobs_in_parts
 from tuner.training.sampled import Sampled, TokenLogprobs
@@ -46,27 +47,33 @@ def completion_logprobs(
     device = next(model.parameters()).device
     lengths = [len(row) for row in rows]
     width = max(lengths)
-    ids_BS = torch.full((len(rows), width), pad_id, dtype=torch.long)
-    row_T, position_T = [], []
+    ids_BS = np.full((len(rows), width), pad_id, dtype=np.int64)
     for b, row in enumerate(rows):
-        ids_BS[b, : lengths[b]] = torch.tensor(row.prompt_ids + row.completion_ids)
-        row_T.append(torch.full((len(row.completion_ids),), b))
-        # The logits at position i - 1 predict the token at position i.
-        position_T.append(torch.arange(len(row.prompt_ids) - 1, lengths[b] - 1))
-    rows_T = torch.cat(row_T).to(device)
-    predicts_T = torch.cat(position_T).to(device)
-    ids_BS = ids_BS.to(device)
+        ids_BS[b, : lengths[b]] = row.prompt_ids + row.completion_ids
+    row_T = np.repeat(np.arange(len(rows)), [len(row.completion_ids) for row in rows])
+    # The logits at position i - 1 predict the token at position i.
+    predicts_T = np.concatenate(
+        [
+            np.arange(len(row.prompt_ids) - 1, length - 1)
+            for row, length in zip(rows, lengths, strict=True)
+        ]
+    )
     if in_parts:
         causal = causal_model(model)
         head = OutputHead(causal)
-        output: Any = body(causal)(input_ids=ids_BS, use_cache=False)
-        hidden_TD: Tensor = output.last_hidden_state[rows_T, predicts_T]
-        sampled = Sampled.of(rows, head.vocabulary, device, grammars)
+        output: Any = body(causal)(input_ids=to_device(ids_BS, device), use_cache=False)
+        hidden_TD: Tensor = output.last_hidden_state[
+            to_device(row_T, device), to_device(predicts_T, device)
+        ]
+        sampled = Sampled.of(rows, head.vocabulary, grammars)
         return logprobs_in_parts(head, hidden_TD, sampled, with_entropy=with_entropy)
     first = int(predicts_T.min())
     # Only the positions from the first completion on need logits; a model that does not know
     # `logits_to_keep` returns all of them.
-    logits_BKV = model(input_ids=ids_BS, use_cache=False, logits_to_keep=width - first).logits
-    logits_TV = logits_BKV[rows_T, predicts_T - (width - logits_BKV.shape[1])]
-    sampled = Sampled.of(rows, logits_TV.shape[-1], device, grammars)
+    logits_BKV = model(
+        input_ids=to_device(ids_BS, device), use_cache=False, logits_to_keep=width - first
+    ).logits
+    predicts_T -= width - logits_BKV.shape[1]
+    logits_TV = logits_BKV[to_device(row_T, device), to_device(predicts_T, device)]
+    sampled = Sampled.of(rows, logits_TV.shape[-1], grammars)
     return sampled.logprobs(logits_TV, with_entropy=with_entropy)

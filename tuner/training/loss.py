@@ -22,7 +22,7 @@ class Tokens:
         recorded_T: Log-probs under the policy that sampled.
         advantages_T: Advantages.
         weights_T: What each token weighs in the step's loss (`row_weights`).
-        row_T: Index of each token's row.
+        row_T: Index of each token's row, 0 .. `rows` - 1.
         staleness_T: Steps between the policy that sampled and the one that the step began with.
         proximal_T: Log-probs under the policy that the step began with, where a forward pass was
             taken for them.
@@ -35,6 +35,7 @@ class Tokens:
     advantages_T: Tensor
     weights_T: Tensor
     row_T: Tensor
+    rows: int
     staleness_T: Tensor
     proximal_T: Tensor | None = None
     ref_T: Tensor | None = None
@@ -52,7 +53,7 @@ def micro_batch_loss(
     logp_T, weights_T = tokens.logp_T, tokens.weights_T
     proximal_T = _proximal(settings, tokens)
     old_T = tokens.recorded_T if settings.ratio_to == "behaviour" else proximal_T
-    policy = policy_loss(settings, logp_T, old_T, tokens.advantages_T, tokens.row_T)
+    policy = policy_loss(settings, tokens, old_T)
     loss_T = policy.loss_T
     rejected_T = torch.zeros_like(policy.clipped_T)
     if settings.ratio_to == "proximal" and proximal_T is not tokens.recorded_T:
@@ -91,10 +92,9 @@ def micro_batch_loss(
     return loss, parts, sums
 
 
-def policy_loss(
-    settings: TrainerSettings, logp_T: Tensor, old_T: Tensor, advantages_T: Tensor, row_T: Tensor
-) -> PolicyLoss:
+def policy_loss(settings: TrainerSettings, tokens: Tokens, old_T: Tensor) -> PolicyLoss:
     """The algorithm's loss with its numbers, one value for each of T tokens."""
+    logp_T, advantages_T = tokens.logp_T, tokens.advantages_T
     match settings.policy_loss:
         case "ppo":
             return losses.ppo_clip(
@@ -110,9 +110,10 @@ def policy_loss(
                 logp_T,
                 old_T,
                 advantages_T,
-                row_T,
+                tokens.row_T,
                 clip_low=settings.clip_low,
                 clip_high=settings.clip_high,
+                rows=tokens.rows,
             )
         case "cispo":
             return losses.cispo(
@@ -139,6 +140,6 @@ def policy_loss(
 
 def _proximal(settings: TrainerSettings, tokens: Tokens) -> Tensor:
     """Log-probs of the policy that the step began with; `recorded_T` itself where it sampled."""
-    if settings.proximal == "loglinear" and bool((tokens.staleness_T > 0).any()):
+    if settings.proximal == "loglinear":
         return log_linear(tokens.recorded_T, tokens.logp_T, tokens.staleness_T)
     return tokens.recorded_T if tokens.proximal_T is None else tokens.proximal_T

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tuner.engines.grammar import Grammars
+from tuner.engines.transfer import to_device
 from tuner.training.batch import Row
 from tuner.training.head import OutputHead, body, causal_model, logprobs_in_parts
 from tuner.training.sampled import Sampled, TokenLogprobs
@@ -58,22 +59,23 @@ def packed_logprobs(
     device = next(model.parameters()).device
     head = OutputHead(causal)
     hidden_ND = _hidden(causal, rows, device)
-    sampled_T = Sampled.of(rows, head.vocabulary, device, grammars)
+    sampled_T = Sampled.of(rows, head.vocabulary, grammars)
     return logprobs_in_parts(
-        head, hidden_ND[_predicting(rows).to(device)], sampled_T, with_entropy=with_entropy
+        head, hidden_ND[to_device(_predicting(rows), device)], sampled_T, with_entropy=with_entropy
     )
 
 
 def _hidden(model: PreTrainedModel, rows: Sequence[Row], device: torch.device) -> Tensor:
     """Last hidden states of all N tokens of the rows, one row after another, shape [N, D]."""
     lengths = torch.tensor([len(row) for row in rows])
-    ends = torch.cat((torch.zeros(1, dtype=torch.long), lengths.cumsum(0))).int().to(device)
+    ends = torch.cat((torch.zeros(1, dtype=torch.long), lengths.cumsum(0))).int()
     longest = int(lengths.max())
+    ends = to_device(ends, device)
     output: Any = body(model)(
-        input_ids=torch.tensor(
-            [[i for row in rows for i in row.prompt_ids + row.completion_ids]]
-        ).to(device),
-        position_ids=torch.cat([torch.arange(len(row)) for row in rows])[None].to(device),
+        input_ids=to_device(
+            torch.tensor([[i for row in rows for i in row.prompt_ids + row.completion_ids]]), device
+        ),
+        position_ids=to_device(torch.cat([torch.arange(len(row)) for row in rows])[None], device),
         use_cache=False,
         # Flash attention would find these from the positions, once more in every layer; kernels of
         # linear attention begin a new state where they say.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +16,12 @@ from torch import Tensor
 
 from tuner.engines.grammar import Bits, Grammars, unpacked
 from tuner.engines.sampling import sampled_logprobs
+from tuner.engines.transfer import to_device
 from tuner.errors import TrainingError
+from tuner.traces.tree import IntArray
 from tuner.training.batch import Row
+
+FloatArray = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,8 @@ class TokenLogprobs:
 class Sampled:
     """T sampled tokens with the settings they were sampled with; None where all are "off".
 
+    They stay in main memory until `logprobs` needs them, which asks the device nothing.
+
     Attributes:
         target_T: Their ids, shape [T].
         temperature_T, top_k_T, top_p_T: Shape [T], or None.
@@ -39,17 +46,15 @@ class Sampled:
         bits_T: Which of the C each token is, -1 where there was no grammar, shape [T] or None.
     """
 
-    target_T: Tensor
-    temperature_T: Tensor | None
-    top_k_T: Tensor | None
-    top_p_T: Tensor | None
+    target_T: IntArray
+    temperature_T: FloatArray | None
+    top_k_T: IntArray | None
+    top_p_T: FloatArray | None
     bits: Bits | None
-    bits_T: Tensor | None
+    bits_T: IntArray | None
 
     @staticmethod
-    def of(
-        rows: Sequence[Row], vocabulary: int, device: torch.device, grammars: Grammars | None
-    ) -> Sampled:
+    def of(rows: Sequence[Row], vocabulary: int, grammars: Grammars | None) -> Sampled:
         """The completion tokens of `rows`, in row order.
 
         Args:
@@ -61,31 +66,31 @@ class Sampled:
             GrammarError: A row's completion does not follow its grammar.
         """
         sampling = [row.sampling for row in rows]
-        counts = torch.tensor([len(row.completion_ids) for row in rows])
+        counts = [len(row.completion_ids) for row in rows]
 
-        def each(values: list[float], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype).repeat_interleave(counts).to(device)
+        def each(values: list[Any], dtype: type) -> np.ndarray[Any, Any]:
+            return np.repeat(np.array(values, dtype=dtype), counts)
 
         temperature_T = top_k_T = top_p_T = None
         if any(s.temperature != 1 for s in sampling):
-            temperature_T = each([s.temperature for s in sampling], torch.float32)
+            temperature_T = each([s.temperature for s in sampling], np.float32)
         if any(s.top_k > 0 or s.top_p != 1 for s in sampling):
-            top_k_T = each([s.top_k for s in sampling], torch.long)
-            top_p_T = each([s.top_p for s in sampling], torch.float64)
+            top_k_T = each([s.top_k for s in sampling], np.int64)
+            top_p_T = each([s.top_p for s in sampling], np.float64)
         bits, bits_T = _replayed(rows, vocabulary, grammars)
         return Sampled(
-            torch.tensor([id_ for row in rows for id_ in row.completion_ids]).to(device),
+            np.array([id_ for row in rows for id_ in row.completion_ids], dtype=np.int64),
             temperature_T,
             top_k_T,
             top_p_T,
             bits,
-            None if bits_T is None else bits_T.to(device),
+            bits_T,
         )
 
-    def take(self, places: Tensor | slice) -> Sampled:
+    def take(self, places: IntArray | slice) -> Sampled:
         """Some of the tokens."""
 
-        def of(values: Tensor | None) -> Tensor | None:
+        def of(values: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any] | None:
             return None if values is None else values[places]
 
         return Sampled(
@@ -110,9 +115,10 @@ class Sampled:
             with_entropy: Keep the graph of the entropy (else it is detached, for metrics only).
         """
         logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
-        logits_TV = self._as_sampled(self._within_grammars(logits_TV))
+        target_T = to_device(self.target_T, logits_TV.device)
+        logits_TV = self._as_sampled(self._within_grammars(logits_TV), target_T)
         all_logp_TV = logits_TV.log_softmax(-1)
-        logp_T = all_logp_TV.gather(1, self.target_T[:, None])[:, 0]
+        logp_T = all_logp_TV.gather(1, target_T[:, None])[:, 0]
         kept = all_logp_TV if with_entropy else all_logp_TV.detach()
         # A token that was removed has probability 0 and adds nothing: 0 * -inf is not 0.
         entropy_T = -(kept.exp() * kept.masked_fill(kept == -torch.inf, 0)).sum(-1)
@@ -122,30 +128,36 @@ class Sampled:
         """Logits with -inf for the tokens that a grammar did not allow at that position."""
         if self.bits is None or self.bits_T is None:
             return logits_TV
-        places = (self.bits_T >= 0).nonzero()[:, 0]
+        places = np.flatnonzero(self.bits_T >= 0)
         if not len(places):
             return logits_TV
-        bits = self.bits[self.bits_T[places].cpu().numpy()]
+        allowed = unpacked(self.bits[self.bits_T[places]], logits_TV.shape[-1], logits_TV.device)
         removed_TV = torch.zeros_like(logits_TV, dtype=torch.bool)
-        removed_TV[places] = ~unpacked(bits, logits_TV.shape[-1], logits_TV.device)
+        removed_TV.index_copy_(0, to_device(places, logits_TV.device), ~allowed)
         return logits_TV.masked_fill(removed_TV, -torch.inf)
 
-    def _as_sampled(self, logits_TV: Tensor) -> Tensor:
+    def _as_sampled(self, logits_TV: Tensor, target_T: Tensor) -> Tensor:
         """Logits scaled, and -inf outside top_k and top_p."""
         if self.temperature_T is not None:
-            logits_TV = logits_TV / self.temperature_T.to(logits_TV.dtype)[:, None]
+            heat_T = to_device(self.temperature_T, logits_TV.device).to(logits_TV.dtype)
+            logits_TV = logits_TV / heat_T[:, None]
         if self.top_k_T is None or self.top_p_T is None:
             return logits_TV
         with torch.no_grad():
-            cut_TV = sampled_logprobs(logits_TV, top_k=self.top_k_T, top_p=self.top_p_T)
+            cut_TV = sampled_logprobs(
+                logits_TV,
+                top_k=to_device(self.top_k_T, logits_TV.device),
+                top_p=to_device(self.top_p_T, logits_TV.device),
+                largest_k=int(self.top_k_T.max(initial=0)),
+            )
             removed_TV = cut_TV == -torch.inf
-            removed_TV.scatter_(1, self.target_T[:, None], False)
+            removed_TV.scatter_(1, target_T[:, None], False)
         return logits_TV.masked_fill(removed_TV, -torch.inf)
 
 
 def _replayed(
     rows: Sequence[Row], vocabulary: int, grammars: Grammars | None
-) -> tuple[Bits | None, Tensor | None]:
+) -> tuple[Bits | None, IntArray | None]:
     """`Sampled.bits` and `Sampled.bits_T` of the completion tokens of `rows`."""
     if not any(row.sampling.grammar for row in rows):
         return None, None
@@ -159,12 +171,12 @@ def _replayed(
         length = len(row.completion_ids)
         if row.sampling.grammar and length:
             masks.append(grammars.replay(row.sampling.grammar, row.completion_ids, vocabulary))
-            places.append(torch.arange(count, count + length))
+            places.append(np.arange(count, count + length))
             count += length
         else:
-            places.append(torch.full((length,), -1))
+            places.append(np.full(length, -1))
     if not masks:
         return None, None
     width = max(mask.shape[1] for mask in masks)
     padded = [np.pad(mask, ((0, 0), (0, width - mask.shape[1]))) for mask in masks]
-    return np.concatenate(padded), torch.cat(places)
+    return np.concatenate(padded), np.concatenate(places)

@@ -15,6 +15,7 @@ from tuner.algorithms.table import (
     RatioTo,
     StdLevel,
 )
+from tuner.training.optimizer import OptimizerState
 from tuner.training.schedule import Scheduler
 
 Proximal = Literal["auto", "recorded", "recompute", "loglinear"]
@@ -34,6 +35,9 @@ class TrainerSettings:
         layout: Compute each distinct token of a micro-batch once (`tree`), or one row per call,
             rows one after another (`packed`) or side by side (`padded`). A model that cannot be
             computed so takes the next one. The result is the same.
+        activation_checkpointing: Keep only the inputs of the layers for the backward pass.
+        optimizer_state: Precision of the optimizer's moments.
+        optimizer_offload: The optimizer's state in main memory.
         std_threshold: Groups whose rewards' standard deviation is at or below it get advantage 0.
         kl_penalty: Estimate of KL(policy || reference) that is taken off the rewards.
         aggregation: What each token weighs (`tuner.algorithms.aggregation`).
@@ -83,6 +87,9 @@ class TrainerSettings:
     rejection: tuple[float, float] | None = None
     max_tokens_per_micro_batch: int = 16384
     layout: Layout = "tree"
+    activation_checkpointing: bool = False
+    optimizer_state: OptimizerState = "float32"
+    optimizer_offload: bool = False
 
     @property
     def uses_reference(self) -> bool:

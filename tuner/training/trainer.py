@@ -19,27 +19,34 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from tuner.algorithms import row_weights
 from tuner.engines.base import Engine
 from tuner.engines.grammar import Grammars
+from tuner.engines.transfer import to_device
 from tuner.errors import TrainingError
+from tuner.traces.tree import IntArray
 from tuner.training.advantages import row_advantages
 from tuner.training.batch import Batch, Row
 from tuner.training.forward import Forward
 from tuner.training.loss import Tokens, micro_batch_loss
+from tuner.training.optimizer import make_optimizer
 from tuner.training.schedule import lr_factor
 from tuner.training.settings import TrainerSettings
+from tuner.training.throughput import Throughput
+from tuner.training.head import causal_model
 
 logger = logging.getLogger("tuner")
 
-# Engine and trainer differ by 1e-6 nat in float32 and by about 1e-2 in bfloat16; a mean beyond this
+# Engine and trainer differ by 1e-6 nat in float32 and by up to 1e-2 in bfloat16; a mean beyond this
 # is another distribution than the recorded one.
 MISMATCH_ALARM = 0.05
 
@@ -97,15 +104,23 @@ class PolicyTrainer:
         self.settings = settings
         self.step = 0
         self._alarmed = False
-        self._forward = Forward.of(model, grammars, layout=settings.layout)
+        self._forward = Forward.of(
+            model,
+            grammars,
+            layout=settings.layout,
+            checkpointing=settings.activation_checkpointing,
+        )
+        self._throughput = Throughput(causal_model(model), next(model.parameters()).device)
         self.reference: nn.Module | None = None
         if settings.uses_reference:
             self.reference = (reference or copy.deepcopy(model)).eval().requires_grad_(False)
-        self.optimizer = torch.optim.AdamW(
-            [parameter for parameter in model.parameters() if parameter.requires_grad],
+        self.optimizer = make_optimizer(
+            model.parameters(),
             lr=settings.lr,
             betas=settings.betas,
             weight_decay=settings.weight_decay,
+            state=settings.optimizer_state,
+            offload=settings.optimizer_offload,
         )
         self._set_lr()
 
@@ -162,7 +177,8 @@ class PolicyTrainer:
             Metrics: loss and its parts, advantage spread, clip and rejected fraction, entropy,
             KL to behaviour and reference, effective sample size of the importance weights (1 on
             policy), gradient norm, learning rate; of the last update where there are several. The
-            mismatch between recorded and recomputed log-probs is that before the first.
+            mismatch between recorded and recomputed log-probs is that before the first. Tokens
+            per second of all updates, on a GPU with its peak memory and MFU.
 
         Raises:
             TrainingError: The batch is empty, or loss or gradient is not finite; the weights
@@ -172,11 +188,14 @@ class PolicyTrainer:
             raise TrainingError("a batch without a single trainable token cannot be trained")
         proximal = self._proximal(scored.batch)
         metrics: dict[str, float] = {}
-        for update in range(self.settings.updates):
-            latest = self._update(scored, proximal)
-            if update:
-                latest |= {k: v for k, v in metrics.items() if k.startswith("logprob_mismatch")}
-            metrics = latest
+        speed: dict[str, float] = {}
+        with self._throughput.of(scored.batch.rows, self.settings.updates, speed):
+            for update in range(self.settings.updates):
+                latest = self._update(scored, proximal)
+                if update:
+                    latest |= {k: v for k, v in metrics.items() if k.startswith("logprob_mismatch")}
+                metrics = latest
+        metrics |= speed
         advantages_T = torch.cat(scored.advantages)
         metrics["advantage_std"] = float(advantages_T.std(correction=0))
         metrics["advantage_max"] = float(advantages_T.abs().max())
@@ -196,7 +215,7 @@ class PolicyTrainer:
 
     def _update(self, scored: ScoredBatch, proximal: tuple[Tensor, ...] | None) -> dict[str, float]:
         settings, batch = self.settings, scored.batch
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         weights_N = row_weights(
             settings.aggregation,
             torch.tensor([len(row.completion_ids) for row in batch.rows]),
@@ -213,22 +232,25 @@ class PolicyTrainer:
             for name, value in (parts | means).items():
                 totals[name] = totals[name] + value if name in totals else value
             largest.append((tokens.logp_T.detach() - tokens.recorded_T).abs().max())
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), settings.grad_clip)
-        metrics = {name: float(value) for name, value in totals.items()}
+        norm = self.optimizer.clip_grad_norm(settings.grad_clip)
+        # The one place of an update where Python waits for the device.
+        totals |= {"grad_norm": norm, "logprob_mismatch_max": torch.stack(largest).max()}
+        found = torch.stack([value.double() for value in totals.values()]).tolist()
+        metrics = dict(zip(totals, found, strict=True))
         # (sum w)^2 / (T sum w^2) over T tokens, from the means of w and w^2.
         metrics["effective_sample_size"] = metrics.pop("importance") ** 2 / metrics.pop(
             "importance_squared"
         )
-        metrics |= {"grad_norm": float(norm), "lr": self.lr}
-        metrics["logprob_mismatch_max"] = float(torch.stack(largest).max())
-        if not (torch.isfinite(norm) and torch.isfinite(torch.tensor(metrics["loss"]))):
-            self.optimizer.zero_grad(set_to_none=True)
+        metrics["lr"] = self.lr
+        if not (math.isfinite(metrics["grad_norm"]) and math.isfinite(metrics["loss"])):
+            self.optimizer.zero_grad()
             raise TrainingError(
-                f"step {self.step + 1}: loss {metrics['loss']} with gradient norm {float(norm)} is "
-                "not finite; lower algorithm.optimizer.lr or trainer.grad_clip"
+                f"step {self.step + 1}: loss {metrics['loss']} with gradient norm "
+                f"{metrics['grad_norm']} is not finite; lower algorithm.optimizer.lr or "
+                "trainer.grad_clip"
             )
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         return metrics
 
     def _tokens(
@@ -244,24 +266,26 @@ class PolicyTrainer:
         current = self._forward.logprobs(
             self.model, rows, with_entropy=self.settings.entropy_coef != 0
         )
-        logp_T = current.logp_T
-        lengths = torch.tensor([len(row.completion_ids) for row in rows])
+        logp_T, device = current.logp_T, current.logp_T.device
+        lengths = [len(row.completion_ids) for row in rows]
 
         def gathered(values: tuple[Tensor, ...] | None) -> Tensor | None:
             return None if values is None else torch.cat([values[i] for i in indices]).to(logp_T)
 
+        def moved(values: Any) -> Tensor:
+            return to_device(np.asarray(values, dtype=np.float64), device).to(logp_T.dtype)
+
         return Tokens(
             logp_T=logp_T,
             entropy_T=current.entropy_T,
-            recorded_T=torch.tensor(
-                [p for row in rows for p in row.logprobs], dtype=logp_T.dtype
-            ).to(logp_T.device),
-            advantages_T=torch.cat([scored.advantages[i] for i in indices]).to(logp_T),
-            weights_T=weights_N[indices].repeat_interleave(lengths).to(logp_T),
-            row_T=torch.arange(len(rows)).repeat_interleave(lengths).to(logp_T.device),
-            staleness_T=torch.tensor(
-                [staleness for row in rows for staleness in _staleness(row, self.step)]
-            ).to(logp_T.device),
+            recorded_T=moved([p for row in rows for p in row.logprobs]),
+            advantages_T=moved(torch.cat([scored.advantages[i] for i in indices])),
+            weights_T=moved(np.repeat(weights_N.numpy()[indices], lengths)),
+            row_T=to_device(np.repeat(np.arange(len(rows)), lengths), device),
+            rows=len(rows),
+            staleness_T=to_device(
+                np.concatenate([_staleness(row, self.step) for row in rows]), device
+            ),
             proximal_T=gathered(proximal),
             ref_T=gathered(scored.ref_logp),
         )
@@ -306,19 +330,26 @@ class PolicyTrainer:
         await engine.update_weights(self.step)
 
     def save(self, path: Path) -> None:
-        """Write the optimizer's state and the step to `path` (the weights are saved apart)."""
+        """Write the optimizer's state and the step to `path` (the weights are saved apart).
+
+        Masters are part of that state: weights of lower precision are theirs, rounded.
+        """
         torch.save({"optimizer": self.optimizer.state_dict(), "step": self.step}, path)
 
     def load(self, path: Path) -> None:
-        """Restore what `save` wrote. The learning rate follows the current settings."""
+        """Restore what `save` wrote. The learning rate follows the current settings.
+
+        Raises:
+            TrainingError: It belongs to other weights than the model's.
+        """
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = int(state["step"])
         self._set_lr()
 
 
-def _staleness(row: Row, step: int) -> list[int]:
-    """Steps between the policy that sampled each token and the one of `step`."""
+def _staleness(row: Row, step: int) -> IntArray:
+    """Steps between the policy that sampled each token and the one of `step`, shape [T]."""
     if not row.versions:
-        return [0] * len(row.completion_ids)
-    return [step - version for version in row.versions]
+        return np.zeros(len(row.completion_ids), dtype=np.int64)
+    return step - np.array(row.versions, dtype=np.int64)

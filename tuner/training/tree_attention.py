@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from tuner.engines.transfer import to_device
 from tuner.errors import TrainingError
 from tuner.traces.tree import IntArray, TokenTree
 
@@ -71,7 +72,7 @@ class Block:
     def add(self, gradient: Tensor, part: Tensor) -> None:
         """Add the gradient [1, heads, K, width] of what `select` gave to that of all nodes."""
         if isinstance(self.keys, Tensor):
-            gradient.index_add_(2, self.keys, part)
+            gradient.index_add_(2, self.keys, part.to(gradient.dtype))
             return
         widths = [run.stop - run.start for run in self.keys]
         for run, own in zip(self.keys, part.split(widths, 2), strict=True):
@@ -161,7 +162,7 @@ class TreeAttention:
         return blocks
 
     def _tensor(self, array: IntArray) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return to_device(array, self._device)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Attention of all nodes: [1, heads, N, width] each -> [1, heads, N, width]."""
@@ -281,7 +282,10 @@ class _BlockAttention(torch.autograd.Function):
         query, key, value, result, *sums = ctx.saved_tensors
         attention: TreeAttention = ctx.attention
         of_query = torch.empty_like(query)
-        of_key, of_value = torch.zeros_like(key), torch.zeros_like(value)
+        # A shared prefix adds up the parts of every block behind it, too many for bfloat16.
+        exact = torch.promote_types(key.dtype, torch.float32)
+        of_key = torch.zeros_like(key, dtype=exact)
+        of_value = torch.zeros_like(value, dtype=exact)
         for block, logsumexp in zip(attention.blocks, sums, strict=True):
             nodes = slice(block.first, block.last)
             of_query[:, :, nodes], key_part, value_part = _flash_backward(
@@ -298,7 +302,7 @@ class _BlockAttention(torch.autograd.Function):
             )
             block.add(of_key, key_part)
             block.add(of_value, value_part)
-        return of_query, of_key, of_value, None, None
+        return of_query, of_key.to(key.dtype), of_value.to(value.dtype), None, None
 
 
 _compiled: list[Any] = []

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tuner.engines.grammar import Grammars
+from tuner.engines.transfer import to_device
 from tuner.traces.tree import IntArray, TokenTree
 from tuner.training.batch import Row
 from tuner.training.head import OutputHead, body, causal_model, logprobs_in_parts
@@ -59,12 +60,10 @@ def tree_logprobs(
     head = OutputHead(causal)
     hidden_ND = _hidden(causal, tree, windows, device)
     first_U, of_T = _distinct(tree, rows)
-    sampled_U = Sampled.of(rows, head.vocabulary, device, grammars).take(
-        torch.from_numpy(first_U).to(device)
-    )
-    predicts_U = torch.from_numpy(tree.parent[tree.completion_node[first_U]]).to(device)
+    sampled_U = Sampled.of(rows, head.vocabulary, grammars).take(first_U)
+    predicts_U = to_device(tree.parent[tree.completion_node[first_U]], device)
     distinct = logprobs_in_parts(head, hidden_ND[predicts_U], sampled_U, with_entropy=with_entropy)
-    back_T = torch.from_numpy(of_T).to(device)
+    back_T = to_device(of_T, device)
     return TokenLogprobs(distinct.logp_T[back_T], distinct.entropy_T[back_T])
 
 
@@ -78,8 +77,8 @@ def _hidden(
         kind: one.dense(model.dtype) if dense else one.mask() for kind, one in attention.items()
     }
     output: Any = body(model)(
-        input_ids=torch.from_numpy(tree.token).to(device)[None],
-        position_ids=torch.from_numpy(tree.depth).to(device)[None],
+        input_ids=to_device(tree.token, device)[None],
+        position_ids=to_device(tree.depth, device)[None],
         # Models with one kind of layer take a tensor, those with several a dict.
         attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
         use_cache=False,

@@ -1,0 +1,56 @@
+"""Activation checkpointing: the same gradient, from a model that is in eval mode and is served."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.engines.models import make_model
+from tests.training.exact import model_of, row
+from tuner.errors import ConfigError
+from tuner.training.forward import Forward
+
+ROWS = [row((3, 10, 17), (24, 31)), row((3, 10, 17), (24, 38, 45)), row((3, 10), (52, 3))]
+
+
+def gradient_of(model, forward):
+    """Gradient and log-probs; how often a layer has computed; and the states it keeps."""
+    passes, kept = [], []
+    hook = model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: passes.append(1))
+    model.zero_grad(set_to_none=True)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t.numel()) or t, lambda t: t
+    ):
+        found = forward.logprobs(model, ROWS, with_entropy=True)
+    (found.logp_T.sum() + found.entropy_T.sum()).backward()
+    hook.remove()
+    gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    return gradient, found.logp_T.detach(), len(passes), sum(kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["tree", "packed", "padded"])
+@pytest.mark.parametrize("kind", ["qwen3", "mistral", "gemma2", "gemma3"])
+def test_gradients_are_the_same_and_less_is_kept(kind, layout, dtype):
+    model = model_of(kind).to(dtype)
+    plain, checkpointed = (
+        gradient_of(model, Forward.of(model, None, layout=layout, checkpointing=enabled))
+        for enabled in (False, True)
+    )
+    assert torch.equal(plain[0], checkpointed[0])
+    assert torch.equal(plain[1], checkpointed[1])
+    assert (plain[2], checkpointed[2]) == (1, 2)
+    assert checkpointed[3] < plain[3] / 2
+
+
+def test_layers_are_as_they_were_after_the_forward_pass():
+    model = make_model("qwen3")
+    before = {name: module.forward for name, module in model.named_modules()}
+    forward = Forward.of(model, None, checkpointing=True)
+    forward.logprobs(model, ROWS, with_entropy=False)
+    assert {name: module.forward for name, module in model.named_modules()} == before
+    assert not any(module.training for module in model.modules())
+
+
+def test_a_model_without_such_layers_is_refused():
+    with pytest.raises(ConfigError, match=r"tuner\.activation_checkpointing is true, but Linear"):
+        Forward.of(nn.Linear(2, 2), None, checkpointing=True)

@@ -1,0 +1,88 @@
+"""Between the first micro-batch and the optimizer's step nothing asks the device for a number.
+
+There is no GPU to wait for in the tests. What would make Python wait for one is an operation whose
+result Python needs (`item`, `nonzero`, indexing with a mask, ...); these are looked for instead.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.training import test_grammar as grammar
+from tests.training.test_trainer import random_batch, tiny_model
+from tuner.training import PolicyTrainer, TrainerSettings, build_batch
+
+WAITING = {
+    "_local_scalar_dense",
+    "is_nonzero",
+    "equal",
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "repeat_interleave",
+}
+
+
+class Waits(TorchDispatchMode):
+    """The operations that would wait for a GPU, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        indices = args[1] if name in ("index", "index_put", "index_put_") else ()
+        if name in WAITING or any(i is not None and i.dtype == torch.bool for i in indices):
+            self.found.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+def waits(trainer, scored):
+    with Waits() as seen:
+        trainer.ppo_update(scored)
+    return seen.found
+
+
+def stale(batch):
+    return replace(
+        batch,
+        rows=tuple(replace(row, versions=(-1,) * len(row.completion_ids)) for row in batch.rows),
+    )
+
+
+SAMPLINGS = ({}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8, "top_k": 9})
+# Of the metrics of one update: one transfer, which a CPU does without an operation; and the spread
+# of the advantages, two numbers that are on the CPU in any case.
+OF_A_STEP = ["_local_scalar_dense"] * 2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"policy_loss": "gspo"},
+        {"proximal": "loglinear", "rejection": (0.5, 2.0)},
+        {"proximal": "recompute", "updates": 2, "entropy_coef": 0.01},
+        {"optimizer_offload": True, "activation_checkpointing": True},
+    ],
+    ids=str,
+)
+def test_micro_batches_follow_each_other_without_waiting(settings):
+    numbers = {"total_steps": 3, "max_tokens_per_micro_batch": 40} | settings
+    trainer = PolicyTrainer(tiny_model(), TrainerSettings(**numbers))
+    batch = stale(build_batch(random_batch(0, samplings=SAMPLINGS)))
+    scored = trainer.compute_ref_logp(trainer.compute_advantages(batch))
+    assert len(trainer._micro_batches(batch)) > 3
+    assert waits(trainer, scored) == OF_A_STEP
+
+
+async def test_grammars_are_replayed_without_waiting():
+    engine = grammar.make_engine()
+    traces = await grammar.rollouts(engine, [grammar.GRAMMAR, "", grammar.ONE_OF_THREE, ""])
+    trainer = PolicyTrainer(engine._model, grammar.SETTINGS, grammars=engine.grammars)
+    scored = trainer.compute_advantages(build_batch(traces))
+    assert waits(trainer, scored) == OF_A_STEP

@@ -1,0 +1,229 @@
+"""AdamW in float32 for weights of any precision, with its state where and how small it should be.
+
+A weight of 1 in bfloat16 has 1 + 2^-7 as its neighbour, so an update of 1e-6 would be lost. The
+optimizer therefore owns a float32 copy of each such weight, its *master*, and the model holds the
+master rounded:
+
+    backward    grad (float32)  +=  gradient of a micro-batch (bfloat16)
+    step        master (float32)  <-  AdamW(master, grad, moments)
+                weight (bfloat16) <-  master, rounded
+
+A weight that is float32 already is its own master, and nothing is copied. With `offload` masters
+and moments lie in main memory, where the CPU computes the step: of 18 bytes for each bfloat16
+parameter (weight 2, gradient 4, master 4, moments 8) 6 are left on the device.
+
+The moments in 8 bits are bitsandbytes' (Dettmers et al., arXiv 2110.02861): quantised in blocks of
+256, in float32 where a parameter has fewer than 4096 numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from tuner.errors import ConfigError, TrainingError
+
+OptimizerState = Literal["float32", "8bit"]
+
+_EXACT = (torch.float32, torch.float64)
+
+
+def make_optimizer(
+    parameters: Iterable[nn.Parameter],
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    weight_decay: float = 0.01,
+    state: OptimizerState = "float32",
+    offload: bool = False,
+) -> MasterAdamW:
+    """AdamW over those of `parameters` that are trained.
+
+    Args:
+        lr: Learning rate; `param_groups` takes others later.
+        weight_decay: Decoupled.
+        state: Precision of the moments.
+        offload: Masters and moments in main memory.
+
+    Raises:
+        ConfigError: The moments are to have 8 bits, and bitsandbytes is not installed.
+    """
+    return MasterAdamW(
+        [parameter for parameter in parameters if parameter.requires_grad],
+        state=state,
+        offload=offload,
+        lr=lr,
+        betas=betas,
+        weight_decay=weight_decay,
+    )
+
+
+class MasterAdamW:
+    """AdamW over the masters of some parameters; made by `make_optimizer`.
+
+    From then on the gradients of parameters of lower precision are float32, and weights that
+    something else changes are overwritten by their masters in the next step.
+    """
+
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        *,
+        state: OptimizerState,
+        offload: bool,
+        **settings: Any,
+    ) -> None:
+        self._state = state
+        self._parameters = parameters
+        self._masters = [_master(parameter, offload=offload) for parameter in parameters]
+        for parameter in parameters:
+            if parameter.dtype not in _EXACT:
+                # What micro-batches add up to is lost in bfloat16 as small updates are.
+                parameter.grad = None
+                parameter.grad_dtype = torch.float32
+        adam = _adam8bit if state == "8bit" else _adam
+        self._adam = adam(self._masters, **settings)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """As in torch; `lr` may be set."""
+        return self._adam.param_groups
+
+    @property
+    def masters(self) -> tuple[Tensor, ...]:
+        """The weights that are trained, in order; float32 at least."""
+        return tuple(master.detach() for master in self._masters)
+
+    def clip_grad_norm(self, limit: float) -> Tensor:
+        """Scale the gradients to a norm of at most `limit`; returns their norm, a scalar."""
+        return nn.utils.clip_grad_norm_(self._parameters, limit)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step from the gradients of the parameters, which are kept until `zero_grad`."""
+        apart = [
+            (parameter, master)
+            for parameter, master in zip(self._parameters, self._masters, strict=True)
+            if master is not parameter
+        ]
+        for parameter, master in apart:
+            master.grad = _beside(parameter.grad, master)
+        if any(parameter.device != master.device for parameter, master in apart):
+            _wait_for_gradients()
+        self._adam.step()
+        for parameter, master in apart:
+            master.grad = None
+            # Rounded on the device, so that no rounded copy is made in main memory.
+            parameter.copy_(master.to(parameter.device, non_blocking=True))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` takes; `torch.load` reads it with `weights_only`."""
+        return {
+            **self._adam.state_dict(),
+            "moments": self._state,
+            "masters": {
+                index: master.detach()
+                for index, (parameter, master) in self._pairs()
+                if parameter.dtype != master.dtype
+            },
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up the state of an optimizer over the same weights.
+
+        Learning rate, betas and weight decay stay those of this optimizer, and where its state
+        lies and how it computes may differ from the one that was saved.
+
+        Raises:
+            TrainingError: The state belongs to other weights, or to weights or moments of another
+                precision.
+        """
+        moments = state.get("moments", "float32")
+        if moments != self._state:
+            raise TrainingError(
+                f"the optimizer's state is of {moments}, and tuner.optimizer_state is "
+                f"{self._state}; set it as it was"
+            )
+        masters = state.get("masters", {})
+        for index, (parameter, master) in self._pairs():
+            if parameter.dtype == master.dtype:
+                if index in masters:
+                    raise TrainingError(
+                        f"the optimizer's state is for weights of lower precision than "
+                        f"{parameter.dtype}; load the model in the dtype it was trained in"
+                    )
+                if master is not parameter:
+                    master.copy_(parameter)
+                continue
+            saved = masters.get(index)
+            if saved is None:
+                raise TrainingError(
+                    f"the optimizer's state has no float32 masters for weights of "
+                    f"{parameter.dtype}; load the model in the dtype it was trained in"
+                )
+            rounded = saved.to(parameter.dtype) if saved.shape == parameter.shape else None
+            if rounded is None or not torch.equal(rounded.to(parameter.device), parameter):
+                raise TrainingError(
+                    "the optimizer's float32 masters are not those of the model's weights; load "
+                    "the model from the checkpoint that the optimizer's state is from"
+                )
+            master.copy_(saved)
+        groups = self._adam.state_dict()["param_groups"]
+        self._adam.load_state_dict({"state": state["state"], "param_groups": groups})
+
+    def _pairs(self) -> Iterable[tuple[int, tuple[nn.Parameter, Tensor]]]:
+        return enumerate(zip(self._parameters, self._masters, strict=True))
+
+
+def _master(parameter: nn.Parameter, *, offload: bool) -> nn.Parameter:
+    """A copy that training is exact on, in page-locked memory where it is offloaded from a GPU;
+    `parameter` itself where it needs none."""
+    exact = torch.promote_types(parameter.dtype, torch.float32)
+    if parameter.dtype == exact and not offload:
+        return parameter
+    device = torch.device("cpu") if offload else parameter.device
+    copy = torch.empty(
+        parameter.shape, dtype=exact, device=device, pin_memory=offload and parameter.is_cuda
+    )
+    return nn.Parameter(copy.copy_(parameter.detach()))
+
+
+def _beside(gradient: Tensor | None, master: Tensor) -> Tensor | None:
+    """A gradient where its master is; transfers from a GPU are only begun."""
+    if gradient is None or gradient.device == master.device:
+        return gradient
+    landed = torch.empty(
+        gradient.shape, dtype=gradient.dtype, device=master.device, pin_memory=gradient.is_cuda
+    )
+    return landed.copy_(gradient, non_blocking=True)
+
+
+def _wait_for_gradients() -> None:
+    torch.cuda.current_stream().synchronize()
+
+
+def _adam(masters: list[nn.Parameter], **settings: Any) -> torch.optim.Optimizer:
+    # One kernel for each step: several times as fast as torch's default on a CPU, and without
+    # its temporary copies of all parameters on a GPU.
+    return torch.optim.AdamW(masters, fused=True, **settings)
+
+
+def _adam8bit(masters: list[nn.Parameter], **settings: Any) -> torch.optim.Optimizer:
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as error:
+        raise ConfigError(
+            "tuner.optimizer_state = '8bit' needs bitsandbytes, which is not installed "
+            f"({error}): pip install 'agentscope-tuner[gpu]', or use float32"
+        ) from error
+    optimizer: torch.optim.Optimizer = AdamW8bit(masters, **settings)
+    return optimizer
