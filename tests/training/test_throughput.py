@@ -7,8 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.engines.models import make_model
-from tests.training.test_trainer import random_batch, tiny_model
 from tests.training.exact import model_of, row
+from tests.training.test_trainer import random_batch, tiny_model
 from tuner.traces import TokenTree
 from tuner.training import PolicyTrainer, TrainerSettings, build_batch
 from tuner.training.throughput import ModelFlops, Throughput, peak_flops

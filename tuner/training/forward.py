@@ -150,9 +150,7 @@ class Forward:
                 return tree_logprobs(model, rows, windows=self.windows, **settings)
             if self.layout == "packed":
                 return packed_logprobs(model, rows, **settings)
-            return completion_logprobs(
-                model, rows, pad_id=0, in_parts=self.in_parts, **settings
-            )
+            return completion_logprobs(model, rows, pad_id=0, in_parts=self.in_parts, **settings)
 
 
 def _tree_windows(model: nn.Module) -> dict[str, int | None] | str:

@@ -37,12 +37,12 @@ from tuner.traces.tree import IntArray
 from tuner.training.advantages import row_advantages
 from tuner.training.batch import Batch, Row
 from tuner.training.forward import Forward
+from tuner.training.head import causal_model
 from tuner.training.loss import Tokens, micro_batch_loss
 from tuner.training.optimizer import make_optimizer
 from tuner.training.schedule import lr_factor
 from tuner.training.settings import TrainerSettings
 from tuner.training.throughput import Throughput
-from tuner.training.head import causal_model
 
 logger = logging.getLogger("tuner")
 
