@@ -102,32 +102,45 @@ def test_a_checkpoint_is_a_peft_adapter_that_plain_scripts_load(
     torch.testing.assert_close(again, adapted, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("origin", ["new", "path"])
-def test_killed_run_ends_with_the_same_adapter(origin, random_model_path, trained, tmp_path):
-    """With an adapter to start from, the reference is that one after the kill, too."""
-    overrides, straight = [NEW, STEPS], trained
-    if origin == "path":
-        first = trained.checkpoint.with_name("step_000002")
-        overrides = [f"model.lora_configs=[{{path: {first}}}]", STEPS]
-        straight = run(random_model_path, tmp_path / "straight", *overrides)
-    # After the checkpoint of step 2: in the update of step 3.
-    killed = start(random_model_path, tmp_path, "update:3", *overrides)
-    assert killed == -signal.SIGKILL
-    assert (tmp_path / "p/run/checkpoints/step_000002").exists()
-    result = run(random_model_path, tmp_path, *overrides)
+def assert_same_end(result, straight):
     expected, found = adapter_weights(straight.checkpoint), adapter_weights(result.checkpoint)
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
     assert without_times(result.history) == without_times(straight.history)
     config = (result.checkpoint / "adapter_config.json").read_text()
     assert config == (straight.checkpoint / "adapter_config.json").read_text()
-    if origin == "path":
-        began = adapter_weights(first)
-        assert any(not torch.equal(began[name], found[name]) for name in found)
+
+
+def test_interrupted_run_ends_with_the_same_adapter(
+    random_model_path, trained, tmp_path, monkeypatch
+):
+    """After the checkpoint of step 2, in the update of step 3."""
+    with monkeypatch.context() as patched:
+        stopping = iter([None, None])
+        patched.setattr(PolicyTrainer, "step_lr_scheduler", lambda self: next(stopping))
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            run(random_model_path, tmp_path, NEW, STEPS)
+    assert (tmp_path / "p/run/checkpoints/step_000002").exists()
+    assert_same_end(run(random_model_path, tmp_path, NEW, STEPS), trained)
+
+
+def test_killed_run_that_began_with_an_adapter_ends_with_the_same_one(
+    random_model_path, trained, tmp_path
+):
+    """The reference is the adapter that it began with after the kill, too."""
+    first = trained.checkpoint.with_name("step_000002")
+    overrides = [f"model.lora_configs=[{{path: {first}}}]", STEPS]
+    straight = run(random_model_path, tmp_path / "straight", *overrides)
+    assert start(random_model_path, tmp_path, "update:3", *overrides) == -signal.SIGKILL
+    assert (tmp_path / "p/run/checkpoints/step_000002").exists()
+    result = run(random_model_path, tmp_path, *overrides)
+    assert_same_end(result, straight)
+    began, ended = adapter_weights(first), adapter_weights(result.checkpoint)
+    assert any(not torch.equal(began[name], ended[name]) for name in ended)
 
 
 def test_an_adapter_to_start_from_is_policy_and_reference(
-    trained, random_model_path, tmp_path, monkeypatch
+    trained, random_model_path, tmp_path, monkeypatch, capsys
 ):
     """Its weights sample and are the reference: the first step's distance to it is 0.
 
@@ -159,8 +172,11 @@ def test_an_adapter_to_start_from_is_policy_and_reference(
     assert seen[0] == 0
     assert seen[1] > 1e-4
     assert result.history[1]["train/logprob_mismatch_max"] < 1e-4
-    names = [name for name in adapter_weights(result.checkpoint) if "reference" in name]
-    assert names == []
+    written = adapter_weights(result.checkpoint)
+    assert not any("reference" in name for name in written)
+    size = sum(value.numel() for value in written.values())
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"training a LoRA adapter: {size:,} parameters in 14 layers" in said
 
 
 def test_an_adapter_is_no_model(trained, random_model_path, tmp_path):

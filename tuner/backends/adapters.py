@@ -43,6 +43,16 @@ class Adapter:
     def trained_parameters(self) -> int:
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
+    def __str__(self) -> str:
+        """What is trained and what is not, for people."""
+        frozen = sum(p.numel() for p in self.model.parameters() if not p.requires_grad)
+        base: Any = self.model.base_model
+        layers = len(base.targeted_module_names)
+        return (
+            f"training a LoRA adapter: {self.trained_parameters:,} parameters in {layers} layers, "
+            f"beside {frozen:,} that stay as they are"
+        )
+
     def reference(self) -> AdapterReference:
         """The policy's frozen start: the model without the adapter, or with what it started as."""
         if self.start is None:

@@ -135,6 +135,8 @@ class _Loop:
             if weights is not None:
                 trainer.load(weights / TRAINER_STATE)
                 self._console.say(f"going on after step {self._start} in {self._directory.path}")
+            if stack.adapter is not None:
+                self._console.say(str(stack.adapter))
             self._monitors = self._open_monitors()
             with self._console:
                 await self._steps(stack, trainer)
