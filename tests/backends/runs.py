@@ -1,6 +1,6 @@
 """A small run in a process of its own, which may be made to kill itself at a named moment.
 
-    python -m tests.backends.runs MODEL ROOT [MOMENT:COUNT [OVERRIDE...]]
+    python -m tests.backends.runs MODEL ROOT [MOMENT:COUNT]
 
 The moment is one of `workflow`, `judge`, `update`, `log`, `checkpoint`, `rename`: the process
 kills itself with SIGKILL when it gets there for the COUNTth time.
@@ -81,7 +81,7 @@ def killing_itself(function, count):
     return wrapped
 
 
-def main(model, root, moment="never:0", *overrides):
+def main(model, root, moment="never:0"):
     what, count = moment.split(":")
     functions = {"workflow": workflow, "judge": judge}
     if what in functions:
@@ -98,7 +98,7 @@ def main(model, root, moment="never:0", *overrides):
     elif what == "rename":
         run_directory.os.replace = killing_itself(os.replace, int(count))
     run_local(
-        config(model, root, *overrides),
+        config(model, root),
         workflow=functions["workflow"],
         judge=functions["judge"],
         train_tasks=TRAIN,

@@ -21,9 +21,8 @@ REPOSITORY = Path(__file__).parents[2]
 MOMENTS = ["workflow:5", "update:1", "judge:4", "log:2", "checkpoint:1", "rename:4"]
 
 
-def start(model, root, moment="never:0", *overrides):
+def start(model, root, moment="never:0"):
     command = [sys.executable, "-m", "tests.backends.runs", str(model), str(root), moment]
-    command += overrides
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True).returncode
 
 

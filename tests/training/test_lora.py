@@ -34,7 +34,7 @@ def test_tree_gradient_of_an_adapter_is_that_of_one_row_per_call(kind, dtype, to
         all_float64(model)
     assert Forward.of(model, None).cost is not None
 
-    @settings(max_examples=2, deadline=None, derandomize=True)
+    @settings(max_examples=5, deadline=None, derandomize=True)
     @given(calls=batches, dice=st.randoms(use_true_random=False))
     def check(calls, dice):
         rows = [
