@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tuner import JudgeOutput, WorkflowOutput
-from tuner.check import check_run
+from tuner.backends.stack import build_stack
+from tuner.check import _memory, check_run
 from tuner.tune import prepare
 
 
@@ -26,7 +27,7 @@ async def breaks(task, model):
 
 @pytest.fixture
 def prepared(random_model_path, tmp_path):
-    def prepare_with(func):
+    def prepare_with(func, *overrides):
         return prepare(
             func,
             judge,
@@ -36,6 +37,7 @@ def prepared(random_model_path, tmp_path):
                 f"checkpoint_root_dir={tmp_path / 'runs'}",
                 "model.max_response_tokens=20",
                 "buffer.batch_size=2",
+                *overrides,
             ],
         )
 
@@ -66,3 +68,21 @@ def test_workflow_that_fails_is_not_ready_and_says_why(prepared):
     assert "NOT READY: 2 of 2 rollouts did not complete" in verdict.text
     assert "RuntimeError: no such tool" in verdict.text
     assert "none: the workflow never called `model`" in verdict.text
+
+
+def test_an_adapter_is_named_and_its_memory_is_its_own(prepared):
+    adapter = "model.lora_configs=[{lora_rank: 4}]"
+    assert (
+        "a LoRA adapter of 0.00M parameters, multi" in check_run(prepared(workflow, adapter)).text
+    )
+    sizes = []
+    for overrides in ((), (adapter,)):
+        config = prepared(workflow, *overrides).config
+        stack = build_stack(config, workflow=workflow, judge=judge)
+        model = list(stack.model.parameters())
+        trained = sum(p.numel() for p in model if p.requires_grad)
+        sizes.append((_memory(config, stack), sum(p.numel() for p in model), trained))
+    (full, base, every), (lora, both, adapter_size) = sizes
+    assert (every, both) == (base, base + adapter_size)
+    assert full == 4 * 5 * base  # weights, gradients, two averages, reference
+    assert lora == 4 * (base + 4 * adapter_size)

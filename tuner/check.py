@@ -28,8 +28,8 @@ ROLLOUTS = 2
 SHOWN_PROMPT, SHOWN_START, SHOWN_END = 4, 10, 3
 # A backward pass costs about two forward passes.
 FORWARDS_PER_UPDATE = 3
-# Weights, gradients and Adam's two averages.
-FLOATS_PER_PARAMETER = 4
+# Gradient and Adam's two averages.
+FLOATS_TO_TRAIN = 3
 BYTES_PER_FLOAT = 4
 
 
@@ -191,7 +191,7 @@ def _plan(run: Run, stack: Stack, traces: Sequence[Trace], costs: _Costs) -> Ite
         f"  {steps} steps x {batch} tasks x {group} rollouts = {steps * rollouts} rollouts, about "
         f"{steps * rollouts * sampled:.0f} trained tokens"
     )
-    yield f"  all weights, {_algorithm(config)}"
+    yield f"  {_trained(stack)}, {_algorithm(config)}"
     yield f"  memory  about {_memory(config, stack) / 2**30:.2f} GiB, and that of one micro-batch"
     concurrent = min(config.explorer.runner_per_model, config.tuner.max_slots, rollouts)
     train = FORWARDS_PER_UPDATE * costs.forward * rollouts / len(traces)
@@ -207,6 +207,12 @@ def _plan(run: Run, stack: Stack, traces: Sequence[Trace], costs: _Costs) -> Ite
     )
 
 
+def _trained(stack: Stack) -> str:
+    if stack.adapter is None:
+        return "all weights"
+    return f"a LoRA adapter of {stack.adapter.trained_parameters / 1e6:.2f}M parameters"
+
+
 def _algorithm(config: RunConfig) -> str:
     algorithm = config.algorithm
     kl = algorithm.kl_loss_fn
@@ -216,10 +222,12 @@ def _algorithm(config: RunConfig) -> str:
 
 
 def _memory(config: RunConfig, stack: Stack) -> float:
-    """Bytes of weights, gradients, optimizer and reference model."""
+    """Bytes of weights, gradients, optimizer and reference (an adapter's is in the weights)."""
     parameters = sum(p.numel() for p in stack.model.parameters())
-    reference = trainer_settings(config, 1, 1).uses_reference
-    return BYTES_PER_FLOAT * parameters * (FLOATS_PER_PARAMETER + reference)
+    trained = sum(p.numel() for p in stack.model.parameters() if p.requires_grad)
+    copied = parameters if stack.adapter is None else 0
+    reference = copied * trainer_settings(config, 1, 1).uses_reference
+    return BYTES_PER_FLOAT * (parameters + FLOATS_TO_TRAIN * trained + reference)
 
 
 def _last_words(ready: bool, traces: Sequence[Trace]) -> Iterator[str]:

@@ -62,6 +62,7 @@ class TunerModelConfig(PublicSettings):
         if self.tinker_config is not None:
             raise ConfigError(
                 "TunerModelConfig.tinker_config is set, but tuner trains on your own machine and "
-                "does not use Tinker; remove it"
+                "does not use Tinker; remove it (LoRA is model.lora_configs, in the YAML or in "
+                "overrides)"
             )
         return [name for name in _POLICY_KEYS if name in self.model_fields_set]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tuner.config import RunConfig, load_config
 from tuner.config.keys import known_paths, nearest
+from tuner.config.lora import LoraSection
 from tuner.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -115,7 +116,7 @@ def test_values_that_need_a_cluster_are_refused_together_with_file_and_line(writ
         ("explorer.rollout_model.dtype=bfloat16", "set tuner.dtype (now float32)"),
         ("explorer.rollout_model.max_model_len=5", "set model.max_model_len (now not set)"),
         ("trainer.use_dynamic_bsz=false", "max_token_len_per_gpu"),
-        ("model.lora_configs=[{lora_rank: 8}]", "trains all weights"),
+        ("explorer.rollout_model.enable_lora=true", "model.lora_configs is what trains"),
         ("model.tinker.enable=true", "does not use Tinker"),
         ("buffer.explorer_input.taskset.repeat_times=4", "set algorithm.repeat_times (now 8)"),
         ("data_processor.task_pipeline.num_process=2", "not in this version"),
@@ -396,6 +397,42 @@ def test_root_config_trains_the_tiny_model_or_the_real_one(monkeypatch):
     assert real.buffer.explorer_input.eval_tasksets[0].path == "openai/gsm8k"
     assert real.algorithm.optimizer.lr < tiny.algorithm.optimizer.lr
     assert real.name != tiny.name
+
+
+@pytest.mark.parametrize(
+    ("item", "text"),
+    [
+        ("{lora_rank: 0}", "lora_rank is 0: must be greater than or equal to 1"),
+        ("{lora_rnk: 8}", "did you mean model.lora_configs.0.lora_rank?"),
+        ("{lora_dtype: bfloat16}", "lora_dtype is 'bfloat16': must be 'auto' or 'float32'"),
+        ("{is_dummy: true}", "set it to false"),
+        ("{target_modules: []}", "must name at least one layer"),
+        ("{path: a/b/c, exclude_modules: [x]}", "exclude_modules is set beside path"),
+        ("{}, {}", "one adapter is trained at most"),
+    ],
+)
+def test_adapters_that_cannot_be_trained_are_refused(item, text):
+    message = refusal(overrides=[f"model.lora_configs=[{item}]"])
+    assert "model.lora_configs" in message
+    assert text in message
+
+
+def test_trinitys_lora_keys_are_read(write):
+    path = write(
+        "model:\n  lora_configs:\n  - {name: mine, path: ./here/adapter, base_model_name: org/base,"
+        " lora_rank: 8, lora_alpha: 16, lora_dtype: auto, is_dummy: false}\n"
+    )
+    config = load_config(path)
+    assert config.model.lora == LoraSection(
+        path=str(path.parent / "here/adapter"),
+        base_model_name="org/base",
+        lora_rank=8,
+        lora_alpha=16,
+    )
+    for nothing in ("null", "[]"):
+        assert load_config(path, overrides=[f"model.lora_configs={nothing}"]).model.lora is None
+    layers = load_config(overrides=["model.lora_configs=[{target_modules: [q_proj, v_proj]}]"])
+    assert layers.model.lora.target_modules == ("q_proj", "v_proj")
 
 
 def test_no_key_is_listed_twice():

@@ -30,7 +30,6 @@ from tuner.backends.metrics import (
     rollout_metrics,
     time_split,
 )
-from tuner.backends.models import save_model
 from tuner.backends.resume import check_same_run
 from tuner.backends.run_directory import (
     TRAINER_STATE,
@@ -136,6 +135,8 @@ class _Loop:
             if weights is not None:
                 trainer.load(weights / TRAINER_STATE)
                 self._console.say(f"going on after step {self._start} in {self._directory.path}")
+            if stack.adapter is not None:
+                self._console.say(str(stack.adapter))
             self._monitors = self._open_monitors()
             with self._console:
                 await self._steps(stack, trainer)
@@ -187,8 +188,9 @@ class _Loop:
         metrics["signal"] = float(has_signal(batch, config.algorithm.advantage_fn))
         self._say_what_branching_costs(step, metrics)
         if batch.rows:
-            scored = trainer.compute_ref_logp(trainer.compute_advantages(batch))
+            # The reference may be the same model without its adapter: nobody samples meanwhile.
             async with stack.engine.pause():
+                scored = trainer.compute_ref_logp(trainer.compute_advantages(batch))
                 update = trainer.ppo_update(scored)
                 trainer.step_lr_scheduler()
                 await trainer.update_weights(stack.engine)
@@ -264,7 +266,7 @@ class _Loop:
 
     def _save(self, step: int, stack: Stack, trainer: PolicyTrainer) -> None:
         def write(folder: Path) -> None:
-            save_model(stack.model, stack.tokenizer, folder)
+            stack.save_weights(folder)
             trainer.save(folder / TRAINER_STATE)
             write_atomically(folder / "version.json", json.dumps({"version": trainer.step}))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from tuner.errors import ModelLoadError
+
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 def load_model(
@@ -24,16 +27,21 @@ def load_model(
         setting: Which setting named it, for the message.
 
     Raises:
-        ModelLoadError: There is no such folder or hub model, or it is not a causal LM.
+        ModelLoadError: There is no such folder or hub model, or it is not a causal LM, or it is an
+            adapter.
     """
     from transformers import AutoModelForCausalLM
 
-    _check_path(path, setting)
+    check_path(path, setting)
+    if (Path(path).expanduser() / ADAPTER_CONFIG).exists():
+        raise ModelLoadError(_not_an_adapter(path, setting))
     try:
         with quiet_transformers():
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     except Exception as error:
         raise ModelLoadError(_reason(path, setting, "a causal language model", error)) from error
+    if hasattr(model, "peft_config"):  # on the Hub
+        raise ModelLoadError(_not_an_adapter(path, setting))
     model.to(device)  # type: ignore[arg-type]
     model.eval()
     return model
@@ -47,7 +55,7 @@ def load_tokenizer(path: str, *, setting: str = "model.model_path") -> Any:
     """
     from transformers import AutoTokenizer
 
-    _check_path(path, setting)
+    check_path(path, setting)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:
@@ -90,15 +98,29 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _check_path(path: str, setting: str) -> None:
+def check_path(path: str, setting: str, *, what: str = "model") -> None:
+    """Raises ModelLoadError where `path` can only be a folder and is none."""
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
     if looks_local and not Path(path).expanduser().is_dir():
         raise ModelLoadError(
             f"{setting} = {path!r}: there is no such folder; give the folder of a Hugging Face "
-            "model, or a hub id of the form 'organisation/name'"
+            f"{what}, or a hub id of the form 'organisation/name'"
         )
 
 
 def _reason(path: str, setting: str, what: str, error: Exception) -> str:
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
     return f"{setting} = {path!r} cannot be loaded as {what}: {type(error).__name__}: {first_line}"
+
+
+def _not_an_adapter(path: str, setting: str) -> str:
+    folder = Path(path).expanduser()
+    base = "the model it belongs to"
+    if (folder / ADAPTER_CONFIG).exists():
+        recorded = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        base = f"{recorded.get('base_model_name_or_path')!r}, {base}"
+    return (
+        f"{setting} = {path!r} is an adapter, not a model. To go on training it, set "
+        f"model.model_path to {base}, and model.lora_configs to [{{path: {path}}}]; to use it as a "
+        "model, merge it first (docs/training.md, LoRA)"
+    )

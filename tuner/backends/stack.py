@@ -11,8 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from tuner.algorithms.table import ALGORITHMS
+from tuner.backends.adapters import Adapter, add_adapter, require_peft
 from tuner.backends.auxiliary import AuxiliaryModels
-from tuner.backends.models import choose_device, load_model, load_tokenizer
+from tuner.backends.models import choose_device, load_model, load_tokenizer, save_model
 from tuner.chat_models import ChatModelKind, chat_model, default_kind
 from tuner.config import RunConfig
 from tuner.config.algorithm_conflicts import longest_answer
@@ -21,19 +22,29 @@ from tuner.errors import ConfigError
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults, SessionLimits
 from tuner.rollout import RolloutRunner, RolloutSettings
 from tuner.training import Overlong, PolicyTrainer, Selection, TrainerSettings
+from tuner.training.reference import Reference
 
 
 @dataclass
 class Stack:
     """The parts of a run on one machine. One copy of the weights: `model` is in both the
-    engine and the trainer."""
+    engine and the trainer, and so is the adapter inside it, where there is one."""
 
     model: PreTrainedModel
+    adapter: Adapter | None
     tokenizer: Any
     engine: TransformersEngine
     gateway: Gateway
     auxiliary: AuxiliaryModels
     runner: RolloutRunner
+
+    def save_weights(self, folder: Path) -> None:
+        """What is trained, model or adapter, in Hugging Face's form, and the tokenizer."""
+        if self.adapter is None:
+            save_model(self.model, self.tokenizer, folder)
+        else:
+            self.adapter.save(folder)
+            self.tokenizer.save_pretrained(folder)
 
     async def aclose(self) -> None:
         await self.auxiliary.aclose()
@@ -54,17 +65,26 @@ def build_stack(
     Args:
         config: The effective configuration.
         workflow, judge: The user's functions.
-        weights: Checkpoint to go on from instead of `model.model_path`.
+        weights: Checkpoint to go on from, of the model or of its adapter.
         version: How many updates those weights have seen.
 
     Raises:
-        ModelLoadError: A model cannot be loaded.
-        ConfigError: `max_model_len` is more than the model has positions.
+        ModelLoadError: A model or adapter cannot be loaded.
+        ConfigError: `max_model_len` is more than the model has positions, or `lora_configs` asks
+            for layers that it does not have.
+        MissingDependencyError: `lora_configs` is set, and peft is not installed.
     """
     device = choose_device(config.tuner.device)
-    path = config.model.model_path
+    path, lora, adapter = config.model.model_path, config.model.lora, None
     dtype: torch.dtype = getattr(torch, config.tuner.dtype)
-    model = load_model(str(weights or path), device=device, dtype=dtype)
+    if lora is None:
+        model = load_model(str(weights or path), device=device, dtype=dtype)
+    else:
+        require_peft()
+        model = load_model(path, device=device, dtype=dtype)
+        adapter = add_adapter(
+            model, lora, model_path=path, seed=config.tuner.seed, checkpoint=weights
+        )
     tokenizer = load_tokenizer(path)
     engine = TransformersEngine(
         model,
@@ -97,19 +117,22 @@ def build_stack(
             deterministic=config.tuner.deterministic,
         ),
     )
-    return Stack(model, tokenizer, engine, gateway, auxiliary, runner)
+    return Stack(model, adapter, tokenizer, engine, gateway, auxiliary, runner)
 
 
 def build_trainer(config: RunConfig, stack: Stack, *, total_steps: int) -> PolicyTrainer:
     """The trainer over the stack's model; its reference is always the model the run began with."""
     budget = config.trainer.max_token_len_per_gpu or 2 * stack.engine.capabilities.max_model_len
     settings = trainer_settings(config, total_steps, budget)
-    reference = None
-    if settings.uses_reference and stack.engine.version > 0:
+    reference: Reference | None = None
+    if settings.uses_reference and stack.adapter is not None:
+        reference = stack.adapter.reference()
+    elif settings.uses_reference and stack.engine.version > 0:
         reference = load_model(
             config.model.model_path, device=stack.model.device, dtype=stack.model.dtype
         )
-    return PolicyTrainer(stack.model, settings, reference=reference, grammars=stack.engine.grammars)
+    policy = stack.model if stack.adapter is None else stack.adapter.model
+    return PolicyTrainer(policy, settings, reference=reference, grammars=stack.engine.grammars)
 
 
 def trainer_settings(

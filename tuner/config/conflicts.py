@@ -20,6 +20,7 @@ def conflicts(config: RunConfig, foreign: Mapping[str, Any]) -> list[Problem]:
     return [
         *_sizes(config, foreign),
         *_names(config),
+        *_lora(config),
         *_sampling(config),
         *algorithm_conflicts(config),
     ]
@@ -84,6 +85,18 @@ def _names(config: RunConfig) -> Iterator[Problem]:
                 path, f"{path} is {auxiliary.name!r}, which is taken: give each model its own name"
             )
         models.add(auxiliary.name)
+
+
+def _lora(config: RunConfig) -> Iterator[Problem]:
+    for index, lora in enumerate(config.model.lora_configs):
+        for key in ("target_modules", "exclude_modules"):
+            if lora.path is not None and getattr(lora, key) is not None:
+                path = f"model.lora_configs.{index}.{key}"
+                yield Problem(
+                    path,
+                    f"{path} is set beside path, but the layers of an adapter are in its own "
+                    "adapter_config.json; remove it",
+                )
 
 
 def _sampling(config: RunConfig) -> Iterator[Problem]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from tuner.config.lora import LoraSection
 from tuner.config.section import Section
 
 TOOL_CALL_PARSER = "Reads tool calls out of the model's text; null leaves the text as it is."
@@ -103,3 +105,20 @@ class ModelSection(Section):
     chat_template_path: Path | None = Field(
         default=None, description="The same from a file; set one of the two at most."
     )
+    lora_configs: tuple[LoraSection, ...] = Field(
+        default=(),
+        description="Train a LoRA adapter with the keys below ([training](training.md#lora)), one "
+        "at most. Not set: all weights are trained.",
+    )
+
+    @field_validator("lora_configs", mode="before")
+    @classmethod
+    def _one_at_most(cls, value: Any) -> Any:
+        if isinstance(value, (list, tuple)) and len(value) > 1:
+            raise ValueError("one adapter is trained at most; keep one of them")
+        return () if value is None else value
+
+    @property
+    def lora(self) -> LoraSection | None:
+        """The adapter that is trained; None where all weights are."""
+        return self.lora_configs[0] if self.lora_configs else None

@@ -21,7 +21,7 @@ _ANY = Anything()
 _ONE_ENGINE = "the local backend has one engine, with one copy of the weights"
 _SET_BY_TRINITY = "Trinity-RFT fills this in itself"
 _SHARED = "weights are shared in place, so there is nothing to send"
-_FULL = "the local backend trains all weights"
+_ONE_ADAPTER = "the engine serves the one adapter that is trained, with the trainer's weights"
 _ENGINE = "the local backend does not run vLLM or SGLang"
 _ENGINE_MEMORY = "the local engine takes the memory that tuner.max_slots answers need"
 _TRAINS = "a run of this version is rollouts and training in one process"
@@ -189,8 +189,9 @@ _MODEL = [
         Values((1,)),
         "repetition_penalty",
     ),
-    *_rows("model.", _FULL, Values(([],)), "lora_configs"),
-    *_rows("model.", _FULL, _ANY, "fully_sharded_loras", "max_cpu_loras"),
+    *_rows("model.lora_configs.*.", _ONE_ADAPTER, _ANY, "name"),
+    *_rows("model.lora_configs.*.", _SET_BY_TRINITY, _OFF, "is_dummy"),
+    *_rows("model.", _ONE_ADAPTER, _ANY, "fully_sharded_loras", "max_cpu_loras"),
     *_rows("model.", "it is read from the model's own config.json", _NONE, "rope_theta"),
     *_rows("model.", "it is read from the model's own config.json", _NONE, "rope_scaling.**"),
     *_rows("model.tinker.", "the local backend does not use Tinker", _OFF, "enable"),
@@ -283,6 +284,7 @@ _BUFFER = [
     *_rows("buffer.", _SET_BY_TRINITY, _NONE, "explorer_output.**", "tokenizer_path", "cache_dir"),
 ]
 
+_LORA = "model.lora_configs is what trains an adapter; other models are served as they are"
 _ENGINE_KEYS: list[tuple[str, Accepts, str]] = [
     ("trust_remote_code", _OFF, "code from a model's folder is not run"),
     ("engine_type", Values(("vllm", "sglang")), "the local engine stands in for it"),
@@ -324,10 +326,10 @@ _ENGINE_KEYS: list[tuple[str, Accepts, str]] = [
     ("sync_method", _ANY, _SHARED),
     ("checkpoint_job_dir", _ANY, _SET_BY_TRINITY),
     ("cuda_visible_devices", _NONE, "set the environment variable CUDA_VISIBLE_DEVICES"),
-    ("enable_lora", _OFF, _FULL),
-    ("enable_runtime_lora_updating", _OFF, _FULL),
-    ("lora_modules", Values(([],)), _FULL),
-    ("lora_kwargs", Values(({},)), _FULL),
+    ("enable_lora", _OFF, _LORA),
+    ("enable_runtime_lora_updating", _OFF, _LORA),
+    ("lora_modules", Values(([],)), _LORA),
+    ("lora_kwargs", Values(({},)), _LORA),
     ("rope_scaling.**", _NONE, "it is read from the model's own config.json"),
     ("rope_theta", _NONE, "it is read from the model's own config.json"),
 ]

@@ -58,9 +58,6 @@ class Runner(Protocol):
 
 def forward_options(model: PreTrainedModel) -> dict[str, Any]:
     """Arguments that make `model` compute the logits of the last position only, if it can."""
-    inner: Any = model
-    if hasattr(inner, "get_base_model"):  # a model wrapped for LoRA
-        inner = inner.get_base_model()
-    if "logits_to_keep" in inspect.signature(inner.forward).parameters:
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
         return {"logits_to_keep": 1}
     return {}

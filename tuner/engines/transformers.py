@@ -13,11 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tuner.engines.adapters import served_model
 from tuner.engines.base import (
     EngineCapabilities,
     EngineError,
@@ -35,6 +36,9 @@ from tuner.engines.solo import SoloRunner
 from tuner.engines.stop_strings import StopStrings
 from tuner.engines.weights_guard import WeightsGuard
 from tuner.errors import ConfigError, ContextLengthError
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +79,8 @@ class TransformersEngine:
     several threads; the weights may change only inside `pause()`.
 
     Args:
-        model: Causal LM with "sdpa" or "eager" attention; it is put in eval mode.
+        model: Causal LM with "sdpa" or "eager" attention, or one that peft has wrapped for LoRA,
+            whose adapter is served as it is, unmerged; it is put in eval mode.
         tokenizer: Its tokenizer: end-of-sequence id, and text for stop strings.
         max_model_len: Prompt and completion tokens of one request at most.
         max_slots: Requests computed at once at most; rows that they do not need keep finished
@@ -86,12 +91,13 @@ class TransformersEngine:
         prefill_tokens: Prompt tokens computed in one forward pass at most.
 
     Raises:
-        ConfigError: A size is not positive, or the attention implementation takes no mask.
+        ConfigError: A size is not positive, the attention implementation takes no mask, or the
+            model's adapter is of a kind that acts on prompts.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | PeftModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
         max_model_len: int,
@@ -108,19 +114,19 @@ class TransformersEngine:
         for name, value in sizes.items():
             if value < 1:
                 raise ConfigError(f"{name} is {value}, but must be at least 1")
-        self._model = model
-        model.train(False)
+        self._model = served_model(model)
+        self._model.train(False)
         self._tokenizer = tokenizer
         self._capabilities = EngineCapabilities(
             max_model_len=max_model_len, grammars=Grammars.supports(tokenizer)
         )
-        embeddings: Any = model.get_input_embeddings()
+        embeddings: Any = self._model.get_input_embeddings()
         self._vocabulary = int(embeddings.weight.shape[0])
-        self._end_ids = frozenset(_end_ids(model, tokenizer))
+        self._end_ids = frozenset(_end_ids(self._model, tokenizer))
         self._grammars = Grammars(tokenizer, self._end_ids)
         self._version = version
         self._stats = EngineStats()
-        self._guard = WeightsGuard(model)
+        self._guard = WeightsGuard(self._model)
         self._runner = self._make_runner(deterministic, max_slots, prefill_tokens)
         self._lock = threading.Lock()  # held while a step runs
         self._in_flight: set[Request] = set()

@@ -11,6 +11,7 @@ tests):
 | `module.weight = new`, `load_state_dict(assign=True)` | identity |
 | `p.data = new` | address |
 | AdamW (fused), `p.data.add_()`, kernels writing through a pointer | probe of the values |
+| an adapter switched on or off, merged, scaled | the layers' switches |
 
 The probe is the first elements of every parameter that is being trained: a change that leaves all
 of those as they were and touches no version counter goes unnoticed.
@@ -22,6 +23,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from tuner.engines.adapters import AdapterSwitches
 
 _PROBE = 4
 """Elements looked at in each trained parameter."""
@@ -37,6 +40,7 @@ class WeightsGuard:
             for name, parameter in module._parameters.items()
             if parameter is not None
         ]
+        self._switches = AdapterSwitches(model)
         self.remember()
 
     def remember(self) -> None:
@@ -44,13 +48,18 @@ class WeightsGuard:
         # Held, so that the id of a parameter cannot become another one's.
         self._parameters = [place[name] for place, name in self._places]
         self._state = self._look()
+        self._on = self._switches.look()
         trained = [p for p in self._parameters if p.requires_grad] or self._parameters
         self._views = [p.detach().view(-1)[:_PROBE] for p in trained if p.is_contiguous()]
         self._probe = self._values()
 
     def changed(self) -> bool:
         """Whether the weights differ from those last remembered."""
-        return self._look() != self._state or not torch.equal(self._values(), self._probe)
+        return (
+            self._look() != self._state
+            or self._switches.look() != self._on
+            or not torch.equal(self._values(), self._probe)
+        )
 
     def _look(self) -> list[tuple[int, int, int]]:
         return [

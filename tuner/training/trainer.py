@@ -17,7 +17,6 @@ weights; the difference is reported each step (`logprob_mismatch_mean`, `_max`).
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from dataclasses import dataclass, replace
@@ -40,6 +39,7 @@ from tuner.training.forward import Forward
 from tuner.training.head import causal_model
 from tuner.training.loss import Tokens, micro_batch_loss
 from tuner.training.optimizer import make_optimizer
+from tuner.training.reference import Reference, acting, frozen_start
 from tuner.training.schedule import lr_factor
 from tuner.training.settings import TrainerSettings
 from tuner.training.throughput import Throughput
@@ -84,10 +84,12 @@ class PolicyTrainer:
         await trainer.update_weights(engine)
 
     Args:
-        model: A transformers causal LM; its parameters are changed in place.
+        model: A transformers causal LM, or one that peft has wrapped for LoRA; those of its
+            parameters that require a gradient are changed in place.
         settings: The numbers.
-        reference: Frozen start of the policy for the KL term; by default a copy of `model` as it
-            is now. Pass it when `model` already holds later weights.
+        reference: Frozen start of the policy for the KL term; by default `model` as it is now, of
+            which a copy is made unless only an adapter is trained (`tuner.training.reference`).
+            Pass it when `model` already holds later weights.
         grammars: The engine's, with which calls that were held to a form are replayed; None where
             there are none.
     """
@@ -97,7 +99,7 @@ class PolicyTrainer:
         model: nn.Module,
         settings: TrainerSettings,
         *,
-        reference: nn.Module | None = None,
+        reference: Reference | None = None,
         grammars: Grammars | None = None,
     ) -> None:
         self.model = model.eval()  # no dropout: sampling and training see the same function
@@ -111,9 +113,9 @@ class PolicyTrainer:
             checkpointing=settings.activation_checkpointing,
         )
         self._throughput = Throughput(causal_model(model), next(model.parameters()).device)
-        self.reference: nn.Module | None = None
+        self.reference: Reference | None = None
         if settings.uses_reference:
-            self.reference = (reference or copy.deepcopy(model)).eval().requires_grad_(False)
+            self.reference = frozen_start(model, reference)
         self.optimizer = make_optimizer(
             model.parameters(),
             lr=settings.lr,
@@ -129,23 +131,22 @@ class PolicyTrainer:
         """Learning rate of the next update."""
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def compute_logp(self, batch: Batch, *, model: nn.Module | None = None) -> tuple[Tensor, ...]:
+    def compute_logp(self, batch: Batch, *, model: Reference | None = None) -> tuple[Tensor, ...]:
         """Log-probs of each row's completion tokens under the current weights, no gradient.
 
         Args:
             batch: N rows.
-            model: Another model of the policy's architecture, for example the reference.
+            model: Another model of the policy's architecture, for example the reference. With
+                LoRA, an engine that serves the policy must be paused while the reference acts.
 
         Returns:
             N tensors, one per row, of shape [T_row].
         """
         result: dict[int, Tensor] = {}
-        with torch.no_grad():
+        with torch.no_grad(), acting(model or self.model) as network:
             for indices in self._micro_batches(batch):
                 rows = [batch.rows[i] for i in indices]
-                logp_T = self._forward.logprobs(
-                    model or self.model, rows, with_entropy=False
-                ).logp_T
+                logp_T = self._forward.logprobs(network, rows, with_entropy=False).logp_T
                 pieces = logp_T.split([len(row.completion_ids) for row in rows])
                 result.update(zip(indices, pieces, strict=True))
         return tuple(result[i] for i in range(len(batch.rows)))
