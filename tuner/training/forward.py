@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tuner.engines.base import SamplingParams
@@ -15,12 +15,12 @@ from tuner.engines.grammar import Grammars
 from tuner.engines.layer_kinds import layer_windows
 from tuner.training.batch import Row, micro_batches
 from tuner.training.head import causal_model
-from tuner.training.logprobs import completion_logprobs
-from tuner.training.packed_forward import pack_tokens, packed_logprobs, packs
+from tuner.training.logprobs import completion_logprobs, completion_states
+from tuner.training.packed_forward import pack_tokens, packed_logprobs, packed_states, packs
 from tuner.training.sampled import TokenLogprobs
 from tuner.training.settings import Layout
 from tuner.training.tree_cuts import PassCost, tree_cuts
-from tuner.training.tree_forward import tree_logprobs
+from tuner.training.tree_forward import tree_logprobs, tree_states
 
 _log = logging.getLogger(__name__)
 
@@ -130,6 +130,18 @@ class Forward:
             grammars=self.grammars,
             in_parts=self.in_parts,
         )
+
+    def states(self, model: nn.Module, rows: Sequence[Row]) -> Tensor:
+        """Last hidden states before every completion token of `rows`, in row order, shape [T, D].
+
+        Args:
+            model: The one this was made for, without its output embedding.
+        """
+        if self.layout == "tree" and self.windows is not None:
+            return tree_states(model, rows, windows=self.windows)
+        if self.layout == "packed":
+            return packed_states(model, rows)
+        return completion_states(model, rows, pad_id=0)
 
 
 def _tree_windows(model: nn.Module) -> dict[str, int | None] | str:

@@ -1,4 +1,4 @@
-"""Log-probs of sampled tokens by a forward pass over padded rows, one per call."""
+"""Log-probs of sampled tokens, and hidden states before them, over padded rows, one per call."""
 
 from __future__ import annotations
 
@@ -44,18 +44,7 @@ def completion_logprobs(
         GrammarError: A row's completion does not follow its grammar.
     """
     device = next(model.parameters()).device
-    lengths = [len(row) for row in rows]
-    width = max(lengths)
-    ids_BS = torch.full((len(rows), width), pad_id, dtype=torch.long)
-    row_T, position_T = [], []
-    for b, row in enumerate(rows):
-        ids_BS[b, : lengths[b]] = torch.tensor(row.prompt_ids + row.completion_ids)
-        row_T.append(torch.full((len(row.completion_ids),), b))
-        # The logits at position i - 1 predict the token at position i.
-        position_T.append(torch.arange(len(row.prompt_ids) - 1, lengths[b] - 1))
-    rows_T = torch.cat(row_T).to(device)
-    predicts_T = torch.cat(position_T).to(device)
-    ids_BS = ids_BS.to(device)
+    ids_BS, rows_T, predicts_T = _padded(rows, pad_id, device)
     if in_parts:
         causal = causal_model(model)
         head = OutputHead(causal)
@@ -63,10 +52,40 @@ def completion_logprobs(
         hidden_TD: Tensor = output.last_hidden_state[rows_T, predicts_T]
         sampled = Sampled.of(rows, head.vocabulary, device, grammars)
         return logprobs_in_parts(head, hidden_TD, sampled, with_entropy=with_entropy)
-    first = int(predicts_T.min())
+    width, first = ids_BS.shape[1], int(predicts_T.min())
     # Only the positions from the first completion on need logits; a model that does not know
     # `logits_to_keep` returns all of them.
     logits_BKV = model(input_ids=ids_BS, use_cache=False, logits_to_keep=width - first).logits
     logits_TV = logits_BKV[rows_T, predicts_T - (width - logits_BKV.shape[1])]
     sampled = Sampled.of(rows, logits_TV.shape[-1], device, grammars)
     return sampled.logprobs(logits_TV, with_entropy=with_entropy)
+
+
+def completion_states(model: nn.Module, rows: Sequence[Row], *, pad_id: int) -> Tensor:
+    """Last hidden states before the completion tokens of `rows`, in row order, shape [T, D].
+
+    Args:
+        model: A transformers model without its output embedding.
+        rows: B calls.
+        pad_id: Any valid token id.
+    """
+    ids_BS, rows_T, predicts_T = _padded(rows, pad_id, next(model.parameters()).device)
+    output: Any = body(causal_model(model))(input_ids=ids_BS, use_cache=False)
+    states_TD: Tensor = output.last_hidden_state[rows_T, predicts_T]
+    return states_TD
+
+
+def _padded(
+    rows: Sequence[Row], pad_id: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids [B, S], padded on the right, and for each completion token its row and the position that
+    predicts it, [T] each."""
+    lengths = [len(row) for row in rows]
+    ids_BS = torch.full((len(rows), max(lengths)), pad_id, dtype=torch.long)
+    row_T, position_T = [], []
+    for b, row in enumerate(rows):
+        ids_BS[b, : lengths[b]] = torch.tensor(row.prompt_ids + row.completion_ids)
+        row_T.append(torch.full((len(row.completion_ids),), b))
+        # The logits at position i - 1 predict the token at position i.
+        position_T.append(torch.arange(len(row.prompt_ids) - 1, lengths[b] - 1))
+    return ids_BS.to(device), torch.cat(row_T).to(device), torch.cat(position_T).to(device)

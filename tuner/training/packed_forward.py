@@ -64,6 +64,18 @@ def packed_logprobs(
     )
 
 
+def packed_states(model: nn.Module, rows: Sequence[Row]) -> Tensor:
+    """Last hidden states before the completion tokens of `rows`, in row order, shape [T, D].
+
+    Args:
+        model: A transformers causal LM that keeps packed rows apart, or one without its output
+            embedding.
+        rows: B calls with a prompt each.
+    """
+    device = next(model.parameters()).device
+    return _hidden(causal_model(model), rows, device)[_predicting(rows).to(device)]
+
+
 def _hidden(model: PreTrainedModel, rows: Sequence[Row], device: torch.device) -> Tensor:
     """Last hidden states of all N tokens of the rows, one row after another, shape [N, D]."""
     lengths = torch.tensor([len(row) for row in rows])
