@@ -216,10 +216,11 @@ def _algorithm(config: RunConfig) -> str:
 
 
 def _memory(config: RunConfig, stack: Stack) -> float:
-    """Bytes of weights, gradients, optimizer and reference model."""
+    """Bytes of weights, gradients, optimizer, reference model and a critic of the same size."""
     parameters = sum(p.numel() for p in stack.model.parameters())
-    reference = trainer_settings(config, 1, 1).uses_reference
-    return BYTES_PER_FLOAT * parameters * (FLOATS_PER_PARAMETER + reference)
+    settings = trainer_settings(config, 1, 1)
+    trained = FLOATS_PER_PARAMETER * (1 + settings.uses_critic)
+    return BYTES_PER_FLOAT * parameters * (trained + settings.uses_reference)
 
 
 def _last_words(ready: bool, traces: Sequence[Trace]) -> Iterator[str]:

@@ -10,6 +10,7 @@ PATHS = ("checkpoint_root_dir", "model.chat_template_path")
 # A path if there is one, else a name on the Hugging Face Hub.
 PATHS_OR_NAMES = (
     "model.model_path",
+    "model.critic_model_path",
     "explorer.rollout_model.model_path",
     "explorer.auxiliary_models.*.model_path",
     "buffer.explorer_input.taskset.path",
