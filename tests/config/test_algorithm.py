@@ -10,8 +10,7 @@ from tuner.algorithms.table import ALGORITHMS, NOT_HERE
 from tuner.backends.stack import selection, trainer_settings
 from tuner.config import load_config
 from tuner.errors import ConfigError
-from tuner.training import Overlong, TrainerSettings
-from tuner.training.settings import CriticSettings
+from tuner.training import CriticSettings, Overlong, TrainerSettings
 
 
 def load(*overrides):

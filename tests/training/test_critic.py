@@ -17,9 +17,8 @@ from tests.training.test_trainer import VOCABULARY, random_batch, tiny_model
 from tests.training.test_turn_discount import agent, short
 from tuner.backends.metrics import has_signal
 from tuner.errors import TrainingError
-from tuner.training import PolicyTrainer, Selection, TrainerSettings, build_batch
+from tuner.training import CriticSettings, PolicyTrainer, Selection, TrainerSettings, build_batch
 from tuner.training.critic import Critic
-from tuner.training.settings import CriticSettings
 
 ALONE = Selection(smallest_group=1, lone_rewards=True)
 PPO = TrainerSettings(total_steps=10, advantage="ppo", kl="none", grad_clip=1e9)
@@ -260,6 +259,12 @@ def test_saved_critic_goes_on_bit_for_bit(tmp_path):
     ):
         pairs = zip(one.parameters(), other.parameters(), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_trainer_without_a_critic_is_not_taken_up_with_one(tmp_path):
+    PolicyTrainer(tiny_model(), replace(PPO, advantage="rloo")).save(tmp_path / "state.pt")
+    with pytest.raises(TrainingError, match="holds no critic"):
+        PolicyTrainer(tiny_model(), PPO).load(tmp_path / "state.pt")
 
 
 def test_infinite_value_raises_and_leaves_the_critic_alone():

@@ -20,8 +20,13 @@ from tuner.engines.transformers import TransformersEngine
 from tuner.errors import ConfigError, ModelLoadError
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults, SessionLimits
 from tuner.rollout import RolloutRunner, RolloutSettings
-from tuner.training import Overlong, PolicyTrainer, Selection, TrainerSettings
-from tuner.training.settings import CriticSettings
+from tuner.training import (
+    CriticSettings,
+    Overlong,
+    PolicyTrainer,
+    Selection,
+    TrainerSettings,
+)
 
 
 @dataclass

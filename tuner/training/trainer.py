@@ -360,10 +360,19 @@ class PolicyTrainer:
         torch.save(state, path)
 
     def load(self, path: Path) -> None:
-        """Restore what `save` wrote. The learning rate follows the current settings."""
+        """Restore what `save` wrote. The learning rate follows the current settings.
+
+        Raises:
+            TrainingError: The algorithm has a critic, and the trainer that was saved had none.
+        """
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         self.optimizer.load_state_dict(state["optimizer"])
         if self.critic is not None:
+            if "critic" not in state:
+                raise TrainingError(
+                    f"{path} holds no critic, and algorithm.advantage_fn ppo needs one: it was "
+                    "saved with another algorithm; start a run of another name"
+                )
             self.critic.load_state_dict(state["critic"])
         self.step = int(state["step"])
         self._set_lr()
