@@ -222,12 +222,15 @@ def _algorithm(config: RunConfig) -> str:
 
 
 def _memory(config: RunConfig, stack: Stack) -> float:
-    """Bytes of weights, gradients, optimizer and reference (an adapter's is in the weights)."""
+    """Bytes of weights, gradients, optimizer and reference (an adapter's is in the weights), and of
+    a critic of the same size."""
     parameters = sum(p.numel() for p in stack.model.parameters())
     trained = sum(p.numel() for p in stack.model.parameters() if p.requires_grad)
     copied = parameters if stack.adapter is None else 0
-    reference = copied * trainer_settings(config, 1, 1).uses_reference
-    return BYTES_PER_FLOAT * (parameters + FLOATS_TO_TRAIN * trained + reference)
+    settings = trainer_settings(config, 1, 1)
+    critic = (1 + FLOATS_TO_TRAIN) * parameters * settings.uses_critic
+    reference = copied * settings.uses_reference
+    return BYTES_PER_FLOAT * (parameters + FLOATS_TO_TRAIN * trained + reference + critic)
 
 
 def _last_words(ready: bool, traces: Sequence[Trace]) -> Iterator[str]:

@@ -35,13 +35,26 @@ def expected_of(formula, calls=CALLS):
     """`formula(reward, own mean, means of the set's rollouts)` for each call."""
     found = []
     for where, rollout, reward in calls:
-        cells = {}
-        for other_where, other, value in calls:
-            if other_where == where:
-                cells.setdefault(other, []).append(value)
+        cells = cells_of(calls, where)
         means = {key: mean(values) for key, values in cells.items()}
         found.append(formula(reward, means[rollout], list(means.values())))
     return found
+
+
+def cells_of(calls, where):
+    """The rewards of each rollout in a set."""
+    cells = {}
+    for other_where, other, value in calls:
+        if other_where == where:
+            cells.setdefault(other, []).append(value)
+    return cells
+
+
+def spread(cells):
+    """The unbiased standard deviation where each cell counts once, around the mean of the means."""
+    center = mean(mean(values) for values in cells)
+    squares = [mean((value - center) ** 2 for value in values) for values in cells]
+    return math.sqrt(sum(squares) / (len(squares) - 1))
 
 
 def tensors(calls=CALLS):
@@ -49,11 +62,12 @@ def tensors(calls=CALLS):
     return torch.tensor(rewards, dtype=torch.float64), torch.tensor(rollouts), torch.tensor(sets)
 
 
-def all_means():
-    cells = {}
-    for where, rollout, reward in CALLS:
-        cells.setdefault((where, rollout), []).append(reward)
-    return [mean(values) for values in cells.values()]
+def expected_grpo(std_of):
+    return [
+        (reward - mean(mean(values) for values in cells_of(CALLS, where).values()))
+        / (std_of(where) + 1e-6)
+        for where, _, reward in CALLS
+    ]
 
 
 TAU = 0.5
@@ -68,14 +82,6 @@ FORMULAS = {
         lambda r, own, means: r - TAU * math.log(mean(math.exp(m / TAU) for m in means)),
     ),
     "asymre": (shifted_mean, lambda r, own, means: r - mean(means) + 0.1),
-    "grpo": (
-        call_normalized,
-        lambda r, own, means: (r - mean(means)) / (stdev(means) + 1e-6),
-    ),
-    "grpo, batch": (
-        lambda *given: call_normalized(*given, std="batch"),
-        lambda r, own, means: (r - mean(means)) / (stdev(all_means()) + 1e-6),
-    ),
     "Dr.GRPO": (
         lambda *given: call_normalized(*given, std="none"),
         lambda r, own, means: r - mean(means),
@@ -90,9 +96,30 @@ def test_a_rollout_counts_once_in_what_its_rewards_are_compared_with(name):
     assert function(*tensors()).tolist() == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", FORMULAS)
+def test_a_rollout_counts_once_in_the_standard_deviation():
+    of_set = expected_grpo(lambda where: spread(cells_of(CALLS, where).values()))
+    assert call_normalized(*tensors()).tolist() == pytest.approx(of_set, rel=1e-9)
+    everything = [cell for where in range(3) for cell in cells_of(CALLS, where).values()]
+    of_batch = expected_grpo(lambda where: spread(everything))
+    got = call_normalized(*tensors(), std="batch").tolist()
+    assert got == pytest.approx(of_batch, rel=1e-9)
+
+
+@pytest.mark.parametrize("std", ["group", "batch"])
+def test_rewards_that_differ_only_inside_rollouts_are_not_divided_by_nothing(std):
+    calls = [(0, rollout, reward) for rollout in range(3) for reward in (0.81, 0.9, 1.0)]
+    assert call_normalized(*tensors(calls), std=std).abs().max() < 2
+
+
+FUNCTIONS = {name: function for name, (function, _) in FORMULAS.items()} | {
+    "grpo": call_normalized,
+    "grpo, batch": lambda *given: call_normalized(*given, std="batch"),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_order_does_not_change_advantages(name):
-    function, _ = FORMULAS[name]
+    function = FUNCTIONS[name]
     order = list(range(len(CALLS)))
     random.Random(3).shuffle(order)
     straight = function(*tensors()).tolist()
@@ -100,10 +127,10 @@ def test_order_does_not_change_advantages(name):
     assert shuffled == pytest.approx([straight[i] for i in order], rel=1e-9)
 
 
-@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_set_of_one_rollout_has_no_baseline(name):
     with pytest.raises(ValueError, match="no baseline"):
-        FORMULAS[name][0](
+        FUNCTIONS[name](
             torch.tensor([1.0, 2.0]).double(), torch.tensor([0, 0]), torch.tensor([0, 0])
         )
 

@@ -140,3 +140,23 @@ def test_log_linear_lies_between_behaviour_and_current_by_staleness():
     result = log_linear(behaviour, current, torch.tensor([0, 1, 3]))
     assert result.tolist() == pytest.approx([-1.0, -1.5, -1.75])
     assert not result.requires_grad
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_value_outside_the_clip_is_pushed_back_by_the_worse_of_two_errors(seed):
+    rng = random.Random(seed)
+    now, old, aim = ([rng.gauss(0, 1) for _ in range(40)] for _ in range(3))
+    values = torch.tensor(now, dtype=torch.float64, requires_grad=True)
+    loss, cut = losses.clipped_value_loss(
+        values, torch.tensor(old).double(), torch.tensor(aim).double(), clip=0.3
+    )
+    loss.sum().backward()
+    old, aim = torch.tensor(old).tolist(), torch.tensor(aim).tolist()
+    for t, (v, before, wanted) in enumerate(zip(now, old, aim, strict=True)):
+        near = clip(v, before - 0.3, before + 0.3)
+        plain, clipped = (v - wanted) ** 2 / 2, (near - wanted) ** 2 / 2
+        assert loss.tolist()[t] == pytest.approx(max(plain, clipped))
+        assert bool(cut[t]) == (clipped > plain)
+        slope = 0.0 if clipped > plain else v - wanted
+        assert float(values.grad[t]) == pytest.approx(slope)
+    assert 0 < int(cut.sum()) < 40

@@ -10,7 +10,7 @@ from tuner.algorithms.table import ALGORITHMS, NOT_HERE
 from tuner.backends.stack import selection, trainer_settings
 from tuner.config import load_config
 from tuner.errors import ConfigError
-from tuner.training import Overlong, TrainerSettings
+from tuner.training import CriticSettings, Overlong, TrainerSettings
 
 
 def load(*overrides):
@@ -125,6 +125,32 @@ def test_algorithms_of_trinity_that_are_not_here_are_refused_with_the_reason(nam
             "tuner.algorithm.importance_sampling is none",
         ),
         ("algorithm.loss_agg_mode=seq-mean-token-sum-norm", "set model.max_response_tokens"),
+        ("algorithm.repeat_times=1", "set it to 2 or more, or algorithm.algorithm_type to ppo"),
+        (
+            "algorithm.algorithm_type=ppo algorithm.repeat_times=1 "
+            "tuner.algorithm.dynamic_sampling=true",
+            "every group would be left out",
+        ),
+        (
+            "algorithm.algorithm_type=ppo algorithm.advantage_fn_args.std_threshold=0.1",
+            "set algorithm.advantage_fn to step_wise_grpo or grpo",
+        ),
+        ("algorithm.advantage_fn_args.lam=0.9", "set algorithm.advantage_fn to ppo"),
+        (
+            "algorithm.algorithm_type=ppo tuner.algorithm.turn_discount=0.9",
+            "algorithm.advantage_fn ppo does not compare what calls lead to: set "
+            "algorithm.advantage_fn_args.gamma",
+        ),
+        (
+            "algorithm.algorithm_type=reinforceplusplus tuner.algorithm.turn_discount=0.9",
+            "set algorithm.advantage_fn_args.gamma",
+        ),
+        ("algorithm.algorithm_type=raft tuner.algorithm.turn_discount=0.9", "remove it"),
+        ("tuner.algorithm.turn_discount=0", "must be greater than 0"),
+        ("tuner.critic.lr=1e-4", "algorithm.advantage_fn step_wise_grpo has no critic"),
+        ("tuner.critic.cliprange_value=0.2", "or set algorithm.algorithm_type to ppo"),
+        ("trainer.critic_warmup=2", "has no critic: remove it"),
+        ("algorithm.algorithm_type=rloo model.critic_model_path=x/y", "rloo has no critic"),
         ("algorithm.advantage_fn_args.rank_penalty=0.1", "not in this version"),
         ("algorithm.rollout_correction.rollout_is=token", "tuner.algorithm.importance_sampling"),
     ],
@@ -158,6 +184,42 @@ def test_our_own_settings_reach_the_trainer():
     assert (chosen.scale, chosen.bias, chosen.success_rate) == (2.0, -0.5, (0.1, 1.0))
     assert chosen.overlong == Overlong(10, 4, 1.0)
     assert chosen.varied_only
+
+
+def test_the_critics_settings_reach_it():
+    got = settings(
+        "algorithm.algorithm_type=ppo",
+        "algorithm.advantage_fn_args.gamma=0.99",
+        "algorithm.advantage_fn_args.lam=0.95",
+        "trainer.critic_warmup=4",
+        "tuner.critic.lr=1e-4",
+        "tuner.critic.betas=[0.8,0.9]",
+        "tuner.critic.weight_decay=0",
+        "tuner.critic.cliprange_value=0.2",
+    )
+    assert (got.uses_critic, got.gamma, got.lam) == (True, 0.99, 0.95)
+    assert got.critic == CriticSettings(1e-4, (0.8, 0.9), 0.0, clip=0.2, warmup=4)
+    assert not settings().uses_critic
+    default = settings("algorithm.algorithm_type=ppo")
+    assert (default.gamma, default.lam, default.critic) == (1.0, 1.0, CriticSettings())
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_groups_of_one_are_for_advantages_that_compare_nothing_inside_a_group(name):
+    alone = name in ("ppo", "reinforceplusplus", "topr")
+    key = f"algorithm.algorithm_type={name}"
+    chosen = selection(load(key))
+    assert (chosen.smallest_group, chosen.lone_rewards) == ((1, True) if alone else (2, False))
+    if alone:
+        assert load(key, "algorithm.repeat_times=1").algorithm.repeat_times == 1
+    else:
+        assert "algorithm.repeat_times is 1" in refusal(key, "algorithm.repeat_times=1")
+
+
+def test_turn_discount_reaches_the_trainer_and_needs_no_others_rewards():
+    assert settings("tuner.algorithm.turn_discount=0.9").turn_discount == 0.9
+    chosen = selection(load("tuner.algorithm.turn_discount=0.9"))
+    assert (chosen.smallest_group, chosen.lone_rewards) == (2, True)
 
 
 def test_dapo_samples_dynamically_unless_told_not_to():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import sqrt
 from statistics import mean, stdev
 
 import pytest
@@ -55,9 +56,16 @@ def test_a_calls_own_reward_is_compared_with_its_role_in_the_other_rollouts() ->
             rollout(2, 0.0, ("planner", 0.4), ("solver", None)),
         ]
     )
-    values = [0.7, 0.2, 0.4]  # each rollout counts once, with the mean of its calls
+    values = [
+        0.7,
+        0.2,
+        0.4,
+    ]  # each rollout counts once, with the mean of its calls, also of their squares
+    center = mean(values)
+    own = mean([(0.9 - center) ** 2, (0.5 - center) ** 2])
+    squares = [own, (0.2 - center) ** 2, (0.4 - center) ** 2]
     for name, reward in {"0-0": 0.9, "0-1": 0.5, "1-0": 0.2, "2-0": 0.4}.items():
-        expected = (reward - mean(values)) / (stdev(values) + 1e-6)
+        expected = (reward - center) / (sqrt(sum(squares) / 2) + 1e-6)
         assert got[name] == pytest.approx(expected)
     solver = (1.0 - mean([1, 0, 0])) / (stdev([1, 0, 0]) + 1e-6)
     assert got["0-2"] == pytest.approx(solver)

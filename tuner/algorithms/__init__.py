@@ -16,16 +16,20 @@ if TYPE_CHECKING:
         leave_one_out,
         mirror_descent,
         shifted_mean,
+        whitened,
         whitened_returns,
     )
     from tuner.algorithms.aggregation import row_weights
     from tuner.algorithms.kl import KL_ESTIMATORS
-    from tuner.algorithms.losses import PolicyLoss, ppo_clip
+    from tuner.algorithms.losses import PolicyLoss, clipped_value_loss, ppo_clip
+    from tuner.algorithms.returns import gae, turn_returns
 
 _MODULES = {
     "KL_ESTIMATORS": "kl",
     "PolicyLoss": "losses",
     "call_normalized": "advantages",
+    "clipped_value_loss": "losses",
+    "gae": "returns",
     "group_normalized": "advantages",
     "group_std": "advantages",
     "leave_one_out": "advantages",
@@ -33,6 +37,8 @@ _MODULES = {
     "ppo_clip": "losses",
     "row_weights": "aggregation",
     "shifted_mean": "advantages",
+    "turn_returns": "returns",
+    "whitened": "advantages",
     "whitened_returns": "advantages",
 }
 
@@ -40,6 +46,8 @@ __all__ = [
     "KL_ESTIMATORS",
     "PolicyLoss",
     "call_normalized",
+    "clipped_value_loss",
+    "gae",
     "group_normalized",
     "group_std",
     "leave_one_out",
@@ -47,6 +55,8 @@ __all__ = [
     "ppo_clip",
     "row_weights",
     "shifted_mean",
+    "turn_returns",
+    "whitened",
     "whitened_returns",
 ]
 

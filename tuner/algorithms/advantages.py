@@ -73,8 +73,10 @@ def call_normalized(
 ) -> Tensor:
     """`A_c = (r_c - mean(set)) / (std(set) + epsilon)`: `group_normalized` for rewards of calls.
 
-    With one call a rollout this is `group_normalized`. `std="batch"` takes the spread of what all
-    rollouts have in all sets.
+    With one call a rollout this is `group_normalized`. A rollout counts once in mean and variance,
+    with the means of its calls' rewards and of their squared distances, so where rewards differ
+    inside rollouts but not between them nothing is divided by 0. `std="batch"` takes the spread
+    over all sets.
 
     Args:
         rewards_C: One reward for each call.
@@ -94,8 +96,9 @@ def call_normalized(
     if std == "none":
         return centered_C
     if std == "batch":
-        return centered_C / (sets.mean_P.std() + epsilon)
-    squares_P = (sets.mean_P - sets.mean_S[sets.set_P]) ** 2
+        squares_P = sets.means((rewards_C - sets.mean_P.mean()) ** 2)
+        return centered_C / ((squares_P.sum() / (len(squares_P) - 1)).sqrt() + epsilon)
+    squares_P = sets.means(centered_C**2)
     variance_S = rewards_C.new_zeros(len(sets.mean_S)).index_add(0, sets.set_P, squares_P)
     std_S = (variance_S / (sets.rollouts_S - 1).clamp(min=1)).sqrt()
     return centered_C / (std_S[set_C] + epsilon)
@@ -174,8 +177,7 @@ def whitened_returns(
         R_t = gamma^(T - 1 - t) * reward - sum_{k >= t} gamma^(k - t) * penalty_k
         A_t = (R_t - mean(R)) / sqrt(var(R) + 1e-8)
 
-    Source: REINFORCE++ (arXiv 2501.03262); the unbiased variance over tokens is verl's
-    and Trinity-RFT's `masked_whiten`.
+    Source: REINFORCE++ (arXiv 2501.03262); `whitened` as in verl and Trinity-RFT.
 
     Args:
         rewards_N: Reward of each row.
@@ -193,9 +195,17 @@ def whitened_returns(
         for t in range(length - 2, -1, -1):
             gained[t] += gamma * gained[t + 1]
         returns.append(torch.tensor(gained, dtype=rewards_N.dtype))
-    all_T = torch.cat(returns)
+    return whitened(returns)
+
+
+def whitened(values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """`(x - mean(x)) / sqrt(var(x) + 1e-8)` over all tokens of all rows, N tensors [T_row].
+
+    Source: verl's and Trinity-RFT's `masked_whiten`, with its unbiased variance; of one token 0.
+    """
+    all_T = torch.cat(list(values))
     variance = all_T.var() if len(all_T) > 1 else all_T.new_zeros(())
-    return tuple((one - all_T.mean()) * torch.rsqrt(variance + 1e-8) for one in returns)
+    return tuple((one - all_T.mean()) * torch.rsqrt(variance + 1e-8) for one in values)
 
 
 @dataclass(frozen=True)
@@ -208,6 +218,7 @@ class _Sets:
         cell_C: The pair of each reward.
         rollouts_S: Rollouts in each set.
         mean_S: Mean of a set, each rollout counting once.
+        calls_P: Rewards of each pair.
     """
 
     mean_P: Tensor
@@ -215,19 +226,28 @@ class _Sets:
     cell_C: Tensor
     rollouts_S: Tensor
     mean_S: Tensor
+    calls_P: Tensor
+
+    def means(self, values_C: Tensor) -> Tensor:
+        """The mean over a rollout's calls in a set, shape [P]."""
+        return _means(values_C, self.cell_C, self.calls_P)
+
+
+def _means(values_C: Tensor, cell_C: Tensor, calls_P: Tensor) -> Tensor:
+    return values_C.new_zeros(len(calls_P)).index_add(0, cell_C, values_C) / calls_P
 
 
 def _sets(rewards_C: Tensor, rollout_C: Tensor, set_C: Tensor) -> _Sets:
     pairs, cell_C = torch.stack([set_C, rollout_C]).unique(dim=1, return_inverse=True)
     zeros_P = rewards_C.new_zeros(pairs.shape[1])
     count_P = zeros_P.index_add(0, cell_C, torch.ones_like(rewards_C))
-    mean_P = zeros_P.index_add(0, cell_C, rewards_C) / count_P
+    mean_P = _means(rewards_C, cell_C, count_P)
     zeros_S = rewards_C.new_zeros(int(set_C.max()) + 1)
     rollouts_S = zeros_S.index_add(0, pairs[0], torch.ones_like(mean_P))
     if bool((rollouts_S == 1).any()):
         raise ValueError("rewards of one rollout have no baseline; drop them before")
     mean_S = zeros_S.index_add(0, pairs[0], mean_P) / rollouts_S.clamp(min=1)
-    return _Sets(mean_P, pairs[0], cell_C, rollouts_S, mean_S)
+    return _Sets(mean_P, pairs[0], cell_C, rollouts_S, mean_S, count_P)
 
 
 def group_std(rewards_R: Tensor, group_R: Tensor) -> Tensor:

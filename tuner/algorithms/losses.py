@@ -1,4 +1,4 @@
-"""Policy losses: one value for each sampled token, before aggregation.
+"""Policy losses, and a critic's: one value for each sampled token, before aggregation.
 
 Everywhere `logp_T` are the log-probs of the T sampled tokens under the current policy, `old_logp_T`
 those that the ratio is taken to (no gradient), `r = exp(logp - old_logp)`, and `advantages_T` the
@@ -180,6 +180,27 @@ def topr(
 def likelihood(logp_T: Tensor, old_logp_T: Tensor) -> PolicyLoss:
     """`L = -logp`: the sampled tokens are imitated; `old_logp` only for the ratio's metric."""
     return PolicyLoss(-logp_T, _ratio(logp_T, old_logp_T).detach(), _nothing(logp_T))
+
+
+def clipped_value_loss(
+    values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, *, clip: float
+) -> tuple[Tensor, Tensor]:
+    """`L = max((V - R)^2, (V' - R)^2) / 2` with `V' = clip(V, V_old - clip, V_old + clip)`.
+
+    Source: PPO2 (openai/baselines, `ppo2/model.py`); verl's `cliprange_value`.
+
+    Args:
+        values_T: Values under the current critic.
+        old_values_T: Those that returns and advantages were made with; no gradient.
+        returns_T: What values are trained towards.
+        clip: How far a value may leave its old one.
+
+    Returns:
+        Loss, and whether the clip cut the token's gradient; [T] each.
+    """
+    near_T = torch.clamp(values_T, old_values_T - clip, old_values_T + clip)
+    plain_T, clipped_T = (values_T - returns_T) ** 2, (near_T - returns_T) ** 2
+    return torch.maximum(plain_T, clipped_T) / 2, clipped_T > plain_T
 
 
 def _ratio(logp_T: Tensor, old_logp_T: Tensor) -> Tensor:

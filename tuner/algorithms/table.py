@@ -22,6 +22,7 @@ AlgorithmName = Literal[
     "sapo",
     "rloo",
     "reinforceplusplus",
+    "ppo",
     "opmd",
     "asymre",
     "topr",
@@ -36,6 +37,7 @@ AdvantageName = Literal[
     "asymre",
     "reinforce",
     "best_of_group",
+    "ppo",
 ]
 PolicyLossName = Literal[
     "ppo", "gspo", "cispo", "sapo", "opmd", "topr", "importance_sampling", "sft"
@@ -76,7 +78,16 @@ ADVANTAGES: Mapping[AdvantageName, Part] = {
     "asymre": Part({"baseline_shift": -0.1}),
     "reinforce": Part(),
     "best_of_group": Part(),
+    "ppo": Part({"gamma": 1.0, "lam": 1.0}),
 }
+
+# Advantages that compare a reward with none of its group, so that a group of one teaches.
+WITHOUT_GROUPS: frozenset[AdvantageName] = frozenset({"ppo", "reinforce", "reinforceplusplus"})
+
+# Advantages that may compare what calls lead to (`tuner.algorithm.turn_discount`).
+TURN_DISCOUNTED: frozenset[AdvantageName] = frozenset(
+    {"step_wise_grpo", "grpo", "rloo", "opmd", "asymre", "reinforce"}
+)
 
 POLICY_LOSSES: Mapping[PolicyLossName, Part] = {
     "ppo": Part(
@@ -150,6 +161,7 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = {
     "reinforceplusplus": Algorithm(
         "Returns normalised over all tokens of a step.", "reinforceplusplus", "ppo"
     ),
+    "ppo": Algorithm("Advantages of single tokens, from a critic that learns too.", "ppo", "ppo"),
     "opmd": Algorithm("Off-policy mirror descent.", "opmd", "opmd"),
     "asymre": Algorithm(
         "Off-policy REINFORCE that learns more from success.",
@@ -175,8 +187,6 @@ _OFFLINE = "it trains on recorded data, and this backend trains on its own rollo
 _EXPERT = "it mixes rollouts with an expert's data, and this backend trains on its own rollouts"
 _TEACHER = "it needs the log-probs of a teacher, which this backend does not compute"
 NOT_HERE: Mapping[str, str] = {
-    "ppo": "it needs a critic, which this backend does not train; reinforceplusplus and rloo have "
-    "PPO's loss without one",
     "grpo_verl": "it is the trainer's copy of grpo; set grpo",
     "sft": f"{_OFFLINE}; raft imitates the best of them",
     "cpt": _OFFLINE,

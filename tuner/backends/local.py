@@ -185,7 +185,8 @@ class _Loop:
             selection=selection(config),
         )
         metrics = {**rollout_metrics(traces), **batch_metrics(batch)}
-        metrics["signal"] = float(has_signal(batch, config.algorithm.advantage_fn))
+        discount = config.tuner.algorithm.turn_discount
+        metrics["signal"] = float(has_signal(batch, config.algorithm.advantage_fn, discount))
         self._say_what_branching_costs(step, metrics)
         if batch.rows:
             # The reference may be the same model without its adapter: nobody samples meanwhile.

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from statistics import fmean
 
 import torch
 
-from tuner.algorithms.table import AdvantageName
+from tuner.algorithms.table import WITHOUT_GROUPS, AdvantageName
 from tuner.traces import Outcome, TokenTree, Trace
 from tuner.training import Batch
 from tuner.training.advantages import row_rewards
+from tuner.training.episodes import call_returns
 
 RECOMPUTED = "tokens/recomputed"
 
@@ -79,16 +81,25 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     return metrics
 
 
-def has_signal(batch: Batch, advantage: AdvantageName = "step_wise_grpo") -> bool:
+def has_signal(
+    batch: Batch,
+    advantage: AdvantageName = "step_wise_grpo",
+    turn_discount: float | None = None,
+) -> bool:
     """Whether some calls are trained whose rewards differ from those they are compared with.
 
-    `reinforce` and `reinforceplusplus` compare all rewards of a step; of `best_of_group` the
-    batch has only what is worth imitating.
+    `reinforce` and `reinforceplusplus` compare all rewards of a step, `ppo` with a critic too that
+    remembers those of other steps, so a single rollout teaches; of `best_of_group` the batch has
+    only what is worth imitating. With a discount from call to call, what calls lead to counts.
     """
     if advantage == "best_of_group":
         return bool(batch.rows)
-    if advantage in ("reinforce", "reinforceplusplus"):
+    if advantage == "ppo" and len(batch.rewards_R) == 1:
+        return bool(batch.rows)
+    if advantage in WITHOUT_GROUPS and turn_discount is None:
         return len({float(reward) for reward in row_rewards(batch)}) > 1
+    if turn_discount is not None:
+        return _turns_differ(batch, turn_discount, advantage not in WITHOUT_GROUPS)
     rewards: dict[tuple[str, int], set[float]] = defaultdict(set)
     for row in batch.rows:
         if row.peers is not None and row.reward is not None:
@@ -97,6 +108,18 @@ def has_signal(batch: Batch, advantage: AdvantageName = "step_wise_grpo") -> boo
         group = int(batch.group_R[rollout])
         rewards["group", group].update(batch.rewards_R[batch.group_R == group].tolist())
     return any(len(values) > 1 for values in rewards.values())
+
+
+def _turns_differ(batch: Batch, discount: float, in_groups: bool) -> bool:
+    """Whether calls of different rollouts lead to different rewards, in the mean of a rollout."""
+    values: dict[int, list[float]] = defaultdict(list)
+    for row, value in zip(batch.rows, call_returns(batch, discount).tolist(), strict=True):
+        values[row.rollout].append(value)
+    means: dict[int, set[float]] = defaultdict(set)
+    for rollout, group in enumerate(batch.group_R.tolist()):
+        mean = fmean(values.get(rollout) or [float(batch.rewards_R[rollout])])
+        means[group if in_groups else 0].add(mean)
+    return bool(batch.rows) and any(len(found) > 1 for found in means.values())
 
 
 def time_split(traces: Sequence[Trace], collecting: float, training: float) -> dict[str, float]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from tuner.algorithms.table import ALGORITHMS
+from tuner.algorithms.table import ALGORITHMS, WITHOUT_GROUPS
 from tuner.backends.adapters import Adapter, add_adapter, require_peft
 from tuner.backends.auxiliary import AuxiliaryModels
 from tuner.backends.models import choose_device, load_model, load_tokenizer, save_model
@@ -18,10 +18,16 @@ from tuner.chat_models import ChatModelKind, chat_model, default_kind
 from tuner.config import RunConfig
 from tuner.config.algorithm_conflicts import longest_answer
 from tuner.engines.transformers import TransformersEngine
-from tuner.errors import ConfigError
+from tuner.errors import ConfigError, ModelLoadError
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults, SessionLimits
 from tuner.rollout import RolloutRunner, RolloutSettings
-from tuner.training import Overlong, PolicyTrainer, Selection, TrainerSettings
+from tuner.training import (
+    CriticSettings,
+    Overlong,
+    PolicyTrainer,
+    Selection,
+    TrainerSettings,
+)
 from tuner.training.reference import Reference
 
 
@@ -132,7 +138,28 @@ def build_trainer(config: RunConfig, stack: Stack, *, total_steps: int) -> Polic
             config.model.model_path, device=stack.model.device, dtype=stack.model.dtype
         )
     policy = stack.model if stack.adapter is None else stack.adapter.model
-    return PolicyTrainer(policy, settings, reference=reference, grammars=stack.engine.grammars)
+    return PolicyTrainer(
+        policy,
+        settings,
+        reference=reference,
+        grammars=stack.engine.grammars,
+        critic=_critic(config, stack) if settings.uses_critic else None,
+    )
+
+
+def _critic(config: RunConfig, stack: Stack) -> PreTrainedModel:
+    """The model whose layers the critic starts from; it must read the policy's token ids."""
+    device, dtype = stack.model.device, stack.model.dtype
+    path, setting = config.model.critic_model_path, "model.critic_model_path"
+    if not path:
+        return load_model(config.model.model_path, device=device, dtype=dtype)
+    if load_tokenizer(path, setting=setting).get_vocab() != stack.tokenizer.get_vocab():
+        raise ModelLoadError(
+            f"{setting} = {path!r}: its tokenizer is not that of model.model_path "
+            f"{config.model.model_path!r}, so it would read other text than the policy wrote; "
+            "choose a model of the same family, or leave it out"
+        )
+    return load_model(path, device=device, dtype=dtype, setting=setting)
 
 
 def trainer_settings(
@@ -141,7 +168,7 @@ def trainer_settings(
     """The numbers of the training step from Trinity-RFT's keys."""
     algorithm, optimizer = config.algorithm, config.algorithm.optimizer
     loss, advantage = algorithm.policy_loss_fn_args, algorithm.advantage_fn_args
-    extras = config.tuner.algorithm
+    extras, critic = config.tuner.algorithm, config.tuner.critic
     cap = None if extras.importance_sampling == "none" else extras.importance_cap
     return TrainerSettings(
         total_steps=total_steps,
@@ -176,12 +203,21 @@ def trainer_settings(
         optimizer_state=config.tuner.optimizer_state,
         optimizer_offload=config.trainer.optimizer_offload,
         activation_checkpointing=config.tuner.activation_checkpointing,
+        turn_discount=extras.turn_discount,
+        critic=CriticSettings(
+            lr=critic.lr,
+            betas=critic.betas,
+            weight_decay=critic.weight_decay,
+            clip=critic.cliprange_value,
+            warmup=config.trainer.critic_warmup,
+        ),
         # What the algorithm does not read is null there, and of no effect here.
         **_given(
             epsilon=advantage.epsilon,
             std_threshold=advantage.std_threshold,
             std_level=advantage.std_cal_level,
             gamma=advantage.gamma,
+            lam=advantage.lam,
             opmd_baseline=advantage.opmd_baseline,
             opmd_baseline_tau=advantage.tau,
             baseline_shift=advantage.baseline_shift,
@@ -198,6 +234,7 @@ def selection(config: RunConfig) -> Selection:
     """Which groups are trained on, and what their rewards become."""
     algorithm, extras = config.algorithm, config.tuner.algorithm
     varied = ALGORITHMS[algorithm.algorithm_type].dynamic_sampling
+    alone = algorithm.advantage_fn in WITHOUT_GROUPS
     longest = longest_answer(config)
     overlong = None
     if extras.overlong_buffer is not None and longest is not None:
@@ -206,6 +243,8 @@ def selection(config: RunConfig) -> Selection:
         success_rate=(extras.success_rate_lb, extras.success_rate_ub),
         varied_only=varied if extras.dynamic_sampling is None else extras.dynamic_sampling,
         best_only=algorithm.advantage_fn == "best_of_group",
+        smallest_group=1 if alone else 2,
+        lone_rewards=alone or extras.turn_discount is not None,
         scale=extras.reward_scale,
         bias=extras.reward_bias,
         overlong=overlong,

@@ -86,8 +86,10 @@ class AdvantageArgs(Section):
         default=None,
         gt=0,
         le=1,
-        description="Discount from token to token of an answer (1). For reinforceplusplus.",
+        description="Discount from token to token (1): of an answer for reinforceplusplus, on "
+        "through the calls of a rollout for ppo.",
     )
+    lam: float | None = Field(default=None, ge=0, le=1, description="Lambda of GAE (1). For ppo.")
     opmd_baseline: OPMDBaseline | None = Field(
         default=None, description="What rewards are compared with (mean). For opmd."
     )
@@ -185,8 +187,9 @@ class AlgorithmSection(Section):
     )
     repeat_times: int = Field(
         default=8,
-        ge=2,
-        description="Group size: rollouts of one task in one step. Trinity-RFT's is 1.",
+        ge=1,
+        description="Group size: rollouts of one task in one step. 1 is for advantages that "
+        "compare nothing inside a group: ppo, reinforceplusplus, reinforce. Trinity-RFT's is 1.",
     )
     optimizer: OptimizerSection = OptimizerSection()
     advantage_fn: AdvantageName = Field(

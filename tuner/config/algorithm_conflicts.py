@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tuner.algorithms.table import POLICY_LOSSES
+from tuner.algorithms.table import POLICY_LOSSES, TURN_DISCOUNTED, WITHOUT_GROUPS
 from tuner.config.problems import Problem
 from tuner.config.schema import RunConfig
 from tuner.config.section import Section
@@ -80,6 +80,8 @@ def algorithm_conflicts(config: RunConfig) -> Iterator[Problem]:
             f"tuner.algorithm.importance_cap is {extras.importance_cap}, but "
             "tuner.algorithm.importance_sampling is none: remove one of them",
         )
+    yield from _groups(config)
+    yield from _critic(config)
     yield from _corrections(config)
     longest = longest_answer(config)
     if extras.overlong_buffer is not None and (longest is None or extras.overlong_buffer > longest):
@@ -93,6 +95,54 @@ def algorithm_conflicts(config: RunConfig) -> Iterator[Problem]:
             "algorithm.loss_agg_mode",
             "algorithm.loss_agg_mode is seq-mean-token-sum-norm, which divides by the tokens that "
             "an answer may have: set model.max_response_tokens",
+        )
+
+
+def _groups(config: RunConfig) -> Iterator[Problem]:
+    """What needs a group, or what calls lead to, where the advantage looks at neither."""
+    algorithm, extras = config.algorithm, config.tuner.algorithm
+    advantage = algorithm.advantage_fn
+    if algorithm.repeat_times == 1 and advantage not in WITHOUT_GROUPS:
+        yield Problem(
+            "algorithm.repeat_times",
+            f"algorithm.repeat_times is 1, but algorithm.advantage_fn {advantage} compares the "
+            "rollouts of a task with each other: set it to 2 or more, or algorithm.algorithm_type "
+            "to ppo",
+        )
+    if algorithm.repeat_times == 1 and extras.dynamic_sampling:
+        yield Problem(
+            "tuner.algorithm.dynamic_sampling",
+            "tuner.algorithm.dynamic_sampling is true, but algorithm.repeat_times is 1: the one "
+            "reward of a group is always equal to itself and every group would be left out; "
+            "remove it",
+        )
+    if extras.turn_discount is not None and advantage not in TURN_DISCOUNTED:
+        mend = {
+            "ppo": "set algorithm.advantage_fn_args.gamma, which discounts from token to token",
+            "reinforceplusplus": "set algorithm.advantage_fn_args.gamma, which discounts from "
+            "token to token of an answer, or another algorithm",
+        }.get(advantage, "remove it")
+        yield Problem(
+            "tuner.algorithm.turn_discount",
+            f"tuner.algorithm.turn_discount is {extras.turn_discount}, but algorithm.advantage_fn "
+            f"{advantage} does not compare what calls lead to: {mend}",
+        )
+
+
+def _critic(config: RunConfig) -> Iterator[Problem]:
+    """Settings of a critic where there is none."""
+    if config.algorithm.advantage_fn == "ppo":
+        return
+    given = [f"tuner.critic.{name}" for name in sorted(_changed(config.tuner.critic))]
+    if config.model.critic_model_path:
+        given.append("model.critic_model_path")
+    if config.trainer.critic_warmup:
+        given.append("trainer.critic_warmup")
+    for key in given:
+        yield Problem(
+            key,
+            f"{key} is set, but algorithm.advantage_fn {config.algorithm.advantage_fn} has no "
+            "critic: remove it, or set algorithm.algorithm_type to ppo",
         )
 
 

@@ -9,6 +9,26 @@ from pydantic import Field
 from tuner.config.section import Section
 
 
+class CriticSection(Section):
+    """`tuner.critic.*`: the critic of `algorithm.algorithm_type: ppo`, with Trinity-RFT's numbers.
+
+    Its path is `model.critic_model_path`, its gradient is clipped by `trainer.grad_clip`, and
+    `trainer.critic_warmup` is where it starts alone.
+    """
+
+    lr: float = Field(default=1e-5, gt=0, description="Learning rate of the critic; constant.")
+    betas: tuple[float, float] = Field(
+        default=(0.9, 0.999), description="Decay of Adam's two moving averages."
+    )
+    weight_decay: float = Field(default=0.01, ge=0, description="Decoupled weight decay.")
+    cliprange_value: float = Field(
+        default=0.5,
+        gt=0,
+        description="How far a value may leave the one that the step began with before its "
+        "gradient is cut.",
+    )
+
+
 class AlgorithmExtras(Section):
     """`tuner.algorithm.*`"""
 
@@ -38,6 +58,14 @@ class AlgorithmExtras(Section):
     )
     success_rate_ub: float = Field(
         default=1.0, ge=0, le=1, description="Groups with a larger share are left out: too easy."
+    )
+    turn_discount: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Discount from a call to the one before it. A call is then compared by what "
+        "it leads to ([algorithms](algorithms.md)). Not set: a rollout's reward goes to all its "
+        "calls. For grpo, rloo, opmd, asymre and reinforce.",
     )
     updates: int = Field(
         default=1, ge=1, description="Updates of the weights on each step's batch."

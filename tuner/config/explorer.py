@@ -79,6 +79,11 @@ class ModelSection(Section):
         description="Folder or Hub name of a Hugging Face causal language model. Not set: the tiny "
         "model that is shipped with the repository.",
     )
+    critic_model_path: str = Field(
+        default="",
+        description="Folder or Hub name of the model that ppo's critic starts from, with the "
+        "tokenizer of the policy. Not set: `model.model_path`.",
+    )
     max_model_len: int | None = Field(
         default=None,
         ge=2,

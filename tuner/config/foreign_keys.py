@@ -178,7 +178,6 @@ _ALGORITHM = [
 
 _MODEL = [
     *_rows("model.", "code from a model's folder is not run", _OFF, "trust_remote_code"),
-    *_rows("model.", "GRPO has no critic", Values(("",)), "critic_model_path"),
     *_rows("model.", "a request says itself which log-probs it wants", Values((0,)), "logprobs"),
     *_rows("model.", "a prompt may take what max_model_len leaves", _NONE, "max_prompt_tokens"),
     *_rows("model.", "an answer may be short", Values((0,)), "min_response_tokens"),
@@ -410,7 +409,6 @@ _TRAINER = [
     *_rows(
         "trainer.", "the loss does not depend on the split", _ANY, "fix_actor_microbatch_loss_scale"
     ),
-    *_rows("trainer.", "GRPO has no critic", Values((0,)), "critic_warmup"),
     *_rows("trainer.", "checkpoints are written by one process", _ANY, "save_strategy"),
     *_rows("trainer.", "code from a model's folder is not run", _OFF, "trust_remote_code"),
     *_rows("monitor.", "evaluations log their mean", _OFF, "detailed_stats"),

@@ -11,6 +11,7 @@ PATHS = ("checkpoint_root_dir", "model.chat_template_path")
 PATHS_OR_NAMES = (
     "model.model_path",
     "model.lora_configs.*.path",
+    "model.critic_model_path",
     "explorer.rollout_model.model_path",
     "explorer.auxiliary_models.*.model_path",
     "buffer.explorer_input.taskset.path",

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from tuner.config.algorithm import AlgorithmSection
-from tuner.config.algorithm_extras import AlgorithmExtras
+from tuner.config.algorithm_extras import AlgorithmExtras, CriticSection
 from tuner.config.buffer import BufferSection, EvalTasksetSection, RolloutArgs, TasksetSection
 from tuner.config.explorer import ExplorerSection, ModelSection
 from tuner.config.section import Section
@@ -39,6 +39,11 @@ class TrainerSection(Section):
         default=False,
         description="Optimizer state in main memory, where the CPU computes the step. It changes "
         "memory and speed, not the result.",
+    )
+    critic_warmup: int = Field(
+        default=0,
+        ge=0,
+        description="For the first so many steps only the critic is trained. For ppo.",
     )
     max_checkpoints_to_keep: int = Field(
         default=0, ge=0, description="Delete older checkpoints beyond so many; 0 keeps all."
@@ -130,6 +135,7 @@ class TunerSection(Section):
         "(`{penalize: value}`), or stop the run (`abort`).",
     )
     algorithm: AlgorithmExtras = AlgorithmExtras()
+    critic: CriticSection = CriticSection()
     signal_patience: int = Field(
         default=3, ge=1, description="Steps without anything to learn from before the run stops."
     )

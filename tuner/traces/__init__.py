@@ -3,6 +3,7 @@
 from tuner.traces.branches import Branch, BranchCause, branches
 from tuner.traces.call import Call, Dialect, ReasoningPolicy, Rerendered
 from tuner.traces.store import TraceStore, read_traces
+from tuner.traces.successors import successors
 from tuner.traces.trace import Outcome, RolloutId, Trace
 from tuner.traces.tree import TokenTree, TreeRow
 
@@ -21,4 +22,5 @@ __all__ = [
     "TreeRow",
     "branches",
     "read_traces",
+    "successors",
 ]

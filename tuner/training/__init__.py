@@ -3,11 +3,12 @@
 from tuner.training.batch import Batch, Row, build_batch
 from tuner.training.optimizer import MasterAdamW, make_optimizer
 from tuner.training.selection import Overlong, Selection
-from tuner.training.settings import TrainerSettings
+from tuner.training.settings import CriticSettings, TrainerSettings
 from tuner.training.trainer import PolicyTrainer, ScoredBatch
 
 __all__ = [
     "Batch",
+    "CriticSettings",
     "MasterAdamW",
     "Overlong",
     "PolicyTrainer",

@@ -17,7 +17,10 @@ from tuner.algorithms import (
 )
 from tuner.errors import TrainingError
 from tuner.training.batch import Batch
+from tuner.training.episodes import call_returns
 from tuner.training.settings import TrainerSettings
+
+NORMALIZED = ("grpo", "step_wise_grpo")
 
 
 def row_advantages(
@@ -30,6 +33,8 @@ def row_advantages(
     is charged the estimates of the tokens that it is for: a rollout's those of its calls without
     rewards of their own, a call's its own. `reinforceplusplus` charges every token by itself.
 
+    With `turn_discount`, what each call leads to (`call_returns`) is compared inside the group.
+
     Args:
         ref_logp: The reference's log-probs, one tensor for each row; for the KL penalty.
 
@@ -38,7 +43,7 @@ def row_advantages(
     """
     if not batch.rows:
         return ()
-    penalties = _penalties(batch, settings, ref_logp)
+    penalties = kl_penalties(batch, settings, ref_logp)
     if settings.advantage == "reinforceplusplus":
         return whitened_returns(
             row_rewards(batch), _lengths(batch), gamma=settings.gamma, penalties=penalties
@@ -63,7 +68,7 @@ def row_rewards(batch: Batch) -> Tensor:
     )
 
 
-def _penalties(
+def kl_penalties(
     batch: Batch, settings: TrainerSettings, ref_logp: tuple[Tensor, ...] | None
 ) -> tuple[Tensor, ...] | None:
     """What each token is charged for its distance to the reference, [T_row] for each row."""
@@ -82,6 +87,8 @@ def _compared(
     batch: Batch, settings: TrainerSettings, penalties: tuple[Tensor, ...] | None
 ) -> Tensor:
     """One advantage for each row, from rewards that are compared with others; shape [N]."""
+    if settings.turn_discount is not None:
+        return _of_turns(batch, settings, settings.turn_discount, penalties)
     rewards_R = batch.rewards_R.clone()
     rollout_N = torch.tensor([row.rollout for row in batch.rows], dtype=torch.long)
     own_C = torch.tensor(
@@ -100,16 +107,44 @@ def _compared(
     return advantages_N
 
 
+def _of_turns(
+    batch: Batch,
+    settings: TrainerSettings,
+    discount: float,
+    penalties: tuple[Tensor, ...] | None,
+) -> Tensor:
+    """Advantages of what each call leads to, inside its group; shape [N]."""
+    returns_N = call_returns(batch, discount, penalties)
+    rollout_N = torch.tensor([row.rollout for row in batch.rows], dtype=torch.long)
+    # A rollout without a call that is trained still counts in what the others are compared with.
+    is_silent_R = torch.ones(len(batch.rewards_R), dtype=torch.bool)
+    is_silent_R[rollout_N] = False
+    silent = is_silent_R.nonzero()[:, 0]
+    rollout_C = torch.cat([rollout_N, silent])
+    advantages_C = _of_calls(
+        torch.cat([returns_N, batch.rewards_R[silent]]),
+        rollout_C,
+        batch.group_R[rollout_C],
+        settings,
+    )
+    advantages_N = advantages_C[: len(rollout_N)]
+    return advantages_N.masked_fill(_quiet(batch.rewards_R, batch.group_R, settings)[rollout_N], 0)
+
+
 def _of_rollouts(rewards_R: Tensor, group_R: Tensor, settings: TrainerSettings) -> Tensor:
-    if settings.advantage not in ("grpo", "step_wise_grpo"):
+    if settings.advantage not in NORMALIZED:
         return _of_calls(rewards_R, torch.arange(len(rewards_R)), group_R, settings)
     advantages_R = group_normalized(
         rewards_R, group_R, epsilon=settings.epsilon, std=settings.std_level
     )
-    if settings.std_threshold is not None:
-        quiet_G = group_std(rewards_R, group_R) <= settings.std_threshold
-        advantages_R = advantages_R.masked_fill(quiet_G[group_R], 0.0)
-    return advantages_R
+    return advantages_R.masked_fill(_quiet(rewards_R, group_R, settings), 0.0)
+
+
+def _quiet(rewards_R: Tensor, group_R: Tensor, settings: TrainerSettings) -> Tensor:
+    """Whose group has rewards so near each other that they teach nothing; shape [R]."""
+    if settings.std_threshold is None or settings.advantage not in NORMALIZED:
+        return torch.zeros(len(rewards_R), dtype=torch.bool)
+    return (group_std(rewards_R, group_R) <= settings.std_threshold)[group_R]
 
 
 def _of_calls(
@@ -138,5 +173,5 @@ def _of_calls(
         case "best_of_group":
             # The others were left out when the batch was built.
             return torch.ones_like(rewards_C)
-        case "reinforceplusplus":
-            raise TrainingError("reinforceplusplus normalises tokens, not sets of rewards")
+        case "reinforceplusplus" | "ppo":
+            raise TrainingError(f"{settings.advantage} compares tokens, not sets of rewards")

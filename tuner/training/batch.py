@@ -88,8 +88,8 @@ def build_batch(
 ) -> Batch:
     """Choose what is trained; count, by reason, what is not.
 
-    A group is used while at least two of its rollouts are. A rollout is used when it completed
-    with a reward, or failed after at least one call and `penalty` is given.
+    A group is used while at least `selection.smallest_group` of its rollouts are. A rollout is used
+    when it completed with a reward, or failed after at least one call and `penalty` is given.
 
     Args:
         traces: Every attempt of one step, in any order.
@@ -119,7 +119,8 @@ def build_batch(
     used: list[tuple[Trace, float, int]] = []
     kept_groups = 0
     for members in groups.values():
-        unused = "group_of_one" if len(members) < 2 else selection.reason(members)
+        too_small = len(members) < selection.smallest_group
+        unused = "group_of_one" if too_small else selection.reason(members)
         if unused is not None:
             tokens[unused] += sum(trace.sampled_tokens for trace, _ in members)
             rollouts[unused] += len(members)
@@ -133,7 +134,7 @@ def build_batch(
         kept_groups += 1
 
     rows: list[Row] = []
-    peers = _peers(used)
+    peers = _peers(used, least=1 if selection.lone_rewards else 2)
     for index, (trace, _, group) in enumerate(used):
         for call in trace.calls:
             own = peers.get((group, call.role)) if call.reward is not None else None
@@ -186,15 +187,17 @@ def _untrainable(call: Call) -> str | None:
     return None
 
 
-def _peers(used: Sequence[tuple[Trace, float, int]]) -> dict[tuple[int, str | None], int]:
-    """An index for each role of each group in which two rollouts or more have calls with rewards
-    of their own."""
+def _peers(
+    used: Sequence[tuple[Trace, float, int]], *, least: int
+) -> dict[tuple[int, str | None], int]:
+    """An index for each role of each group in which at least `least` rollouts have calls with
+    rewards of their own."""
     rollouts: dict[tuple[int, str | None], set[int]] = defaultdict(set)
     for index, (trace, _, group) in enumerate(used):
         for call in trace.calls:
             if call.reward is not None and _untrainable(call) is None:
                 rollouts[group, call.role].add(index)
-    shared = [key for key, members in rollouts.items() if len(members) > 1]
+    shared = [key for key, members in rollouts.items() if len(members) >= least]
     return {key: index for index, key in enumerate(shared)}
 
 

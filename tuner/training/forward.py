@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tuner.engines.base import SamplingParams
@@ -17,12 +18,12 @@ from tuner.engines.layer_kinds import layer_windows
 from tuner.training.batch import Row, micro_batches
 from tuner.training.checkpointing import check_checkpointing, checkpointed_layers
 from tuner.training.head import causal_model
-from tuner.training.logprobs import completion_logprobs
-from tuner.training.packed_forward import pack_tokens, packed_logprobs, packs
+from tuner.training.logprobs import completion_logprobs, completion_states
+from tuner.training.packed_forward import pack_tokens, packed_logprobs, packed_states, packs
 from tuner.training.sampled import TokenLogprobs
 from tuner.training.settings import Layout
 from tuner.training.tree_cuts import PassCost, tree_cuts
-from tuner.training.tree_forward import tree_logprobs
+from tuner.training.tree_forward import tree_logprobs, tree_states
 
 _log = logging.getLogger(__name__)
 
@@ -144,13 +145,28 @@ class Forward:
             GrammarError: A row's completion does not follow its grammar.
         """
         settings: Any = {"with_entropy": with_entropy, "grammars": self.grammars}
-        enabled = self.checkpointing and torch.is_grad_enabled()
-        with checkpointed_layers(model, enabled=enabled):
+        with self._checkpointed(model):
             if self.layout == "tree" and self.windows is not None:
                 return tree_logprobs(model, rows, windows=self.windows, **settings)
             if self.layout == "packed":
                 return packed_logprobs(model, rows, **settings)
             return completion_logprobs(model, rows, pad_id=0, in_parts=self.in_parts, **settings)
+
+    def states(self, model: nn.Module, rows: Sequence[Row]) -> Tensor:
+        """Last hidden states before every completion token of `rows`, in row order, shape [T, D].
+
+        Args:
+            model: The one this was made for, without its output embedding.
+        """
+        with self._checkpointed(model):
+            if self.layout == "tree" and self.windows is not None:
+                return tree_states(model, rows, windows=self.windows)
+            if self.layout == "packed":
+                return packed_states(model, rows)
+            return completion_states(model, rows, pad_id=0)
+
+    def _checkpointed(self, model: nn.Module) -> AbstractContextManager[None]:
+        return checkpointed_layers(model, enabled=self.checkpointing and torch.is_grad_enabled())
 
 
 def _tree_windows(model: nn.Module) -> dict[str, int | None] | str:

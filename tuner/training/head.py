@@ -27,10 +27,10 @@ def causal_model(model: nn.Module) -> PreTrainedModel:
 
 
 def body(model: PreTrainedModel) -> nn.Module:
-    """What is below the output embedding, and gives `last_hidden_state`."""
+    """What is below the output embedding, and gives `last_hidden_state`; of a critic all of it."""
     found = model.base_model
     # Llama 4's text model names a part that only its multimodal one has, and so finds itself.
-    inner: nn.Module = model.model if found is model else found
+    inner: nn.Module = getattr(model, "model", model) if found is model else found
     return inner
 
 

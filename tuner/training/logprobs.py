@@ -1,4 +1,4 @@
-"""Log-probs of sampled tokens by a forward pass over padded rows, one per call."""
+"""Log-probs of sampled tokens, and hidden states before them, over padded rows, one per call."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tuner.engines.grammar import Grammars
 from tuner.engines.transfer import to_device
+from tuner.traces.tree import IntArray
 from tuner.training.batch import Row
 from tuner.training.head import OutputHead, body, causal_model, logprobs_in_parts
 from tuner.training.sampled import Sampled, TokenLogprobs
@@ -45,9 +46,47 @@ def completion_logprobs(
         GrammarError: A row's completion does not follow its grammar.
     """
     device = next(model.parameters()).device
+    if in_parts:
+        causal = causal_model(model)
+        head = OutputHead(causal)
+        hidden_TD = completion_states(causal, rows, pad_id=pad_id)
+        sampled = Sampled.of(rows, head.vocabulary, grammars)
+        return logprobs_in_parts(head, hidden_TD, sampled, with_entropy=with_entropy)
+    ids_BS, row_T, predicts_T = _padded(rows, pad_id)
+    width, first = ids_BS.shape[1], int(predicts_T.min())
+    # Only the positions from the first completion on need logits; a model that does not know
+    # `logits_to_keep` returns all of them.
+    logits_BKV = model(
+        input_ids=to_device(ids_BS, device), use_cache=False, logits_to_keep=width - first
+    ).logits
+    predicts_T -= width - logits_BKV.shape[1]
+    logits_TV = logits_BKV[to_device(row_T, device), to_device(predicts_T, device)]
+    sampled = Sampled.of(rows, logits_TV.shape[-1], grammars)
+    return sampled.logprobs(logits_TV, with_entropy=with_entropy)
+
+
+def completion_states(model: nn.Module, rows: Sequence[Row], *, pad_id: int) -> Tensor:
+    """Last hidden states before the completion tokens of `rows`, in row order, shape [T, D].
+
+    Args:
+        model: A transformers model without its output embedding.
+        rows: B calls.
+        pad_id: Any valid token id.
+    """
+    device = next(model.parameters()).device
+    ids_BS, row_T, predicts_T = _padded(rows, pad_id)
+    output: Any = body(causal_model(model))(input_ids=to_device(ids_BS, device), use_cache=False)
+    states_TD: Tensor = output.last_hidden_state[
+        to_device(row_T, device), to_device(predicts_T, device)
+    ]
+    return states_TD
+
+
+def _padded(rows: Sequence[Row], pad_id: int) -> tuple[IntArray, IntArray, IntArray]:
+    """Ids [B, S], padded on the right, and for each completion token its row and the position that
+    predicts it, [T] each."""
     lengths = [len(row) for row in rows]
-    width = max(lengths)
-    ids_BS = np.full((len(rows), width), pad_id, dtype=np.int64)
+    ids_BS = np.full((len(rows), max(lengths)), pad_id, dtype=np.int64)
     for b, row in enumerate(rows):
         ids_BS[b, : lengths[b]] = row.prompt_ids + row.completion_ids
     row_T = np.repeat(np.arange(len(rows)), [len(row.completion_ids) for row in rows])
@@ -58,22 +97,4 @@ def completion_logprobs(
             for row, length in zip(rows, lengths, strict=True)
         ]
     )
-    if in_parts:
-        causal = causal_model(model)
-        head = OutputHead(causal)
-        output: Any = body(causal)(input_ids=to_device(ids_BS, device), use_cache=False)
-        hidden_TD: Tensor = output.last_hidden_state[
-            to_device(row_T, device), to_device(predicts_T, device)
-        ]
-        sampled = Sampled.of(rows, head.vocabulary, grammars)
-        return logprobs_in_parts(head, hidden_TD, sampled, with_entropy=with_entropy)
-    first = int(predicts_T.min())
-    # Only the positions from the first completion on need logits; a model that does not know
-    # `logits_to_keep` returns all of them.
-    logits_BKV = model(
-        input_ids=to_device(ids_BS, device), use_cache=False, logits_to_keep=width - first
-    ).logits
-    predicts_T -= width - logits_BKV.shape[1]
-    logits_TV = logits_BKV[to_device(row_T, device), to_device(predicts_T, device)]
-    sampled = Sampled.of(rows, logits_TV.shape[-1], grammars)
-    return sampled.logprobs(logits_TV, with_entropy=with_entropy)
+    return ids_BS, row_T, predicts_T

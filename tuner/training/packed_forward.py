@@ -65,12 +65,25 @@ def packed_logprobs(
     )
 
 
+def packed_states(model: nn.Module, rows: Sequence[Row]) -> Tensor:
+    """Last hidden states before the completion tokens of `rows`, in row order, shape [T, D].
+
+    Args:
+        model: A transformers causal LM that keeps packed rows apart, or one without its output
+            embedding.
+        rows: B calls with a prompt each.
+    """
+    device = next(model.parameters()).device
+    hidden_ND = _hidden(causal_model(model), rows, device)
+    return hidden_ND[to_device(_predicting(rows), device)]
+
+
 def _hidden(model: PreTrainedModel, rows: Sequence[Row], device: torch.device) -> Tensor:
     """Last hidden states of all N tokens of the rows, one row after another, shape [N, D]."""
     lengths = torch.tensor([len(row) for row in rows])
-    ends = torch.cat((torch.zeros(1, dtype=torch.long), lengths.cumsum(0))).int()
+    starts = torch.cat((torch.zeros(1, dtype=torch.long), lengths.cumsum(0)))
+    ends = to_device(starts.int(), device)
     longest = int(lengths.max())
-    ends = to_device(ends, device)
     output: Any = body(model)(
         input_ids=to_device(
             torch.tensor([[i for row in rows for i in row.prompt_ids + row.completion_ids]]), device

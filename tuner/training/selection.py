@@ -50,11 +50,15 @@ class Selection:
             unless calls in it have rewards of their own.
         best_only: Of each group only the rollouts with the highest reward are kept, of a group
             whose rewards are all equal none (RAFT, arXiv 2304.06767).
+        smallest_group: Rollouts that a group needs: 2 where rewards are compared inside it.
+        lone_rewards: A call with a reward of its own is used where no other of its group has one.
     """
 
     success_rate: tuple[float, float] = (0.0, 1.0)
     varied_only: bool = False
     best_only: bool = False
+    smallest_group: int = 2
+    lone_rewards: bool = False
     scale: float = 1.0
     bias: float = 0.0
     overlong: Overlong | None = None

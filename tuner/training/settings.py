@@ -23,6 +23,22 @@ Layout = Literal["tree", "packed", "padded"]
 
 
 @dataclass(frozen=True)
+class CriticSettings:
+    """Numbers of the critic's update, with Trinity-RFT's defaults; its learning rate is constant.
+
+    Attributes:
+        clip: How far a value may leave the one that the step began with.
+        warmup: For the first so many steps only the critic is trained.
+    """
+
+    lr: float = 1e-5
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.01
+    clip: float = 0.5
+    warmup: int = 0
+
+
+@dataclass(frozen=True)
 class TrainerSettings:
     """Every number of the training step, with `multi_step_grpo`'s defaults in Trinity-RFT.
 
@@ -39,6 +55,8 @@ class TrainerSettings:
         optimizer_state: Precision of the optimizer's moments.
         optimizer_offload: The optimizer's state in main memory.
         std_threshold: Groups whose rewards' standard deviation is at or below it get advantage 0.
+        gamma, lam: Discount from token to token, and GAE's lambda.
+        turn_discount: Discount from call to call; None: a rollout's reward goes to all its calls.
         kl_penalty: Estimate of KL(policy || reference) that is taken off the rewards.
         aggregation: What each token weighs (`tuner.algorithms.aggregation`).
         max_completion: The most tokens of an answer, for `seq-mean-token-sum-norm`.
@@ -66,6 +84,8 @@ class TrainerSettings:
     opmd_baseline_tau: float = 1.0
     baseline_shift: float = -0.1
     gamma: float = 1.0
+    lam: float = 1.0
+    turn_discount: float | None = None
     policy_loss: PolicyLossName = "ppo"
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -90,6 +110,11 @@ class TrainerSettings:
     activation_checkpointing: bool = False
     optimizer_state: OptimizerState = "float32"
     optimizer_offload: bool = False
+    critic: CriticSettings = CriticSettings()
+
+    @property
+    def uses_critic(self) -> bool:
+        return self.advantage == "ppo"
 
     @property
     def uses_reference(self) -> bool:

@@ -11,12 +11,14 @@ have a part: the one that sampled (its log-probs are recorded), the one that the
 `old`, and the one that is trained. Where the first two are the same, `old` is what was recorded and
 w = 1; else w = min(old / recorded, cap). `ref` is the frozen start.
 
-Left out on purpose: value functions. Recorded log-probs equal the trainer's own for the same
-weights; the difference is reported each step (`logprob_mismatch_mean`, `_max`).
+PPO's critic has a loss of its own (`tuner.training.critic`). Recorded log-probs equal the
+trainer's own for the same weights; the difference is reported each step
+(`logprob_mismatch_mean`, `_max`).
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from dataclasses import dataclass, replace
@@ -33,8 +35,10 @@ from tuner.engines.grammar import Grammars
 from tuner.engines.transfer import to_device
 from tuner.errors import TrainingError
 from tuner.traces.tree import IntArray
-from tuner.training.advantages import row_advantages
+from tuner.training.advantages import kl_penalties, row_advantages
 from tuner.training.batch import Batch, Row
+from tuner.training.critic import Critic
+from tuner.training.episodes import critic_advantages
 from tuner.training.forward import Forward
 from tuner.training.head import causal_model
 from tuner.training.loss import Tokens, micro_batch_loss
@@ -58,11 +62,14 @@ class ScoredBatch:
     Attributes:
         advantages: One tensor [T_row] for each of the N rows.
         ref_logp: N tensors of the reference's log-probs, one per row, of shape [T_row].
+        values, returns: The critic's values and what they are trained towards, likewise; PPO's.
     """
 
     batch: Batch
     advantages: tuple[Tensor, ...]
     ref_logp: tuple[Tensor, ...] | None = None
+    values: tuple[Tensor, ...] = ()
+    returns: tuple[Tensor, ...] = ()
 
     @property
     def advantages_N(self) -> Tensor:
@@ -73,7 +80,7 @@ class ScoredBatch:
 
 
 class PolicyTrainer:
-    """Owns the optimizer and the reference; shares the model with the engine.
+    """Owns the optimizer, the reference and the critic; shares the model with the engine.
 
     The five verbs of a hand-written loop:
 
@@ -92,6 +99,8 @@ class PolicyTrainer:
             Pass it when `model` already holds later weights.
         grammars: The engine's, with which calls that were held to a form are replayed; None where
             there are none.
+        critic: A causal LM whose layers become the critic's, for PPO; by default a copy of `model`
+            as it is now.
     """
 
     def __init__(
@@ -101,6 +110,7 @@ class PolicyTrainer:
         *,
         reference: Reference | None = None,
         grammars: Grammars | None = None,
+        critic: nn.Module | None = None,
     ) -> None:
         self.model = model.eval()  # no dropout: sampling and training see the same function
         self.settings = settings
@@ -124,6 +134,15 @@ class PolicyTrainer:
             state=settings.optimizer_state,
             offload=settings.optimizer_offload,
         )
+        self.critic: Critic | None = None
+        if settings.uses_critic:
+            if critic is None and hasattr(model, "get_base_model"):
+                raise TrainingError(
+                    "a policy that peft has wrapped needs a critic of its own: give PolicyTrainer "
+                    "one (critic=AutoModelForCausalLM.from_pretrained(...))"
+                )
+            forward = self._forward if critic is None else None
+            self.critic = Critic(critic or copy.deepcopy(model), settings, forward=forward)
         self._set_lr()
 
     @property
@@ -158,10 +177,11 @@ class PolicyTrainer:
         return replace(scored, ref_logp=self.compute_logp(scored.batch, model=self.reference))
 
     def compute_advantages(self, batch: Batch) -> ScoredBatch:
-        """The algorithm's advantages (`tuner.training.advantages`).
+        """The algorithm's advantages (`tuner.training.advantages`, for PPO `.episodes`).
 
-        Where the distance to the reference is taken off the rewards, the reference's log-probs are
-        computed first, and kept for the KL term.
+        PPO's need the critic's values, which are kept for its update. Where the distance to the
+        reference is taken off the rewards, the reference's log-probs are computed first, and kept
+        for the KL term.
 
         Raises:
             TrainingError: Calls have rewards of their own that the algorithm has no use for.
@@ -169,17 +189,39 @@ class PolicyTrainer:
         ref_logp = None
         if self.settings.penalizes_kl and self.reference is not None and batch.rows:
             ref_logp = self.compute_logp(batch, model=self.reference)
-        return ScoredBatch(batch, row_advantages(batch, self.settings, ref_logp), ref_logp)
+        if self.critic is None or not batch.rows:
+            return ScoredBatch(batch, row_advantages(batch, self.settings, ref_logp), ref_logp)
+        values = self.compute_values(batch)
+        penalties = kl_penalties(batch, self.settings, ref_logp)
+        advantages, returns = critic_advantages(batch, self.settings, values, penalties)
+        return ScoredBatch(batch, advantages, ref_logp, values, returns)
+
+    def compute_values(self, batch: Batch) -> tuple[Tensor, ...]:
+        """The critic's values of the states in which each row's tokens were sampled, no gradient.
+
+        Returns:
+            N tensors, one per row, of shape [T_row].
+
+        Raises:
+            TrainingError: The algorithm has no critic.
+        """
+        if self.critic is None:
+            raise TrainingError(f"advantage {self.settings.advantage} has no critic, only ppo has")
+        return self.critic.values(batch)
 
     def ppo_update(self, scored: ScoredBatch) -> dict[str, float]:
         """One optimizer step on the whole batch, or `settings.updates`; weights change in place.
+
+        A critic takes as many steps on its own loss first, and while it warms up the policy takes
+        none.
 
         Returns:
             Metrics: loss and its parts, advantage spread, clip and rejected fraction, entropy,
             KL to behaviour and reference, effective sample size of the importance weights (1 on
             policy), gradient norm, learning rate; of the last update where there are several. The
             mismatch between recorded and recomputed log-probs is that before the first. Tokens
-            per second of all updates, on a GPU with its peak memory and MFU.
+            per second of all updates, on a GPU with its peak memory and MFU. Those of the critic
+            (`Critic.update`) are beside them, or alone while it warms up.
 
         Raises:
             TrainingError: The batch is empty, or loss or gradient is not finite; the weights
@@ -187,6 +229,17 @@ class PolicyTrainer:
         """
         if not scored.batch.rows:
             raise TrainingError("a batch without a single trainable token cannot be trained")
+        metrics: dict[str, float] = {}
+        if self.critic is not None:
+            for _ in range(self.settings.updates):
+                metrics = self.critic.update(scored.batch, scored.values, scored.returns)
+        if self.critic is None or self.step >= self.settings.critic.warmup:
+            metrics |= self._update_policy(scored)
+        self.step += 1
+        return metrics
+
+    def _update_policy(self, scored: ScoredBatch) -> dict[str, float]:
+        """As many updates of the policy as a step has."""
         proximal = self._proximal(scored.batch)
         metrics: dict[str, float] = {}
         speed: dict[str, float] = {}
@@ -201,7 +254,6 @@ class PolicyTrainer:
         metrics["advantage_std"] = float(advantages_T.std(correction=0))
         metrics["advantage_max"] = float(advantages_T.abs().max())
         self._watch_mismatch(metrics)
-        self.step += 1
         return metrics
 
     def _proximal(self, batch: Batch) -> tuple[Tensor, ...] | None:
@@ -331,20 +383,32 @@ class PolicyTrainer:
         await engine.update_weights(self.step)
 
     def save(self, path: Path) -> None:
-        """Write the optimizer's state and the step to `path` (the weights are saved apart).
+        """Write the optimizer's state, the critic and the step to `path` (the policy's weights are
+        saved apart).
 
         Masters are part of that state: weights of lower precision are theirs, rounded.
         """
-        torch.save({"optimizer": self.optimizer.state_dict(), "step": self.step}, path)
+        state = {"optimizer": self.optimizer.state_dict(), "step": self.step}
+        if self.critic is not None:
+            state["critic"] = self.critic.state_dict()
+        torch.save(state, path)
 
     def load(self, path: Path) -> None:
         """Restore what `save` wrote. The learning rate follows the current settings.
 
         Raises:
-            TrainingError: It belongs to other weights than the model's.
+            TrainingError: It belongs to other weights than the model's, or the algorithm has a
+                critic, and the trainer that was saved had none.
         """
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         self.optimizer.load_state_dict(state["optimizer"])
+        if self.critic is not None:
+            if "critic" not in state:
+                raise TrainingError(
+                    f"{path} holds no critic, and algorithm.advantage_fn ppo needs one: it was "
+                    "saved with another algorithm; start a run of another name"
+                )
+            self.critic.load_state_dict(state["critic"])
         self.step = int(state["step"])
         self._set_lr()
 

@@ -67,6 +67,21 @@ def tree_logprobs(
     return TokenLogprobs(distinct.logp_T[back_T], distinct.entropy_T[back_T])
 
 
+def tree_states(model: nn.Module, rows: Sequence[Row], *, windows: dict[str, int | None]) -> Tensor:
+    """Last hidden states at the nodes before the completion tokens of `rows`, in row order, [T, D].
+
+    Args:
+        model: A transformers causal LM whose layers attend to keys and values, or one without its
+            output embedding.
+        rows: B calls with a prompt each.
+        windows: For each kind of layer in the model its window, None for unlimited.
+    """
+    device = next(model.parameters()).device
+    tree = TokenTree.build(rows)
+    hidden_ND = _hidden(causal_model(model), tree, windows, device)
+    return hidden_ND[to_device(tree.parent[tree.completion_node], device)]
+
+
 def _hidden(
     model: PreTrainedModel, tree: TokenTree, windows: dict[str, int | None], device: torch.device
 ) -> Tensor:
