@@ -7,57 +7,70 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engines.models import make_model
+from tests.engines.models import VOCABULARY, make_model
 from tests.traces.agents import batches
-from tests.training import test_tree_forward as trees
-from tests.training.exact import all_float64
+from tests.training.exact import (
+    KINDS,
+    SAMPLINGS,
+    all_float64,
+    assert_same_gradient,
+    model_of,
+    row,
+    small_parts,
+)
 from tests.training.lora import wrapped
 from tests.training.test_trainer import random_batch, tiny_model
 from tuner.training import PolicyTrainer, TrainerSettings, build_batch
 from tuner.training.forward import Forward
 from tuner.training.reference import AdapterReference
 
-KINDS = ["qwen3", "llama", "mistral", "gemma2", "gemma3"]
-small_parts = trees.small_parts
+CUTS = [("tree", 10_000), ("tree", 17), ("packed", 10_000), ("padded", 40)]
 
 
-@pytest.mark.usefixtures("small_parts")
+def random_rows(calls, dice):
+    return [
+        row(
+            [i % VOCABULARY for i in c.prompt_ids],
+            [i % VOCABULARY for i in c.completion_ids],
+            dice.choice(SAMPLINGS),
+        )
+        for c in calls
+        if c.prompt_ids and c.completion_ids
+    ][:12]
+
+
 @pytest.mark.parametrize(
     ("kind", "dtype", "tolerance"),
     [(kind, torch.float32, 1e-5) for kind in KINDS]
     # Eager attention, which gemma2 needs for its soft capping, is in float32 in any case.
     + [(kind, torch.float64, 1e-10) for kind in KINDS if kind != "gemma2"],
 )
-def test_tree_gradient_of_an_adapter_is_that_of_one_row_per_call(kind, dtype, tolerance):
-    model = wrapped(trees.model_of(kind))
+def test_gradient_of_an_adapter_is_that_of_one_row_per_call_in_every_layout(kind, dtype, tolerance):
+    model = wrapped(model_of(kind))
     if dtype == torch.float64:
         all_float64(model)
     assert Forward.of(model, None).cost is not None
+    # Forward.of takes another layout where the asked one is not exact for a model.
+    layouts = {name: Forward.of(model, None, layout=name).layout for name, _ in CUTS}
+    assert layouts["tree"] == "tree"
+    cuts = [(layouts[name], size) for name, size in CUTS]
 
-    @settings(max_examples=5, deadline=None, derandomize=True)
+    @settings(max_examples=3, deadline=None, derandomize=True)
     @given(calls=batches, dice=st.randoms(use_true_random=False))
     def check(calls, dice):
-        rows = [
-            trees.row(
-                [i % trees.IDS for i in c.prompt_ids],
-                [i % trees.IDS for i in c.completion_ids],
-                dice.choice(trees.SAMPLINGS),
-            )
-            for c in calls
-            if c.prompt_ids and c.completion_ids
-        ][:12]
+        rows = random_rows(calls, dice)
         if rows:
-            budgets = (10_000, dice.randrange(1, 40))
-            trees.assert_same_gradient(model, rows, budgets=budgets, tolerance=tolerance)
+            assert_same_gradient(model, rows, cuts=cuts, tolerance=tolerance)
 
-    check()
+    with small_parts():
+        check()
 
 
-@pytest.mark.usefixtures("small_parts")
 def test_an_adapter_on_the_output_layer_has_its_part_in_the_gradient():
     model = wrapped(make_model("llama"), target_modules=("lm_head", "q_proj"))
-    rows = [trees.row([1, 2, 3], [4, 5]), trees.row([1, 2, 3], [4, 6, 7])]
-    trees.assert_same_gradient(model, rows, budgets=(1000, 3), tolerance=1e-5)
+    rows = [row([1, 2, 3], [4, 5]), row([1, 2, 3], [4, 6, 7])]
+    with small_parts():
+        assert_same_gradient(model, rows, cuts=[("tree", 1000), ("tree", 3)], tolerance=1e-5)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     assert gradients["base_model.model.lm_head.lora_A.default.weight"].any()
 
