@@ -24,7 +24,7 @@ class AlgorithmConfig(PublicSettings):
 
     algorithm_type: str = Field(default="multi_step_grpo", description="The algorithm.")
     learning_rate: float = Field(default=1e-6, gt=0, description="Learning rate.")
-    group_size: int = Field(default=8, ge=2, description="Rollouts of one task in one step.")
+    group_size: int = Field(default=8, ge=1, description="Rollouts of one task in one step.")
     batch_size: int = Field(default=32, ge=1, description="Tasks in one step.")
     save_interval_steps: int = Field(default=100, ge=0, description="Steps between checkpoints.")
     eval_interval_steps: int = Field(default=100, ge=0, description="Steps between evaluations.")

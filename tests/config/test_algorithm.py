@@ -12,9 +12,13 @@ from tuner.config import load_config
 from tuner.errors import ConfigError
 from tuner.training import Overlong, TrainerSettings
 
+# Without which an algorithm cannot be loaded.
+TEACHER = "explorer.auxiliary_models=[{name: teacher, model_path: org/teacher}]"
+
 
 def load(*overrides):
-    return load_config(overrides=list(overrides))
+    needed = [TEACHER] if "algorithm.algorithm_type=on_policy_distill" in overrides else []
+    return load_config(overrides=[*needed, *overrides])
 
 
 def settings(*overrides):

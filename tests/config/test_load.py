@@ -187,13 +187,13 @@ def test_nothing_is_suggested_for_a_key_like_no_other():
 
 
 def test_wrong_types_name_key_value_and_meaning(write):
-    message = refusal(write("algorithm: {optimizer: {lr: fast}, repeat_times: 1}\nbuffer: 3\n"))
+    message = refusal(write("algorithm: {optimizer: {lr: fast}, repeat_times: 0}\nbuffer: 3\n"))
     assert "algorithm.optimizer.lr is 'fast': must be a valid number" in message
     assert "(Learning rate after the warmup.)" in message
-    assert "algorithm.repeat_times is 1: must be greater than or equal to 2" in message
+    assert "algorithm.repeat_times is 0: must be greater than or equal to 1" in message
     assert "buffer is 3: must have keys under it" in message
     assert "true or false" in refusal(overrides=["model.temperature=true"])
-    assert "'topr' or 'raft'" in refusal(overrides=["algorithm.algorithm_type=pppo"])
+    assert "'sft' or 'dpo'" in refusal(overrides=["algorithm.algorithm_type=pppo"])
     assert "{penalize: value}" in refusal(overrides=["tuner.on_failure=explode"])
     assert "'auto' or 'local'" in refusal(overrides=["tuner.backend=trinity"])
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tuner.algorithms.advantages import (
         call_normalized,
+        distilled,
         group_normalized,
         group_std,
         leave_one_out,
@@ -21,11 +22,15 @@ if TYPE_CHECKING:
     from tuner.algorithms.aggregation import row_weights
     from tuner.algorithms.kl import KL_ESTIMATORS
     from tuner.algorithms.losses import PolicyLoss, ppo_clip
+    from tuner.algorithms.preference import Preference, dpo
 
 _MODULES = {
     "KL_ESTIMATORS": "kl",
     "PolicyLoss": "losses",
+    "Preference": "preference",
     "call_normalized": "advantages",
+    "distilled": "advantages",
+    "dpo": "preference",
     "group_normalized": "advantages",
     "group_std": "advantages",
     "leave_one_out": "advantages",
@@ -39,7 +44,10 @@ _MODULES = {
 __all__ = [
     "KL_ESTIMATORS",
     "PolicyLoss",
+    "Preference",
     "call_normalized",
+    "distilled",
+    "dpo",
     "group_normalized",
     "group_std",
     "leave_one_out",

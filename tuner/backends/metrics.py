@@ -9,7 +9,7 @@ import torch
 
 from tuner.algorithms.table import AdvantageName
 from tuner.traces import Outcome, TokenTree, Trace
-from tuner.training import Batch
+from tuner.training import Batch, Row
 from tuner.training.advantages import row_rewards
 
 RECOMPUTED = "tokens/recomputed"
@@ -51,19 +51,14 @@ def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
     return metrics
 
 
-def batch_metrics(batch: Batch) -> dict[str, float]:
+def batch_metrics(batch: Batch, *, compared: bool = True) -> dict[str, float]:
     """Where the step's tokens went, and how many groups have something to tell.
 
-    `tokens/merge_ratio` is how many times more tokens the batch has as rows than as a token tree.
+    Args:
+        batch: What is trained.
+        compared: Whether rewards are compared inside groups.
     """
-    tree = TokenTree.build(batch.rows)
-    metrics: dict[str, float] = {
-        "tokens/sampled": batch.sampled_tokens,
-        "tokens/trained": batch.trained_tokens,
-        "tokens/row": batch.row_tokens,
-        "tokens/unique": tree.unique_tokens,
-        "tokens/merge_ratio": tree.merge_ratio,
-    }
+    metrics: dict[str, float] = {"tokens/sampled": batch.sampled_tokens, **tree_metrics(batch.rows)}
     for reason, count in batch.dropped_tokens.items():
         metrics[f"tokens/dropped/{reason}"] = count
     for reason, count in batch.dropped_rollouts.items():
@@ -75,17 +70,32 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         # Where only the best rollouts are kept, a group may be one rollout, chosen among several.
         quiet = [len(rewards) > 1 and len(set(rewards)) == 1 for rewards in groups.values()]
         metrics["groups/used"] = len(quiet)
-        metrics["groups/zero_variance"] = _mean(quiet)
+        if compared:
+            metrics["groups/zero_variance"] = _mean(quiet)
     return metrics
+
+
+def tree_metrics(rows: Sequence[Row]) -> dict[str, float]:
+    """How many tokens are trained, and how many go through the model.
+
+    `tokens/merge_ratio` is how many times more tokens the batch has as rows than as a token tree.
+    """
+    tree = TokenTree.build(rows)
+    return {
+        "tokens/trained": sum(len(row.completion_ids) for row in rows),
+        "tokens/row": sum(len(row) for row in rows),
+        "tokens/unique": tree.unique_tokens,
+        "tokens/merge_ratio": tree.merge_ratio,
+    }
 
 
 def has_signal(batch: Batch, advantage: AdvantageName = "step_wise_grpo") -> bool:
     """Whether some calls are trained whose rewards differ from those they are compared with.
 
-    `reinforce` and `reinforceplusplus` compare all rewards of a step; of `best_of_group` the
-    batch has only what is worth imitating.
+    A teacher has something to say of every token. `reinforce` and `reinforceplusplus` compare all
+    rewards of a step; of `best_of_group` the batch has only what is worth imitating.
     """
-    if advantage == "best_of_group":
+    if advantage in ("best_of_group", "on_policy_distill"):
         return bool(batch.rows)
     if advantage in ("reinforce", "reinforceplusplus"):
         return len({float(reward) for reward in row_rewards(batch)}) > 1
@@ -131,6 +141,11 @@ def diagnosis(traces: Sequence[Trace], steps: int) -> str:
         return (
             f"{head} {len(failed)} of {len(final)} rollouts of the last step failed, most often "
             f"({count} times) with {outcome.value}: {error}"
+        )
+    if not rewards:
+        return (
+            f"{head} No call of the last step could be trained: tokens/dropped in metrics.jsonl "
+            "says why"
         )
     if len(rewards) == 1:
         return (

@@ -10,9 +10,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from tuner.algorithms.table import ALGORITHMS
+from tuner.algorithms.table import ADVANTAGES, ALGORITHMS
 from tuner.backends.auxiliary import AuxiliaryModels
-from tuner.backends.models import choose_device, load_model, load_tokenizer
+from tuner.backends.models import (
+    check_same_vocabulary,
+    choose_device,
+    load_model,
+    load_tokenizer,
+)
 from tuner.chat_models import ChatModelKind, chat_model, default_kind
 from tuner.config import RunConfig
 from tuner.config.algorithm_conflicts import longest_answer
@@ -26,14 +31,20 @@ from tuner.training import Overlong, PolicyTrainer, Selection, TrainerSettings
 @dataclass
 class Stack:
     """The parts of a run on one machine. One copy of the weights: `model` is in both the
-    engine and the trainer."""
+    engine and the trainer.
+
+    Attributes:
+        runner: None where there is no workflow, so that nothing can be rolled out.
+        teacher: The auxiliary model that `on_policy_distill` learns from.
+    """
 
     model: PreTrainedModel
     tokenizer: Any
     engine: TransformersEngine
     gateway: Gateway
     auxiliary: AuxiliaryModels
-    runner: RolloutRunner
+    runner: RolloutRunner | None
+    teacher: PreTrainedModel | None = None
 
     async def aclose(self) -> None:
         await self.auxiliary.aclose()
@@ -44,7 +55,7 @@ class Stack:
 def build_stack(
     config: RunConfig,
     *,
-    workflow: Callable[..., Any],
+    workflow: Callable[..., Any] | None,
     judge: Callable[..., Any] | None,
     weights: Path | None = None,
     version: int = 0,
@@ -53,13 +64,14 @@ def build_stack(
 
     Args:
         config: The effective configuration.
-        workflow, judge: The user's functions.
+        workflow, judge: The user's functions; no workflow where nothing is rolled out.
         weights: Checkpoint to go on from instead of `model.model_path`.
         version: How many updates those weights have seen.
 
     Raises:
         ModelLoadError: A model cannot be loaded.
-        ConfigError: `max_model_len` is more than the model has positions.
+        ConfigError: `max_model_len` is more than the model has positions, or the teacher has
+            another vocabulary.
     """
     device = choose_device(config.tuner.device)
     path = config.model.model_path
@@ -68,35 +80,53 @@ def build_stack(
     engine = TransformersEngine(
         model,
         tokenizer,
-        max_model_len=_context_length(config.model.max_model_len, model, "model.max_model_len"),
+        max_model_len=context_length(
+            config.model.max_model_len, model.config, "model.max_model_len"
+        ),
         max_slots=config.tuner.max_slots,
         deterministic=config.tuner.deterministic,
         version=version,
     )
     gateway = Gateway(
         engine,
-        _renderer(config, tokenizer),
+        chat_renderer(config, tokenizer),
         model_name=path,
         reasoning=config.tuner.reasoning,
     )
     kind = default_kind()
     auxiliary = AuxiliaryModels(kind)
-    _add_auxiliary_models(auxiliary, config, device)
-    runner = RolloutRunner(
-        gateway,
-        workflow,
-        judge,
-        make_model=_model_maker(kind),
-        auxiliary_models=auxiliary.opened,
-        settings=RolloutSettings(
-            timeout=config.explorer.max_timeout,
-            max_retries=config.explorer.max_retry_times,
-            seed=config.tuner.seed,
-            limits=SessionLimits(config.tuner.max_calls, config.tuner.max_tokens),
-            deterministic=config.tuner.deterministic,
-        ),
+    loaded = _add_auxiliary_models(auxiliary, config, device)
+    teacher = None
+    if config.algorithm.advantage_fn == "on_policy_distill":
+        name = config.tuner.algorithm.teacher or config.explorer.auxiliary_models[0].name
+        teacher, spoken = loaded[name]
+        check_same_vocabulary(tokenizer, spoken, what=f"the teacher {name!r}")
+    runner = None
+    if workflow is not None:
+        runner = RolloutRunner(
+            gateway,
+            workflow,
+            judge,
+            make_model=_model_maker(kind),
+            auxiliary_models=auxiliary.opened,
+            settings=rollout_settings(config),
+        )
+    return Stack(model, tokenizer, engine, gateway, auxiliary, runner, teacher)
+
+
+def rollout_settings(config: RunConfig) -> RolloutSettings:
+    """Limits of a rollout, and whether it must end with a reward."""
+    row = ALGORITHMS[config.algorithm.algorithm_type]
+    return RolloutSettings(
+        timeout=config.explorer.max_timeout,
+        max_retries=config.explorer.max_retry_times,
+        seed=config.tuner.seed,
+        limits=SessionLimits(config.tuner.max_calls, config.tuner.max_tokens),
+        deterministic=config.tuner.deterministic,
+        # Without training rollouts, those of an evaluation are there for their rewards.
+        needs_reward=row.recorded is not None
+        or ADVANTAGES[config.algorithm.advantage_fn].needs_reward,
     )
-    return Stack(model, tokenizer, engine, gateway, auxiliary, runner)
 
 
 def build_trainer(config: RunConfig, stack: Stack, *, total_steps: int) -> PolicyTrainer:
@@ -107,7 +137,13 @@ def build_trainer(config: RunConfig, stack: Stack, *, total_steps: int) -> Polic
     if settings.uses_reference and stack.engine.version > 0:
         device = next(stack.model.parameters()).device
         reference = load_model(config.model.model_path, device=device)
-    return PolicyTrainer(stack.model, settings, reference=reference, grammars=stack.engine.grammars)
+    return PolicyTrainer(
+        stack.model,
+        settings,
+        reference=reference,
+        grammars=stack.engine.grammars,
+        teacher=stack.teacher,
+    )
 
 
 def trainer_settings(
@@ -162,6 +198,9 @@ def trainer_settings(
             tau_neg=loss.tau_neg,
             opmd_tau=loss.tau,
             advantage_threshold=loss.advantage_threshold,
+            beta=loss.beta,
+            label_smoothing=loss.label_smoothing,
+            distill_coef=advantage.kl_coef,
         ),
     )
 
@@ -181,6 +220,8 @@ def selection(config: RunConfig) -> Selection:
         scale=extras.reward_scale,
         bias=extras.reward_bias,
         overlong=overlong,
+        needs_group=ADVANTAGES[algorithm.advantage_fn].needs_group,
+        needs_reward=ADVANTAGES[algorithm.advantage_fn].needs_reward,
     )
 
 
@@ -192,7 +233,8 @@ def _model_maker(kind: ChatModelKind) -> Callable[[Any], Any]:
     return lambda session: chat_model(session, kind=kind)
 
 
-def _renderer(config: RunConfig, tokenizer: Any) -> ChatRenderer:
+def chat_renderer(config: RunConfig, tokenizer: Any) -> ChatRenderer:
+    """The chat form of the model that is trained."""
     rollout_model = config.explorer.rollout_model
     template = config.model.custom_chat_template
     if config.model.chat_template_path is not None:
@@ -208,16 +250,25 @@ def _renderer(config: RunConfig, tokenizer: Any) -> ChatRenderer:
 
 def _add_auxiliary_models(
     auxiliary: AuxiliaryModels, config: RunConfig, device: torch.device
-) -> None:
+) -> dict[str, tuple[PreTrainedModel, Any]]:
+    """Load and serve them.
+
+    Returns:
+        Model and tokenizer of each that is served here, by name.
+    """
+    loaded: dict[str, tuple[PreTrainedModel, Any]] = {}
     for index, settings in enumerate(config.explorer.auxiliary_models):
         where = f"explorer.auxiliary_models[{index}]"
         model = load_model(settings.model_path, device=device, setting=f"{where}.model_path")
         tokenizer = load_tokenizer(settings.model_path, setting=f"{where}.model_path")
         model.requires_grad_(False)
+        loaded[settings.name] = model, tokenizer
         engine = TransformersEngine(
             model,
             tokenizer,
-            max_model_len=_context_length(settings.max_model_len, model, f"{where}.max_model_len"),
+            max_model_len=context_length(
+                settings.max_model_len, model.config, f"{where}.max_model_len"
+            ),
             max_slots=config.tuner.max_slots,
             deterministic=config.tuner.deterministic,
         )
@@ -245,10 +296,21 @@ def _add_auxiliary_models(
             model_name=remote.model_name,
             api_key_env=remote.api_key_env,
         )
+    return loaded
 
 
-def _context_length(wanted: int | None, model: PreTrainedModel, setting: str) -> int:
-    positions = int(getattr(model.config, "max_position_embeddings", 0) or 0)
+def context_length(wanted: int | None, settings: Any, setting: str) -> int:
+    """Tokens of prompt and answer together.
+
+    Args:
+        wanted: What was set, or None for all that the model was made for.
+        settings: The model's `config.json`.
+        setting: Which setting said it, for the message.
+
+    Raises:
+        ConfigError: It is more than the model has positions, or the model does not say.
+    """
+    positions = int(getattr(settings, "max_position_embeddings", 0) or 0)
     if wanted is None:
         if not positions:
             raise ConfigError(f"{setting} must be set: the model does not say how long it can be")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tuner.engines.base import SamplingParams
@@ -87,6 +87,23 @@ class Forward:
         return tree_logprobs(
             model, rows, windows=self.windows, with_entropy=with_entropy, grammars=self.grammars
         )
+
+    @torch.no_grad()
+    def all_logprobs(
+        self, model: nn.Module, rows: Sequence[Row], max_tokens: int
+    ) -> tuple[Tensor, ...]:
+        """Log-probs of each row's completion tokens without a gradient, in micro-batches.
+
+        Returns:
+            One tensor for each row, of shape [T_row].
+        """
+        result: dict[int, Tensor] = {}
+        for indices in self.micro_batches(rows, max_tokens):
+            part = [rows[i] for i in indices]
+            logp_T = self.logprobs(model, part, with_entropy=False).logp_T
+            pieces = logp_T.split([len(row.completion_ids) for row in part])
+            result.update(zip(indices, pieces, strict=True))
+        return tuple(result[i] for i in range(len(rows)))
 
 
 def _tree_windows(model: nn.Module) -> dict[str, int | None] | str:

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,11 +33,12 @@ from tuner.engines.base import Engine
 from tuner.engines.grammar import Grammars
 from tuner.errors import TrainingError
 from tuner.training.advantages import row_advantages
-from tuner.training.batch import Batch, Row
+from tuner.training.batch import Batch, HasRows, Row
 from tuner.training.forward import Forward
 from tuner.training.loss import Tokens, micro_batch_loss
 from tuner.training.schedule import lr_factor
 from tuner.training.settings import TrainerSettings
+from tuner.training.teacher import Teacher
 
 logger = logging.getLogger("tuner")
 
@@ -83,6 +86,8 @@ class PolicyTrainer:
             is now. Pass it when `model` already holds later weights.
         grammars: The engine's, with which calls that were held to a form are replayed; None where
             there are none.
+        teacher: Whose log-probs `on_policy_distill` trains on; any architecture with the policy's
+            vocabulary.
     """
 
     def __init__(
@@ -92,6 +97,7 @@ class PolicyTrainer:
         *,
         reference: nn.Module | None = None,
         grammars: Grammars | None = None,
+        teacher: nn.Module | None = None,
     ) -> None:
         self.model = model.eval()  # no dropout: sampling and training see the same function
         self.settings = settings
@@ -101,6 +107,9 @@ class PolicyTrainer:
         self.reference: nn.Module | None = None
         if settings.uses_reference:
             self.reference = (reference or copy.deepcopy(model)).eval().requires_grad_(False)
+        self.teacher: Teacher | None = None
+        if teacher is not None:
+            self.teacher = Teacher.of(teacher, grammars, settings)
         self.optimizer = torch.optim.AdamW(
             [parameter for parameter in model.parameters() if parameter.requires_grad],
             lr=settings.lr,
@@ -114,7 +123,7 @@ class PolicyTrainer:
         """Learning rate of the next update."""
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def compute_logp(self, batch: Batch, *, model: nn.Module | None = None) -> tuple[Tensor, ...]:
+    def compute_logp(self, batch: HasRows, *, model: nn.Module | None = None) -> tuple[Tensor, ...]:
         """Log-probs of each row's completion tokens under the current weights, no gradient.
 
         Args:
@@ -124,16 +133,8 @@ class PolicyTrainer:
         Returns:
             N tensors, one per row, of shape [T_row].
         """
-        result: dict[int, Tensor] = {}
-        with torch.no_grad():
-            for indices in self._micro_batches(batch):
-                rows = [batch.rows[i] for i in indices]
-                logp_T = self._forward.logprobs(
-                    model or self.model, rows, with_entropy=False
-                ).logp_T
-                pieces = logp_T.split([len(row.completion_ids) for row in rows])
-                result.update(zip(indices, pieces, strict=True))
-        return tuple(result[i] for i in range(len(batch.rows)))
+        budget = self.settings.max_tokens_per_micro_batch
+        return self._forward.all_logprobs(model or self.model, batch.rows, budget)
 
     def compute_ref_logp(self, scored: ScoredBatch) -> ScoredBatch:
         """Add the reference's log-probs where the KL term needs them."""
@@ -148,12 +149,15 @@ class PolicyTrainer:
         computed first, and kept for the KL term.
 
         Raises:
-            TrainingError: Calls have rewards of their own that the algorithm has no use for.
+            TrainingError: Calls have rewards of their own that the algorithm has no use for, or
+                there is no teacher where it needs one.
         """
         ref_logp = None
+        teacher_logp = self.teacher.logp(batch) if self.teacher is not None else None
         if self.settings.penalizes_kl and self.reference is not None and batch.rows:
             ref_logp = self.compute_logp(batch, model=self.reference)
-        return ScoredBatch(batch, row_advantages(batch, self.settings, ref_logp), ref_logp)
+        advantages = row_advantages(batch, self.settings, ref_logp, teacher_logp)
+        return ScoredBatch(batch, advantages, ref_logp)
 
     def ppo_update(self, scored: ScoredBatch) -> dict[str, float]:
         """One optimizer step on the whole batch, or `settings.updates`; weights change in place.
@@ -180,6 +184,9 @@ class PolicyTrainer:
         advantages_T = torch.cat(scored.advantages)
         metrics["advantage_std"] = float(advantages_T.std(correction=0))
         metrics["advantage_max"] = float(advantages_T.abs().max())
+        if self.settings.advantage == "on_policy_distill":
+            # In the mean over the student's samples, the KL of student and teacher.
+            metrics["kl_teacher"] = -float(advantages_T.mean()) / self.settings.distill_coef
         self._watch_mismatch(metrics)
         self.step += 1
         return metrics
@@ -213,23 +220,58 @@ class PolicyTrainer:
             for name, value in (parts | means).items():
                 totals[name] = totals[name] + value if name in totals else value
             largest.append((tokens.logp_T.detach() - tokens.recorded_T).abs().max())
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), settings.grad_clip)
         metrics = {name: float(value) for name, value in totals.items()}
         # (sum w)^2 / (T sum w^2) over T tokens, from the means of w and w^2.
         metrics["effective_sample_size"] = metrics.pop("importance") ** 2 / metrics.pop(
             "importance_squared"
         )
-        metrics |= {"grad_norm": float(norm), "lr": self.lr}
         metrics["logprob_mismatch_max"] = float(torch.stack(largest).max())
-        if not (torch.isfinite(norm) and torch.isfinite(torch.tensor(metrics["loss"]))):
+        return metrics | self._apply_gradient(metrics["loss"])
+
+    def likelihood_update(self, rows: Sequence[Row], weights_N: Tensor) -> dict[str, float]:
+        """One optimizer step on `L = -sum_n weight_n * logp(completion_n)`.
+
+        That is what imitating and comparing recorded answers come down to
+        (`tuner.training.recorded`). It does not depend on where micro-batches are cut.
+
+        Args:
+            rows: N rows.
+            weights_N: The weight of each row, a constant; negative to make it less likely.
+
+        Returns:
+            Loss, mean entropy of the tokens, gradient norm and learning rate.
+
+        Raises:
+            TrainingError: Loss or gradient is not finite; the weights are then as they were.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        total = entropy = 0.0
+        for indices in self._forward.micro_batches(rows, self.settings.max_tokens_per_micro_batch):
+            part = [rows[i] for i in indices]
+            current = self._forward.logprobs(self.model, part, with_entropy=False)
+            lengths = torch.tensor([len(row.completion_ids) for row in part])
+            weights_T = weights_N[indices].repeat_interleave(lengths).to(current.logp_T)
+            loss = -(current.logp_T * weights_T).sum()
+            loss.backward()
+            total += float(loss.detach())
+            entropy += float(current.entropy_T.detach().sum())
+        metrics = self._apply_gradient(total)
+        self.step += 1
+        tokens = sum(len(row.completion_ids) for row in rows)
+        return {"loss": total, "entropy": entropy / tokens, **metrics}
+
+    def _apply_gradient(self, loss: float) -> dict[str, float]:
+        """Clip, check and take the optimizer's step; `loss` is for the check and its message."""
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip)
+        if not (torch.isfinite(norm) and math.isfinite(loss)):
             self.optimizer.zero_grad(set_to_none=True)
             raise TrainingError(
-                f"step {self.step + 1}: loss {metrics['loss']} with gradient norm {float(norm)} is "
+                f"step {self.step + 1}: loss {loss} with gradient norm {float(norm)} is "
                 "not finite; lower algorithm.optimizer.lr or trainer.grad_clip"
             )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return metrics
+        return {"grad_norm": float(norm), "lr": self.lr}
 
     def _tokens(
         self,
