@@ -1,5 +1,7 @@
 """`tuner check`: two rollouts of the first task, without training, and what they say.
 
+For recorded data see `tuner.check_recorded`.
+
 Nothing is written to the run directory, and the weights are not changed.
 """
 
@@ -13,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tuner.backends.local import planned_steps
+from tuner.backends.order import planned_steps
 from tuner.backends.stack import Stack, build_stack, build_trainer, trainer_settings
 from tuner.config import RunConfig
 from tuner.gateway import SamplingDefaults
@@ -53,14 +55,19 @@ class _Costs:
 
 
 def check_run(run: Run) -> Verdict:
-    """Load the model, run two rollouts of the first task, and describe the run.
+    """Load the model, look at two rollouts of the first task or at the data, describe the run.
 
     Must be called where no event loop is running.
 
     Raises:
         ModelLoadError: The model cannot be loaded.
         FunctionError: A function returned something of the wrong type.
+        DatasetError: A row of recorded data is not of the form that the configuration says.
     """
+    if run.config.mode == "train":
+        from tuner.check_recorded import check_recorded
+
+        return asyncio.run(check_recorded(run))
     return asyncio.run(_check(run))
 
 
@@ -76,6 +83,7 @@ async def _check(run: Run) -> Verdict:
             repeat=ROLLOUTS,
             defaults=SamplingDefaults(**config.rollout_args(taskset).model_dump()),
         )
+        assert stack.runner is not None, "prepare() lets no rollouts be without a workflow"
         with tempfile.TemporaryDirectory() as folder:
             traces = await collect(
                 plan, stack.runner, TraceStore(Path(folder)), max_running=ROLLOUTS
@@ -84,7 +92,7 @@ async def _check(run: Run) -> Verdict:
         costs = _Costs(min(map(_seconds, final)), _forward_seconds(run, stack, traces))
         ready = all(trace.outcome is Outcome.COMPLETED for trace in final)
         sections = [
-            _inputs(run, stack),
+            inputs(run, stack),
             _one_call(stack, final),
             _rewards(final),
             _plan(run, stack, final, costs),
@@ -110,17 +118,19 @@ def _seconds(trace: Trace) -> float:
     return sum(trace.seconds.get(part, 0.0) for part in ("workflow", "judge"))
 
 
-def _inputs(run: Run, stack: Stack) -> Iterator[str]:
+def inputs(run: Run, stack: Stack) -> Iterator[str]:
+    """The settings worth seeing."""
     config = run.config
     parameters = sum(p.numel() for p in stack.model.parameters())
     device = next(stack.model.parameters()).device
     context = stack.engine.capabilities.max_model_len
-    judge = "none: the workflow gives the reward" if run.judge is None else where(run.judge)
     evaluated = ", ".join(f"{name}: {len(rows)}" for name, rows in run.eval_tasks.items())
     yield "SETTINGS"
     yield f"  run directory  {config.run_dir}"
-    yield f"  workflow       {where(run.workflow)}"
-    yield f"  judge          {judge}"
+    if run.workflow is not None:
+        judge = "none: the workflow gives the reward" if run.judge is None else where(run.judge)
+        yield f"  workflow       {where(run.workflow)}"
+        yield f"  judge          {judge}"
     yield f"  rows           train: {len(run.train_tasks)}{', ' + evaluated if evaluated else ''}"
     yield f"  model          {config.model.model_path}"
     yield f"                 {parameters / 1e6:.2f}M parameters on {device}, context {context}"
@@ -146,19 +156,29 @@ def _one_call(stack: Stack, traces: Sequence[Trace]) -> Iterator[str]:
 
 
 def _token_lines(stack: Stack, call: Call) -> Iterator[str]:
-    skipped = len(call.prompt_ids) - SHOWN_PROMPT
+    yield from prompt_lines(stack, call.prompt_ids)
+    logprobs = [f"{logprob:.3f}" for logprob in call.logprobs]
+    yield from completion_lines(stack, call.completion_ids, logprobs)
+
+
+def prompt_lines(stack: Stack, ids: Sequence[int]) -> Iterator[str]:
+    """The last tokens of a prompt, which are not trained."""
+    skipped = len(ids) - SHOWN_PROMPT
     if skipped > 0:
         yield f"     0  ... {skipped} more"
-    for id in call.prompt_ids[-SHOWN_PROMPT:]:
+    for id in ids[-SHOWN_PROMPT:]:
         yield f"     0  {id:>7}  {'':>8}  {stack.tokenizer.decode([id])!r}"
-    sampled = list(zip(call.completion_ids, call.logprobs, strict=True))
-    hidden = len(sampled) - SHOWN_START - SHOWN_END
-    for index, (id, logprob) in enumerate(sampled):
+
+
+def completion_lines(stack: Stack, ids: Sequence[int], logprobs: Sequence[str]) -> Iterator[str]:
+    """The first and the last tokens of a completion, which are trained."""
+    hidden = len(ids) - SHOWN_START - SHOWN_END
+    for index, (id, logprob) in enumerate(zip(ids, logprobs, strict=True)):
         if hidden > 0 and SHOWN_START <= index < SHOWN_START + hidden:
             if index == SHOWN_START:
                 yield f"     1  ... {hidden} more"
             continue
-        yield f"     1  {id:>7}  {logprob:>8.3f}  {stack.tokenizer.decode([id])!r}"
+        yield f"     1  {id:>7}  {logprob:>8}  {stack.tokenizer.decode([id])!r}"
 
 
 def _rewards(traces: Sequence[Trace]) -> Iterator[str]:
@@ -191,15 +211,15 @@ def _plan(run: Run, stack: Stack, traces: Sequence[Trace], costs: _Costs) -> Ite
         f"  {steps} steps x {batch} tasks x {group} rollouts = {steps * rollouts} rollouts, about "
         f"{steps * rollouts * sampled:.0f} trained tokens"
     )
-    yield f"  {_trained(stack)}, {_algorithm(config)}"
-    yield f"  memory  about {_memory(config, stack) / 2**30:.2f} GiB, and that of one micro-batch"
+    yield f"  {_trained(stack)}, {algorithm_line(config)}"
+    yield f"  memory  about {memory(config, stack) / 2**30:.2f} GiB, and that of one micro-batch"
     concurrent = min(config.explorer.runner_per_model, config.tuner.max_slots, rollouts)
     train = FORWARDS_PER_UPDATE * costs.forward * rollouts / len(traces)
     slow = costs.rollout * rollouts / len(traces) + train
     fast = costs.rollout * rollouts / concurrent + train
     yield (
-        f"  time    {fast:.1f} to {slow:.1f} s per step, {_duration(fast * steps)} to "
-        f"{_duration(slow * steps)} in all, evaluations not counted"
+        f"  time    {fast:.1f} to {slow:.1f} s per step, {duration(fast * steps)} to "
+        f"{duration(slow * steps)} in all, evaluations not counted"
     )
     yield (
         f"          (if {concurrent} rollouts at a time take as long as {len(traces)}, "
@@ -213,7 +233,8 @@ def _trained(stack: Stack) -> str:
     return f"a LoRA adapter of {stack.adapter.trained_parameters / 1e6:.2f}M parameters"
 
 
-def _algorithm(config: RunConfig) -> str:
+def algorithm_line(config: RunConfig) -> str:
+    """Algorithm, learning rate and KL term."""
     algorithm = config.algorithm
     kl = algorithm.kl_loss_fn
     coef = algorithm.kl_loss_fn_args.kl_coef or 0.0
@@ -221,7 +242,7 @@ def _algorithm(config: RunConfig) -> str:
     return f"{algorithm.algorithm_type}, lr {algorithm.optimizer.lr:g}, {penalty}"
 
 
-def _memory(config: RunConfig, stack: Stack) -> float:
+def memory(config: RunConfig, stack: Stack) -> float:
     """Bytes of weights, gradients, optimizer and reference (an adapter's is in the weights), and of
     a critic of the same size."""
     parameters = sum(p.numel() for p in stack.model.parameters())
@@ -235,7 +256,7 @@ def _memory(config: RunConfig, stack: Stack) -> float:
 
 def _last_words(ready: bool, traces: Sequence[Trace]) -> Iterator[str]:
     if ready:
-        yield "READY: both rollouts completed with a reward."
+        yield "READY: both rollouts completed."
         return
     failed = [trace for trace in traces if trace.outcome is not Outcome.COMPLETED]
     yield f"NOT READY: {len(failed)} of {len(traces)} rollouts did not complete."
@@ -244,7 +265,8 @@ def _last_words(ready: bool, traces: Sequence[Trace]) -> Iterator[str]:
         yield f"  {outcome}: {error}"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds as people say them."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -38,7 +38,7 @@ RunDirectoryPath = Annotated[
 
 @app.command()
 def run(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Train with the functions that the file names under `tuner:`."""
+    """Train with the functions that the file names under `tuner:`, or on recorded data."""
     from tuner.tune import tune
 
     workflow, judge = _functions(config, overrides or [])
@@ -52,7 +52,7 @@ def run(config: ConfigFile, overrides: Overrides = None) -> None:
 
 @app.command()
 def check(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Validate everything, run two rollouts without training, and say what would happen."""
+    """Validate everything, look at two rollouts or at recorded data, and say what would happen."""
     from tuner.tune import outside_event_loop, prepare
 
     workflow, judge = _functions(config, overrides or [])
@@ -122,18 +122,21 @@ def main() -> None:
 
 def _functions(
     path: Path, overrides: list[str]
-) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-    """The workflow and the judge that the file names."""
+) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None]:
+    """The workflow and the judge that the file names; recorded data needs none."""
     from tuner.config import load_config
     from tuner.workflow import load_function
 
-    names = load_config(path, overrides=overrides).tuner
-    if names.workflow is None:
+    config = load_config(path, overrides=overrides)
+    names = config.tuner
+    if names.workflow is None and config.mode == "both":
         raise ConfigError(
             f"{path}: tuner.workflow is not set: name the workflow as package.module:function or "
             "path/file.py:function"
         )
-    workflow = load_function(names.workflow, setting="tuner.workflow")
+    workflow = (
+        None if names.workflow is None else load_function(names.workflow, setting="tuner.workflow")
+    )
     judge = None if names.judge is None else load_function(names.judge, setting="tuner.judge")
     return workflow, judge
 

@@ -27,7 +27,10 @@ class TuneResult(BaseModel):
         rewards: Mean training reward of each step.
         history: The metrics of each step, as in `metrics.jsonl`.
         outcomes: How many rollouts ended in which way, training only.
-        tokens: Where every sampled training token went.
+        tokens: Where every sampled training token went; of recorded data the tokens of the
+            completions.
+        rows: Of recorded data how many rows of the dataset are used, and how many are left out by
+            which reason; empty for rollouts.
         seconds: Wall time of the run, interrupted parts not counted.
         run_dir: The run directory; the paths below lie in it.
         checkpoint: Hugging Face folder of the last weights.
@@ -43,6 +46,7 @@ class TuneResult(BaseModel):
     history: list[dict[str, float]]
     outcomes: dict[str, int]
     tokens: TokenCounts
+    rows: dict[str, int] = Field(default_factory=dict)
     seconds: float
     run_dir: Path
     checkpoint: Path

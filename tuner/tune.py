@@ -20,7 +20,7 @@ from tuner.dataset import (
     described,
     load_tasks,
 )
-from tuner.errors import ConfigError, DatasetError
+from tuner.errors import ConfigError, DatasetError, FunctionError
 from tuner.judge import check_judge_function
 from tuner.model import TunerModelConfig
 from tuner.workflow import FILE_MODULE, check_workflow_function, unwrapped
@@ -45,20 +45,20 @@ class Run:
 
     Attributes:
         config: The effective configuration.
-        workflow, judge: The user's functions.
-        train_tasks: Rows to train on.
+        workflow, judge: The user's functions; no workflow where nothing is rolled out.
+        train_tasks: Tasks, or with `mode: train` rows of recorded data.
         eval_tasks: Rows of each evaluation set, by its name in the configuration.
     """
 
     config: RunConfig
-    workflow: Callable[..., Any]
+    workflow: Callable[..., Any] | None
     judge: Callable[..., Any] | None
     train_tasks: list[Task]
     eval_tasks: dict[str, list[Task]]
 
 
 def tune(
-    workflow_func: Callable[..., Any],
+    workflow_func: Callable[..., Any] | None = None,
     judge_func: Callable[..., Any] | None = None,
     train_dataset: Any = None,
     *,
@@ -81,11 +81,13 @@ def tune(
 
     Args:
         workflow_func: Runs the agent on one task: `(task, model, auxiliary_models, logger)`, the
-            last two optional; returns a `WorkflowOutput`.
+            last two optional; returns a `WorkflowOutput`. None only for algorithms that train on
+            recorded data (sft, dpo), where it is for evaluations.
         judge_func: Scores the response: `(task, response, auxiliary_models, logger)`, the last two
             optional; returns a `JudgeOutput`. None: the workflow gives the reward.
         train_dataset: A `Dataset`, a `datasets.Dataset`, a list of dicts or a path. None: the
-            file's `buffer.explorer_input.taskset`.
+            file's `buffer.explorer_input.taskset`, or for recorded data its
+            `buffer.trainer_input.experience_buffer`.
         eval_dataset: One dataset or a dict of them by name; replaces the file's. One dataset is
             named "eval", or as the only one in the file.
         model: The model to train. None: the file's, else the tiny model of the repository.
@@ -137,7 +139,7 @@ def tune(
 
 
 def prepare(
-    workflow_func: Callable[..., Any],
+    workflow_func: Callable[..., Any] | None = None,
     judge_func: Callable[..., Any] | None = None,
     train_dataset: Any = None,
     *,
@@ -157,7 +159,8 @@ def prepare(
 
     Takes and raises what `tune()` does.
     """
-    check_workflow_function(workflow_func)
+    if workflow_func is not None:
+        check_workflow_function(workflow_func)
     if judge_func is not None:
         check_judge_function(judge_func)
     given: dict[str, Any] = {} if config_path is not None else dict(WITHOUT_FILE)
@@ -165,7 +168,6 @@ def prepare(
         given |= algorithm.settings()
     if model is not None:
         given |= model.policy_settings()
-    given |= _train_settings(train_dataset)
     given |= _eval_settings(eval_dataset)
     given |= _auxiliary_settings(auxiliary_models or {})
     named = {
@@ -175,12 +177,44 @@ def prepare(
         "tuner.backend": backend,
     }
     given |= {key: value for key, value in named.items() if value is not None}
-    given["tuner.workflow"] = _reference(workflow_func)
+    given["tuner.workflow"] = None if workflow_func is None else _reference(workflow_func)
     given["tuner.judge"] = None if judge_func is None else _reference(judge_func)
+    if train_dataset is not None:
+        # Where a dataset belongs depends on the algorithm, which the file or an override may name.
+        mode = load_config(config_path, settings=_nested(given), overrides=overrides).mode
+        given |= _train_settings(train_dataset, _source_key(mode))
     config = load_config(config_path, settings=_nested(given), overrides=overrides)
     config = with_default_model(config)
+    _check_functions_are_there(config, workflow_func, judge_func)
     train_tasks = _train_tasks(config, train_dataset)
     return Run(config, workflow_func, judge_func, train_tasks, _eval_tasks(config, eval_dataset))
+
+
+def _check_functions_are_there(
+    config: RunConfig,
+    workflow: Callable[..., Any] | None,
+    judge: Callable[..., Any] | None,
+) -> None:
+    """Without a workflow nothing can be rolled out, for training or for an evaluation.
+
+    Raises:
+        FunctionError: It is missing where it is needed.
+    """
+    if workflow is not None:
+        return
+    if config.mode == "both":
+        raise FunctionError(
+            f"there is no workflow, but algorithm.algorithm_type {config.algorithm.algorithm_type} "
+            "trains on its rollouts: pass workflow_func, or set algorithm_type to sft or dpo to "
+            "train on recorded data"
+        )
+    if config.buffer.explorer_input.eval_tasksets:
+        raise FunctionError(
+            "there are evaluation sets (eval_dataset, buffer.explorer_input.eval_tasksets) but no "
+            "workflow to evaluate with: pass workflow_func, or leave them out"
+        )
+    if judge is not None:
+        raise FunctionError("there is a judge, but no workflow to judge: pass workflow_func too")
 
 
 def with_default_model(config: RunConfig) -> RunConfig:
@@ -224,11 +258,15 @@ def outside_event_loop(call: Callable[[], T]) -> T:
     return results[0]
 
 
-def _train_settings(dataset: Any) -> dict[str, Any]:
-    taskset = "buffer.explorer_input.taskset"
-    if dataset is None:
-        return {}
-    settings = {f"{taskset}.{key}": value for key, value in _location(dataset).items()}
+def _source_key(mode: str) -> str:
+    """Where the configuration says what is trained on."""
+    if mode == "train":
+        return "buffer.trainer_input.experience_buffer"
+    return "buffer.explorer_input.taskset"
+
+
+def _train_settings(dataset: Any, section: str) -> dict[str, Any]:
+    settings = {f"{section}.{key}": value for key, value in _location(dataset).items()}
     fields: frozenset[str] = getattr(dataset, "model_fields_set", frozenset())
     if "total_epochs" in fields:
         # Steps from the file would win over these epochs.
@@ -291,13 +329,15 @@ def _auxiliary_settings(models: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _train_tasks(config: RunConfig, dataset: Any) -> list[Task]:
-    taskset = config.buffer.explorer_input.taskset
-    if taskset.path is not None:
-        dataset = DatasetConfig(path=taskset.path, name=taskset.subset_name, split=taskset.split)
+    recorded = config.mode == "train"
+    buffer = config.buffer
+    source = buffer.trainer_input.experience_buffer if recorded else buffer.explorer_input.taskset
+    if source.path is not None:
+        dataset = DatasetConfig(path=source.path, name=source.subset_name, split=source.split)
     if dataset is None:
         raise DatasetError(
             "there is nothing to train on: pass train_dataset, or set "
-            "buffer.explorer_input.taskset.path"
+            f"{_source_key(config.mode)}.path"
         )
     tasks = load_tasks(dataset, role="train_dataset")
     check_fills_a_batch(tasks, config.buffer.batch_size, described(dataset))

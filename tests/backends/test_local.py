@@ -11,8 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.backends import runs
-from tuner.backends.local import planned_steps, run_local
+from tuner.backends.local import run_local
 from tuner.backends.models import load_model, load_tokenizer
+from tuner.backends.order import planned_steps
 from tuner.chat_models import default_kind
 from tuner.errors import ConfigError, FunctionError, ModelLoadError, TrainingError
 from tuner.judge import JudgeOutput

@@ -12,9 +12,13 @@ from tuner.config import load_config
 from tuner.errors import ConfigError
 from tuner.training import CriticSettings, Overlong, TrainerSettings
 
+# Without which an algorithm cannot be loaded.
+TEACHER = "explorer.auxiliary_models=[{name: teacher, model_path: org/teacher}]"
+
 
 def load(*overrides):
-    return load_config(overrides=list(overrides))
+    needed = [TEACHER] if "algorithm.algorithm_type=on_policy_distill" in overrides else []
+    return load_config(overrides=[*needed, *overrides])
 
 
 def settings(*overrides):
@@ -209,7 +213,7 @@ def test_groups_of_one_are_for_advantages_that_compare_nothing_inside_a_group(na
     alone = name in ("ppo", "reinforceplusplus", "topr")
     key = f"algorithm.algorithm_type={name}"
     chosen = selection(load(key))
-    assert (chosen.smallest_group, chosen.lone_rewards) == ((1, True) if alone else (2, False))
+    assert (chosen.needs_group, chosen.lone_rewards) == (not alone, alone)
     if alone:
         assert load(key, "algorithm.repeat_times=1").algorithm.repeat_times == 1
     else:
@@ -219,7 +223,7 @@ def test_groups_of_one_are_for_advantages_that_compare_nothing_inside_a_group(na
 def test_turn_discount_reaches_the_trainer_and_needs_no_others_rewards():
     assert settings("tuner.algorithm.turn_discount=0.9").turn_discount == 0.9
     chosen = selection(load("tuner.algorithm.turn_discount=0.9"))
-    assert (chosen.smallest_group, chosen.lone_rewards) == (2, True)
+    assert (chosen.needs_group, chosen.lone_rewards) == (True, True)
 
 
 def test_dapo_samples_dynamically_unless_told_not_to():

@@ -194,7 +194,7 @@ def test_wrong_types_name_key_value_and_meaning(write):
     assert "algorithm.repeat_times is 0: must be greater than or equal to 1" in message
     assert "buffer is 3: must have keys under it" in message
     assert "true or false" in refusal(overrides=["model.temperature=true"])
-    assert "'topr' or 'raft'" in refusal(overrides=["algorithm.algorithm_type=pppo"])
+    assert "'sft' or 'dpo'" in refusal(overrides=["algorithm.algorithm_type=pppo"])
     assert "{penalize: value}" in refusal(overrides=["tuner.on_failure=explode"])
     assert "'auto' or 'local'" in refusal(overrides=["tuner.backend=trinity"])
 

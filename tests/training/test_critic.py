@@ -20,7 +20,7 @@ from tuner.errors import TrainingError
 from tuner.training import CriticSettings, PolicyTrainer, Selection, TrainerSettings, build_batch
 from tuner.training.critic import Critic
 
-ALONE = Selection(smallest_group=1, lone_rewards=True)
+ALONE = Selection(needs_group=False, lone_rewards=True)
 PPO = TrainerSettings(total_steps=10, advantage="ppo", kl="none", grad_clip=1e9)
 
 

@@ -26,8 +26,7 @@ from tests.training.exact import (
     small_parts,
 )
 from tests.training.recorded import recorded
-from tests.training.test_algorithms import settings_of
-from tuner.algorithms.table import ALGORITHMS
+from tests.training.test_algorithms import REWARDED, settings_of
 from tuner.backends.stack import selection
 from tuner.config import load_config
 from tuner.training import Batch, PolicyTrainer, TrainerSettings, build_batch
@@ -48,7 +47,7 @@ def reference_of(model_kind: str, dtype):
     return model
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", REWARDED)
 def test_updates_on_random_agents(algorithm: str) -> None:
     """Off policy, and with a forward pass for the log-probs that the step began with."""
     shapes = {}
@@ -112,7 +111,7 @@ def test_updates_on_random_agents(algorithm: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "kind"), list(zip(ALGORITHMS, itertools.cycle([*KINDS, "tiny_math"])))
+    ("algorithm", "kind"), list(zip(REWARDED, itertools.cycle([*KINDS, "tiny_math"])))
 )
 def test_updates_on_traces_of_a_tool_agent(algorithm: str, kind: str) -> None:
     """On policy, in float64; the shipped model in float32."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tuner.algorithms.advantages import (
         call_normalized,
+        distilled,
         group_normalized,
         group_std,
         leave_one_out,
@@ -22,14 +23,18 @@ if TYPE_CHECKING:
     from tuner.algorithms.aggregation import row_weights
     from tuner.algorithms.kl import KL_ESTIMATORS
     from tuner.algorithms.losses import PolicyLoss, clipped_value_loss, ppo_clip
+    from tuner.algorithms.preference import Preference, dpo
     from tuner.algorithms.returns import gae, turn_returns
 
 _MODULES = {
     "KL_ESTIMATORS": "kl",
     "PolicyLoss": "losses",
+    "Preference": "preference",
     "call_normalized": "advantages",
     "clipped_value_loss": "losses",
     "gae": "returns",
+    "distilled": "advantages",
+    "dpo": "preference",
     "group_normalized": "advantages",
     "group_std": "advantages",
     "leave_one_out": "advantages",
@@ -45,8 +50,11 @@ _MODULES = {
 __all__ = [
     "KL_ESTIMATORS",
     "PolicyLoss",
+    "Preference",
     "call_normalized",
     "clipped_value_loss",
+    "distilled",
+    "dpo",
     "gae",
     "group_normalized",
     "group_std",

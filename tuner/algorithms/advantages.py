@@ -208,6 +208,23 @@ def whitened(values: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple((one - all_T.mean()) * torch.rsqrt(variance + 1e-8) for one in values)
 
 
+def distilled(teacher_logp_T: Tensor, student_logp_T: Tensor, *, coef: float = 1.0) -> Tensor:
+    """`A_t = coef * (teacher_logp - student_logp)` of each sampled token, shape [T].
+
+    In the mean over the student's samples it is `-coef * KL(student || teacher)`, so rewards of
+    tokens are replaced by a teacher's opinion of them.
+
+    Source: on-policy distillation (Thinking Machines, 2025; Agarwal et al., arXiv 2306.13649),
+    as Trinity-RFT's `on_policy_distill` computes it.
+
+    Args:
+        teacher_logp_T: The teacher's log-probs of the student's tokens.
+        student_logp_T: Those that the tokens were sampled with.
+        coef: Trinity-RFT's `kl_coef`.
+    """
+    return coef * (teacher_logp_T - student_logp_T)
+
+
 @dataclass(frozen=True)
 class _Sets:
     """Rewards by what they are compared with; P counts the pairs of set and rollout that exist.

@@ -27,6 +27,9 @@ AlgorithmName = Literal[
     "asymre",
     "topr",
     "raft",
+    "on_policy_distill",
+    "sft",
+    "dpo",
 ]
 AdvantageName = Literal[
     "step_wise_grpo",
@@ -38,9 +41,11 @@ AdvantageName = Literal[
     "reinforce",
     "best_of_group",
     "ppo",
+    "on_policy_distill",
+    "none",
 ]
 PolicyLossName = Literal[
-    "ppo", "gspo", "cispo", "sapo", "opmd", "topr", "importance_sampling", "sft"
+    "ppo", "gspo", "cispo", "sapo", "opmd", "topr", "importance_sampling", "sft", "dpo"
 ]
 Aggregation = Literal[
     "token-mean",
@@ -57,14 +62,23 @@ EntropyName = Literal["none", "default"]
 # What the log-ratio of a policy loss is taken to: the policy that the step began with, or the one
 # that sampled; a loss without a ratio needs neither.
 RatioTo = Literal["proximal", "behaviour", "nothing"]
+# What a row of recorded data is: one conversation, or a good and a bad end of one.
+Recorded = Literal["conversations", "pairs"]
 
 
 @dataclass(frozen=True)
 class Part:
-    """An exchangeable part: the settings that it reads, by Trinity-RFT's key, with defaults."""
+    """An exchangeable part: the settings that it reads, by Trinity-RFT's key, with defaults.
+
+    Attributes:
+        needs_group: Of an advantage: whether a rollout alone in its group teaches nothing.
+        needs_reward: Of an advantage: whether a rollout without a reward teaches nothing.
+    """
 
     args: Mapping[str, Any] = field(default_factory=dict)
     ratio_to: RatioTo = "nothing"
+    needs_group: bool = True
+    needs_reward: bool = True
 
 
 _NORMALIZED = {"epsilon": 1e-6, "std_threshold": None, "std_cal_level": "group"}
@@ -73,16 +87,16 @@ ADVANTAGES: Mapping[AdvantageName, Part] = {
     "step_wise_grpo": Part(_NORMALIZED),
     "grpo": Part(_NORMALIZED),
     "rloo": Part(),
-    "reinforceplusplus": Part({"gamma": 1.0}),
+    "reinforceplusplus": Part({"gamma": 1.0}, needs_group=False),
     "opmd": Part({"opmd_baseline": "mean", "tau": 1.0}),
     "asymre": Part({"baseline_shift": -0.1}),
-    "reinforce": Part(),
+    "reinforce": Part(needs_group=False),
     "best_of_group": Part(),
-    "ppo": Part({"gamma": 1.0, "lam": 1.0}),
+    "ppo": Part({"gamma": 1.0, "lam": 1.0}, needs_group=False),
+    "on_policy_distill": Part({"kl_coef": 1.0}, needs_group=False, needs_reward=False),
+    # Of algorithms that make no rollouts.
+    "none": Part(),
 }
-
-# Advantages that compare a reward with none of its group, so that a group of one teaches.
-WITHOUT_GROUPS: frozenset[AdvantageName] = frozenset({"ppo", "reinforce", "reinforceplusplus"})
 
 # Advantages that may compare what calls lead to (`tuner.algorithm.turn_discount`).
 TURN_DISCOUNTED: frozenset[AdvantageName] = frozenset(
@@ -106,6 +120,7 @@ POLICY_LOSSES: Mapping[PolicyLossName, Part] = {
     "topr": Part({"advantage_threshold": 0.0}, "behaviour"),
     "importance_sampling": Part({}, "proximal"),
     "sft": Part(),
+    "dpo": Part({"beta": 0.1, "label_smoothing": 0.0}),
 }
 
 KL_COEF = 0.001
@@ -120,6 +135,7 @@ class Algorithm:
         summary: One line for people.
         policy_loss_args: Defaults that differ from the loss's own.
         dynamic_sampling: Whether groups whose rewards are all equal are left out.
+        recorded: What it is trained on instead of rollouts; its parts cannot be exchanged.
     """
 
     summary: str
@@ -130,6 +146,7 @@ class Algorithm:
     loss_agg_mode: Aggregation = "token-mean"
     policy_loss_args: Mapping[str, Any] = field(default_factory=dict)
     dynamic_sampling: bool = False
+    recorded: Recorded | None = None
 
 
 ALGORITHMS: Mapping[AlgorithmName, Algorithm] = {
@@ -180,21 +197,40 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = {
         kl_loss_fn="none",
         entropy_loss_fn="none",
     ),
+    "on_policy_distill": Algorithm(
+        "A teacher's log-probs are the reward of every token that the student wrote.",
+        "on_policy_distill",
+        "ppo",
+        kl_loss_fn="none",
+        entropy_loss_fn="none",
+    ),
+    "sft": Algorithm(
+        "The assistant turns of recorded conversations are imitated.",
+        "none",
+        "sft",
+        kl_loss_fn="none",
+        entropy_loss_fn="none",
+        recorded="conversations",
+    ),
+    "dpo": Algorithm(
+        "Of two recorded answers the better one is made more likely than the other.",
+        "none",
+        "dpo",
+        kl_loss_fn="none",
+        entropy_loss_fn="none",
+        loss_agg_mode="seq-mean-token-sum",
+        recorded="pairs",
+    ),
 }
 
 # Trinity-RFT's other algorithms: why they are not here, and what to do.
-_OFFLINE = "it trains on recorded data, and this backend trains on its own rollouts"
 _EXPERT = "it mixes rollouts with an expert's data, and this backend trains on its own rollouts"
-_TEACHER = "it needs the log-probs of a teacher, which this backend does not compute"
 NOT_HERE: Mapping[str, str] = {
     "grpo_verl": "it is the trainer's copy of grpo; set grpo",
-    "sft": f"{_OFFLINE}; raft imitates the best of them",
-    "cpt": _OFFLINE,
-    "dpo": f"{_OFFLINE}; the group algorithms learn from the same comparisons",
+    "cpt": "it trains on text without turns; sft trains on conversations",
     "mix": _EXPERT,
     "mix_chord": _EXPERT,
-    "on_policy_distill": _TEACHER,
-    "jsd": _TEACHER,
+    "jsd": "not in this version; on_policy_distill learns from a teacher with the reverse KL",
     "gigpo": "it needs states of the environment, which agents do not give; multi_step_grpo takes "
     "rewards of single calls",
     "rec": "not in this version; topr, asymre and opmd are of its family",

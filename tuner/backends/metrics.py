@@ -8,9 +8,9 @@ from statistics import fmean
 
 import torch
 
-from tuner.algorithms.table import WITHOUT_GROUPS, AdvantageName
+from tuner.algorithms.table import ADVANTAGES, AdvantageName
 from tuner.traces import Outcome, TokenTree, Trace
-from tuner.training import Batch
+from tuner.training import Batch, Row
 from tuner.training.advantages import row_rewards
 from tuner.training.episodes import call_returns
 
@@ -53,19 +53,14 @@ def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
     return metrics
 
 
-def batch_metrics(batch: Batch) -> dict[str, float]:
+def batch_metrics(batch: Batch, *, compared: bool = True) -> dict[str, float]:
     """Where the step's tokens went, and how many groups have something to tell.
 
-    `tokens/merge_ratio` is how many times more tokens the batch has as rows than as a token tree.
+    Args:
+        batch: What is trained.
+        compared: Whether rewards are compared inside groups.
     """
-    tree = TokenTree.build(batch.rows)
-    metrics: dict[str, float] = {
-        "tokens/sampled": batch.sampled_tokens,
-        "tokens/trained": batch.trained_tokens,
-        "tokens/row": batch.row_tokens,
-        "tokens/unique": tree.unique_tokens,
-        "tokens/merge_ratio": tree.merge_ratio,
-    }
+    metrics: dict[str, float] = {"tokens/sampled": batch.sampled_tokens, **tree_metrics(batch.rows)}
     for reason, count in batch.dropped_tokens.items():
         metrics[f"tokens/dropped/{reason}"] = count
     for reason, count in batch.dropped_rollouts.items():
@@ -77,8 +72,23 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         # Where only the best rollouts are kept, a group may be one rollout, chosen among several.
         quiet = [len(rewards) > 1 and len(set(rewards)) == 1 for rewards in groups.values()]
         metrics["groups/used"] = len(quiet)
-        metrics["groups/zero_variance"] = _mean(quiet)
+        if compared:
+            metrics["groups/zero_variance"] = _mean(quiet)
     return metrics
+
+
+def tree_metrics(rows: Sequence[Row]) -> dict[str, float]:
+    """How many tokens are trained, and how many go through the model.
+
+    `tokens/merge_ratio` is how many times more tokens the batch has as rows than as a token tree.
+    """
+    tree = TokenTree.build(rows)
+    return {
+        "tokens/trained": sum(len(row.completion_ids) for row in rows),
+        "tokens/row": sum(len(row) for row in rows),
+        "tokens/unique": tree.unique_tokens,
+        "tokens/merge_ratio": tree.merge_ratio,
+    }
 
 
 def has_signal(
@@ -88,18 +98,20 @@ def has_signal(
 ) -> bool:
     """Whether some calls are trained whose rewards differ from those they are compared with.
 
-    `reinforce` and `reinforceplusplus` compare all rewards of a step, `ppo` with a critic too that
-    remembers those of other steps, so a single rollout teaches; of `best_of_group` the batch has
-    only what is worth imitating. With a discount from call to call, what calls lead to counts.
+    A teacher has something to say of every token. `reinforce` and `reinforceplusplus` compare all
+    rewards of a step, `ppo` with a critic too that remembers those of other steps, so a single
+    rollout teaches; of `best_of_group` the batch has only what is worth imitating. With a discount
+    from call to call, what calls lead to counts.
     """
-    if advantage == "best_of_group":
+    if advantage in ("best_of_group", "on_policy_distill"):
         return bool(batch.rows)
     if advantage == "ppo" and len(batch.rewards_R) == 1:
         return bool(batch.rows)
-    if advantage in WITHOUT_GROUPS and turn_discount is None:
+    compared = ADVANTAGES[advantage].needs_group
+    if not compared and turn_discount is None:
         return len({float(reward) for reward in row_rewards(batch)}) > 1
     if turn_discount is not None:
-        return _turns_differ(batch, turn_discount, advantage not in WITHOUT_GROUPS)
+        return _turns_differ(batch, turn_discount, compared)
     rewards: dict[tuple[str, int], set[float]] = defaultdict(set)
     for row in batch.rows:
         if row.peers is not None and row.reward is not None:
@@ -154,6 +166,11 @@ def diagnosis(traces: Sequence[Trace], steps: int) -> str:
         return (
             f"{head} {len(failed)} of {len(final)} rollouts of the last step failed, most often "
             f"({count} times) with {outcome.value}: {error}"
+        )
+    if not rewards:
+        return (
+            f"{head} No call of the last step could be trained: tokens/dropped in metrics.jsonl "
+            "says why"
         )
     if len(rewards) == 1:
         return (

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from tuner.errors import ModelLoadError
+from tuner.errors import ConfigError, ModelLoadError
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -66,6 +66,46 @@ def load_tokenizer(path: str, *, setting: str = "model.model_path") -> Any:
             "would ever end; set eos_token in its tokenizer_config.json"
         )
     return tokenizer
+
+
+def load_settings(path: str, *, setting: str = "model.model_path") -> Any:
+    """The `config.json` of a model.
+
+    Raises:
+        ModelLoadError: There is none.
+    """
+    from transformers import AutoConfig
+
+    check_path(path, setting)
+    try:
+        return AutoConfig.from_pretrained(path)
+    except Exception as error:
+        raise ModelLoadError(_reason(path, setting, "a language model", error)) from error
+
+
+def check_same_vocabulary(tokenizer: Any, other: Any, *, what: str) -> None:
+    """Refuse ids of another vocabulary: they would mean other tokens.
+
+    Args:
+        tokenizer: Of the model that is trained.
+        other: Of the other model.
+        what: The other model as the message names it.
+
+    Raises:
+        ConfigError: An id is another token in one of the two; names the first.
+    """
+    own, theirs = tokenizer.get_vocab(), other.get_vocab()
+    if own == theirs:
+        return
+    by_id = {id_: token for token, id_ in own.items()}
+    by_their_id = {id_: token for token, id_ in theirs.items()}
+    ids = sorted(by_id.keys() | by_their_id.keys())
+    first = next(id_ for id_ in ids if by_id.get(id_) != by_their_id.get(id_))
+    raise ConfigError(
+        f"{what} has another vocabulary than the model that is trained: token {first} is "
+        f"{by_their_id.get(first)!r} there and {by_id.get(first)!r} here; choose a model of the "
+        "same family"
+    )
 
 
 def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:

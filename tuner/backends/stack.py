@@ -10,10 +10,16 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from tuner.algorithms.table import ALGORITHMS, WITHOUT_GROUPS
+from tuner.algorithms.table import ADVANTAGES, ALGORITHMS
 from tuner.backends.adapters import Adapter, add_adapter, require_peft
 from tuner.backends.auxiliary import AuxiliaryModels
-from tuner.backends.models import choose_device, load_model, load_tokenizer, save_model
+from tuner.backends.models import (
+    check_same_vocabulary,
+    choose_device,
+    load_model,
+    load_tokenizer,
+    save_model,
+)
 from tuner.chat_models import ChatModelKind, chat_model, default_kind
 from tuner.config import RunConfig
 from tuner.config.algorithm_conflicts import longest_answer
@@ -34,7 +40,12 @@ from tuner.training.reference import Reference
 @dataclass
 class Stack:
     """The parts of a run on one machine. One copy of the weights: `model` is in both the
-    engine and the trainer, and so is the adapter inside it, where there is one."""
+    engine and the trainer, and so is the adapter inside it, where there is one.
+
+    Attributes:
+        runner: None where there is no workflow, so that nothing can be rolled out.
+        teacher: The auxiliary model that `on_policy_distill` learns from.
+    """
 
     model: PreTrainedModel
     adapter: Adapter | None
@@ -42,7 +53,8 @@ class Stack:
     engine: TransformersEngine
     gateway: Gateway
     auxiliary: AuxiliaryModels
-    runner: RolloutRunner
+    runner: RolloutRunner | None
+    teacher: PreTrainedModel | None = None
 
     def save_weights(self, folder: Path) -> None:
         """What is trained, model or adapter, in Hugging Face's form, and the tokenizer."""
@@ -61,7 +73,7 @@ class Stack:
 def build_stack(
     config: RunConfig,
     *,
-    workflow: Callable[..., Any],
+    workflow: Callable[..., Any] | None,
     judge: Callable[..., Any] | None,
     weights: Path | None = None,
     version: int = 0,
@@ -70,14 +82,14 @@ def build_stack(
 
     Args:
         config: The effective configuration.
-        workflow, judge: The user's functions.
+        workflow, judge: The user's functions; no workflow where nothing is rolled out.
         weights: Checkpoint to go on from, of the model or of its adapter.
         version: How many updates those weights have seen.
 
     Raises:
         ModelLoadError: A model or adapter cannot be loaded.
-        ConfigError: `max_model_len` is more than the model has positions, or `lora_configs` asks
-            for layers that it does not have.
+        ConfigError: `max_model_len` is more than the model has positions, the teacher has another
+            vocabulary, or `lora_configs` asks for layers that the model does not have.
         MissingDependencyError: `lora_configs` is set, and peft is not installed.
     """
     device = choose_device(config.tuner.device)
@@ -95,35 +107,53 @@ def build_stack(
     engine = TransformersEngine(
         model,
         tokenizer,
-        max_model_len=_context_length(config.model.max_model_len, model, "model.max_model_len"),
+        max_model_len=context_length(
+            config.model.max_model_len, model.config, "model.max_model_len"
+        ),
         max_slots=config.tuner.max_slots,
         deterministic=config.tuner.deterministic,
         version=version,
     )
     gateway = Gateway(
         engine,
-        _renderer(config, tokenizer),
+        chat_renderer(config, tokenizer),
         model_name=path,
         reasoning=config.tuner.reasoning,
     )
     kind = default_kind()
     auxiliary = AuxiliaryModels(kind)
-    _add_auxiliary_models(auxiliary, config, model)
-    runner = RolloutRunner(
-        gateway,
-        workflow,
-        judge,
-        make_model=_model_maker(kind),
-        auxiliary_models=auxiliary.opened,
-        settings=RolloutSettings(
-            timeout=config.explorer.max_timeout,
-            max_retries=config.explorer.max_retry_times,
-            seed=config.tuner.seed,
-            limits=SessionLimits(config.tuner.max_calls, config.tuner.max_tokens),
-            deterministic=config.tuner.deterministic,
-        ),
+    loaded = _add_auxiliary_models(auxiliary, config, model)
+    teacher = None
+    if config.algorithm.advantage_fn == "on_policy_distill":
+        name = config.tuner.algorithm.teacher or config.explorer.auxiliary_models[0].name
+        teacher, spoken = loaded[name]
+        check_same_vocabulary(tokenizer, spoken, what=f"the teacher {name!r}")
+    runner = None
+    if workflow is not None:
+        runner = RolloutRunner(
+            gateway,
+            workflow,
+            judge,
+            make_model=_model_maker(kind),
+            auxiliary_models=auxiliary.opened,
+            settings=rollout_settings(config),
+        )
+    return Stack(model, adapter, tokenizer, engine, gateway, auxiliary, runner, teacher)
+
+
+def rollout_settings(config: RunConfig) -> RolloutSettings:
+    """Limits of a rollout, and whether it must end with a reward."""
+    row = ALGORITHMS[config.algorithm.algorithm_type]
+    return RolloutSettings(
+        timeout=config.explorer.max_timeout,
+        max_retries=config.explorer.max_retry_times,
+        seed=config.tuner.seed,
+        limits=SessionLimits(config.tuner.max_calls, config.tuner.max_tokens),
+        deterministic=config.tuner.deterministic,
+        # Without training rollouts, those of an evaluation are there for their rewards.
+        needs_reward=row.recorded is not None
+        or ADVANTAGES[config.algorithm.advantage_fn].needs_reward,
     )
-    return Stack(model, adapter, tokenizer, engine, gateway, auxiliary, runner)
 
 
 def build_trainer(config: RunConfig, stack: Stack, *, total_steps: int) -> PolicyTrainer:
@@ -144,6 +174,7 @@ def build_trainer(config: RunConfig, stack: Stack, *, total_steps: int) -> Polic
         reference=reference,
         grammars=stack.engine.grammars,
         critic=_critic(config, stack) if settings.uses_critic else None,
+        teacher=stack.teacher,
     )
 
 
@@ -226,6 +257,9 @@ def trainer_settings(
             tau_neg=loss.tau_neg,
             opmd_tau=loss.tau,
             advantage_threshold=loss.advantage_threshold,
+            beta=loss.beta,
+            label_smoothing=loss.label_smoothing,
+            distill_coef=advantage.kl_coef,
         ),
     )
 
@@ -234,7 +268,7 @@ def selection(config: RunConfig) -> Selection:
     """Which groups are trained on, and what their rewards become."""
     algorithm, extras = config.algorithm, config.tuner.algorithm
     varied = ALGORITHMS[algorithm.algorithm_type].dynamic_sampling
-    alone = algorithm.advantage_fn in WITHOUT_GROUPS
+    advantage = ADVANTAGES[algorithm.advantage_fn]
     longest = longest_answer(config)
     overlong = None
     if extras.overlong_buffer is not None and longest is not None:
@@ -243,11 +277,12 @@ def selection(config: RunConfig) -> Selection:
         success_rate=(extras.success_rate_lb, extras.success_rate_ub),
         varied_only=varied if extras.dynamic_sampling is None else extras.dynamic_sampling,
         best_only=algorithm.advantage_fn == "best_of_group",
-        smallest_group=1 if alone else 2,
-        lone_rewards=alone or extras.turn_discount is not None,
+        lone_rewards=not advantage.needs_group or extras.turn_discount is not None,
         scale=extras.reward_scale,
         bias=extras.reward_bias,
         overlong=overlong,
+        needs_group=advantage.needs_group,
+        needs_reward=advantage.needs_reward,
     )
 
 
@@ -259,7 +294,8 @@ def _model_maker(kind: ChatModelKind) -> Callable[[Any], Any]:
     return lambda session: chat_model(session, kind=kind)
 
 
-def _renderer(config: RunConfig, tokenizer: Any) -> ChatRenderer:
+def chat_renderer(config: RunConfig, tokenizer: Any) -> ChatRenderer:
+    """The chat form of the model that is trained."""
     rollout_model = config.explorer.rollout_model
     template = config.model.custom_chat_template
     if config.model.chat_template_path is not None:
@@ -275,7 +311,13 @@ def _renderer(config: RunConfig, tokenizer: Any) -> ChatRenderer:
 
 def _add_auxiliary_models(
     auxiliary: AuxiliaryModels, config: RunConfig, policy: PreTrainedModel
-) -> None:
+) -> dict[str, tuple[PreTrainedModel, Any]]:
+    """Load and serve them.
+
+    Returns:
+        Model and tokenizer of each that is served here, by name.
+    """
+    loaded: dict[str, tuple[PreTrainedModel, Any]] = {}
     for index, settings in enumerate(config.explorer.auxiliary_models):
         where = f"explorer.auxiliary_models[{index}]"
         model = load_model(
@@ -286,10 +328,13 @@ def _add_auxiliary_models(
         )
         tokenizer = load_tokenizer(settings.model_path, setting=f"{where}.model_path")
         model.requires_grad_(False)
+        loaded[settings.name] = model, tokenizer
         engine = TransformersEngine(
             model,
             tokenizer,
-            max_model_len=_context_length(settings.max_model_len, model, f"{where}.max_model_len"),
+            max_model_len=context_length(
+                settings.max_model_len, model.config, f"{where}.max_model_len"
+            ),
             max_slots=config.tuner.max_slots,
             deterministic=config.tuner.deterministic,
         )
@@ -317,10 +362,21 @@ def _add_auxiliary_models(
             model_name=remote.model_name,
             api_key_env=remote.api_key_env,
         )
+    return loaded
 
 
-def _context_length(wanted: int | None, model: PreTrainedModel, setting: str) -> int:
-    positions = int(getattr(model.config, "max_position_embeddings", 0) or 0)
+def context_length(wanted: int | None, settings: Any, setting: str) -> int:
+    """Tokens of prompt and answer together.
+
+    Args:
+        wanted: What was set, or None for all that the model was made for.
+        settings: The model's `config.json`.
+        setting: Which setting said it, for the message.
+
+    Raises:
+        ConfigError: It is more than the model has positions, or the model does not say.
+    """
+    positions = int(getattr(settings, "max_position_embeddings", 0) or 0)
     if wanted is None:
         if not positions:
             raise ConfigError(f"{setting} must be set: the model does not say how long it can be")

@@ -99,6 +99,11 @@ class AdvantageArgs(Section):
     baseline_shift: float | None = Field(
         default=None, description="Added to the group's mean (-0.1). For asymre."
     )
+    kl_coef: float | None = Field(
+        default=None,
+        gt=0,
+        description="The advantage is this times `teacher - student` (1). For on_policy_distill.",
+    )
 
 
 class PolicyLossArgs(Section):
@@ -138,6 +143,18 @@ class PolicyLossArgs(Section):
     )
     advantage_threshold: float | None = Field(
         default=None, description="Weights are tapered at or below it (0). For topr."
+    )
+    beta: float | None = Field(
+        default=None,
+        gt=0,
+        description="How strongly a preference is taken against the distance from the reference "
+        "(0.1). For dpo.",
+    )
+    label_smoothing: float | None = Field(
+        default=None,
+        ge=0,
+        lt=0.5,
+        description="How often a preference is thought to be the wrong way round (0). For dpo.",
     )
 
     @property
@@ -189,11 +206,13 @@ class AlgorithmSection(Section):
         default=8,
         ge=1,
         description="Group size: rollouts of one task in one step. 1 is for advantages that "
-        "compare nothing inside a group: ppo, reinforceplusplus, reinforce. Trinity-RFT's is 1.",
+        "compare nothing inside a group: ppo, reinforceplusplus, reinforce, on_policy_distill. Not "
+        "read without rollouts. Trinity-RFT's is 1.",
     )
     optimizer: OptimizerSection = OptimizerSection()
     advantage_fn: AdvantageName = Field(
-        default="step_wise_grpo", description="How rewards become advantages."
+        default="step_wise_grpo",
+        description="How rewards become advantages; `none` where nothing is rolled out.",
     )
     advantage_fn_args: AdvantageArgs = AdvantageArgs()
     policy_loss_fn: PolicyLossName = Field(

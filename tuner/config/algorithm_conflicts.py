@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tuner.algorithms.table import POLICY_LOSSES, TURN_DISCOUNTED, WITHOUT_GROUPS
+from tuner.algorithms.table import ADVANTAGES, ALGORITHMS, POLICY_LOSSES, TURN_DISCOUNTED
 from tuner.config.problems import Problem
 from tuner.config.schema import RunConfig
-from tuner.config.section import Section
 
 # What only a loss with a ratio to the policy that a step began with can use.
 CORRECTIONS = (
@@ -30,6 +29,17 @@ def algorithm_conflicts(config: RunConfig) -> Iterator[Problem]:
             f"algorithm.algorithm_type {algorithm.algorithm_type}), which does not use it: remove "
             f"it, or set algorithm.{choice} to {users}",
         )
+    longest = longest_answer(config)
+    if algorithm.loss_agg_mode == "seq-mean-token-sum-norm" and longest is None:
+        yield Problem(
+            "algorithm.loss_agg_mode",
+            "algorithm.loss_agg_mode is seq-mean-token-sum-norm, which divides by the tokens that "
+            "an answer may have: set model.max_response_tokens",
+        )
+    if ALGORITHMS[algorithm.algorithm_type].recorded is not None:
+        # Nothing is rolled out: `tuner.config.recorded_conflicts` has what matters then.
+        return
+    yield from _of_recorded_data(config)
     if (algorithm.advantage_fn == "best_of_group") != (algorithm.policy_loss_fn == "sft"):
         yield Problem(
             "algorithm.policy_loss_fn",
@@ -68,13 +78,13 @@ def algorithm_conflicts(config: RunConfig) -> Iterator[Problem]:
             f"tuner.algorithm.rejection_low is {extras.rejection_low} and rejection_high is "
             f"{extras.rejection_high}: set both or none",
         )
-    if extras.overlong_buffer is None and "overlong_penalty" in _changed(extras):
+    if extras.overlong_buffer is None and "overlong_penalty" in extras.changed():
         yield Problem(
             "tuner.algorithm.overlong_penalty",
             f"tuner.algorithm.overlong_penalty is {extras.overlong_penalty}, but long answers are "
             "not punished: set tuner.algorithm.overlong_buffer too",
         )
-    if extras.importance_sampling == "none" and "importance_cap" in _changed(extras):
+    if extras.importance_sampling == "none" and "importance_cap" in extras.changed():
         yield Problem(
             "tuner.algorithm.importance_cap",
             f"tuner.algorithm.importance_cap is {extras.importance_cap}, but "
@@ -83,26 +93,34 @@ def algorithm_conflicts(config: RunConfig) -> Iterator[Problem]:
     yield from _groups(config)
     yield from _critic(config)
     yield from _corrections(config)
-    longest = longest_answer(config)
     if extras.overlong_buffer is not None and (longest is None or extras.overlong_buffer > longest):
         yield Problem(
             "tuner.algorithm.overlong_buffer",
             f"tuner.algorithm.overlong_buffer is {extras.overlong_buffer}, but an answer may have "
             f"{longest or 'any number of'} tokens: set model.max_response_tokens to more",
         )
-    if algorithm.loss_agg_mode == "seq-mean-token-sum-norm" and longest is None:
-        yield Problem(
-            "algorithm.loss_agg_mode",
-            "algorithm.loss_agg_mode is seq-mean-token-sum-norm, which divides by the tokens that "
-            "an answer may have: set model.max_response_tokens",
-        )
+
+
+def _of_recorded_data(config: RunConfig) -> Iterator[Problem]:
+    """Parts that only algorithms without rollouts have."""
+    algorithm = config.algorithm
+    for key, name, owner in (
+        ("advantage_fn", "none", "sft or dpo"),
+        ("policy_loss_fn", "dpo", "dpo"),
+    ):
+        if getattr(algorithm, key) == name:
+            yield Problem(
+                f"algorithm.{key}",
+                f"algorithm.{key} is {name}, which is for recorded data: set "
+                f"algorithm.algorithm_type to {owner}",
+            )
 
 
 def _groups(config: RunConfig) -> Iterator[Problem]:
     """What needs a group, or what calls lead to, where the advantage looks at neither."""
     algorithm, extras = config.algorithm, config.tuner.algorithm
     advantage = algorithm.advantage_fn
-    if algorithm.repeat_times == 1 and advantage not in WITHOUT_GROUPS:
+    if algorithm.repeat_times == 1 and ADVANTAGES[advantage].needs_group:
         yield Problem(
             "algorithm.repeat_times",
             f"algorithm.repeat_times is 1, but algorithm.advantage_fn {advantage} compares the "
@@ -133,7 +151,7 @@ def _critic(config: RunConfig) -> Iterator[Problem]:
     """Settings of a critic where there is none."""
     if config.algorithm.advantage_fn == "ppo":
         return
-    given = [f"tuner.critic.{name}" for name in sorted(_changed(config.tuner.critic))]
+    given = [f"tuner.critic.{name}" for name in sorted(config.tuner.critic.changed())]
     if config.model.critic_model_path:
         given.append("model.critic_model_path")
     if config.trainer.critic_warmup:
@@ -152,21 +170,12 @@ def _corrections(config: RunConfig) -> Iterator[Problem]:
     if POLICY_LOSSES[loss].ratio_to == "proximal":
         return
     for name in CORRECTIONS:
-        if name in _changed(extras):
+        if name in extras.changed():
             yield Problem(
                 f"tuner.algorithm.{name}",
                 f"tuner.algorithm.{name} is {getattr(extras, name)}, but algorithm.policy_loss_fn "
                 f"{loss} has no ratio to the weights that a step began with: remove it",
             )
-
-
-def _changed(section: Section) -> set[str]:
-    """Names of the settings that are not their defaults."""
-    return {
-        name
-        for name, info in type(section).model_fields.items()
-        if getattr(section, name) != info.default
-    }
 
 
 def longest_answer(config: RunConfig) -> int | None:

@@ -91,3 +91,9 @@ class AlgorithmExtras(Section):
     rejection_high: float | None = Field(
         default=None, gt=0, description="Tokens whose weight is above this do not count."
     )
+    teacher: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Which of `explorer.auxiliary_models` is the teacher of on_policy_distill. Not "
+        "set: the first.",
+    )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, field_validator
 
 from tuner.config.section import Section
+from tuner.config.trainer_input import DataSelector, TrainerInput
 
 
 class RolloutArgs(Section):
@@ -33,15 +34,6 @@ class EvalRolloutArgs(RolloutArgs):
         description="Sampling temperature. 0 is greedy, unlike Trinity-RFT, which evaluates at "
         "the training temperature; null does that here too.",
     )
-
-
-class DataSelector(Section):
-    """`data_selector.*`: the order of the tasks."""
-
-    selector_type: Literal["sequential", "shuffle"] = Field(
-        default="sequential", description="`shuffle` draws a new order for each epoch."
-    )
-    seed: int = Field(default=42, description="Seed of `shuffle`.")
 
 
 class _TasksetBase(Section):
@@ -102,7 +94,8 @@ class BufferSection(Section):
     batch_size: int = Field(
         default=32,
         ge=1,
-        description="Tasks in one step. Trinity-RFT's default is 1, AgentScope's 32.",
+        description="Tasks in one step, or rows of recorded data. Trinity-RFT's default is 1, "
+        "AgentScope's 32.",
     )
     total_epochs: int = Field(default=1, ge=1, description="How often to go through the tasks.")
     total_steps: int | None = Field(
@@ -112,3 +105,4 @@ class BufferSection(Section):
         "`total_epochs`. `trainer.total_steps` says the same.",
     )
     explorer_input: ExplorerInput = ExplorerInput()
+    trainer_input: TrainerInput = TrainerInput()

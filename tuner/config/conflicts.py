@@ -7,6 +7,7 @@ from typing import Any
 
 from tuner.config.algorithm_conflicts import algorithm_conflicts
 from tuner.config.problems import Problem
+from tuner.config.recorded_conflicts import recorded_conflicts
 from tuner.config.schema import RunConfig
 
 
@@ -23,13 +24,21 @@ def conflicts(config: RunConfig, foreign: Mapping[str, Any]) -> list[Problem]:
         *_lora(config),
         *_sampling(config),
         *algorithm_conflicts(config),
+        *recorded_conflicts(config, foreign),
     ]
 
 
 def _sizes(config: RunConfig, foreign: Mapping[str, Any]) -> Iterator[Problem]:
     batch, group = config.buffer.batch_size, config.algorithm.repeat_times
     train_batch = foreign.get("buffer.train_batch_size")
-    if train_batch is not None and str(train_batch) not in ("0", str(batch * group)):
+    if config.mode == "train":
+        if train_batch is not None and str(train_batch) not in ("0", str(batch)):
+            yield Problem(
+                "buffer.train_batch_size",
+                f"buffer.train_batch_size is {train_batch} and buffer.batch_size is {batch}, but "
+                "a step on recorded data takes one number of rows: set buffer.batch_size to it",
+            )
+    elif train_batch is not None and str(train_batch) not in ("0", str(batch * group)):
         yield Problem(
             "buffer.train_batch_size",
             f"buffer.train_batch_size is {train_batch}, but a step trains on every rollout of its "

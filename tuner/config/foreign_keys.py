@@ -24,7 +24,7 @@ _SHARED = "weights are shared in place, so there is nothing to send"
 _ONE_ADAPTER = "the engine serves the one adapter that is trained, with the trainer's weights"
 _ENGINE = "the local backend does not run vLLM or SGLang"
 _ENGINE_MEMORY = "the local engine takes the memory that tuner.max_slots answers need"
-_TRAINS = "a run of this version is rollouts and training in one process"
+_TRAINS = "rollouts and training are in one process"
 _FORMAT = "the workflow gets the whole row and picks its fields itself"
 _FUNCTIONS = "the workflow and judge are the functions given to tune(), or tuner.workflow and judge"
 
@@ -220,6 +220,7 @@ _TASKSET_KEYS: list[tuple[str, Accepts, str]] = [
 ]
 
 _INPUT = "buffer.explorer_input."
+_RECORDED = "buffer.trainer_input.experience_buffer."
 _BUFFER = [
     *[Foreign(f"{_INPUT}taskset.{key}", accepts, why) for key, accepts, why in _TASKSET_KEYS],
     *[
@@ -261,23 +262,66 @@ _BUFFER = [
         "auxiliary_buffers",
     ),
     *_rows(
-        "buffer.trainer_input.experience_buffer.",
-        "a step trains on its own rollouts, nothing is stored between",
-        Values(("queue",)),
-        "storage_type",
-    ),
-    *_rows(
-        "buffer.trainer_input.experience_buffer.replay_buffer.",
+        f"{_RECORDED}replay_buffer.",
         "old rollouts are not trained again",
         _OFF,
         "enable",
     ),
+    *_rows(_RECORDED, "not read unless replay_buffer.enable", _ANY, "replay_buffer.**"),
     *_rows(
-        "buffer.trainer_input.",
-        "a step trains on its own rollouts, nothing is stored between",
+        _RECORDED,
+        "it is about handing rollouts from one process to another",
         _ANY,
-        "experience_buffer.**",
+        "name",
+        "capacity",
+        "max_read_timeout",
+        "max_retry_times",
+        "max_retry_interval",
+        "ray_namespace",
     ),
+    *_rows(_RECORDED, "it is about showing progress", _ANY, "enable_progress_bar"),
+    *_rows(_RECORDED, "a run goes on by itself where it stopped", Values((0,)), "index"),
+    *_rows(
+        _RECORDED,
+        _SET_BY_TRINITY,
+        _ANY,
+        "schema_type",
+        "batch_size",
+        "tokenizer_path",
+        "total_epochs",
+        "total_steps",
+    ),
+    *_rows(f"{_RECORDED}format.", "text models only in this version", _NONE, "image_key"),
+    *_rows(f"{_RECORDED}format.", "text models only in this version", _NONE, "video_key"),
+    *_rows(
+        f"{_RECORDED}format.",
+        "data and rollouts have one chat template",
+        Same("model.custom_chat_template"),
+        "chat_template",
+    ),
+    *_rows(
+        f"{_RECORDED}format.",
+        "data and rollouts have one chat template",
+        Same("model.enable_thinking"),
+        "enable_thinking",
+    ),
+    *_rows(
+        f"{_RECORDED}format.",
+        "it is about tasks, not about recorded data",
+        _ANY,
+        "reply_prefix",
+        "workflow_key",
+        "reward_fn_key",
+    ),
+    *_rows(
+        f"{_RECORDED}data_selector.",
+        "it is about difficulty-based selection",
+        Values(([], {})),
+        "feature_keys",
+        "kwargs",
+    ),
+    # Compared with `mode` in tuner.config.conflicts.
+    *_rows(_RECORDED, "rollouts are handed over, recorded data is read", _ANY, "storage_type"),
     # Compared with other keys in tuner.config.conflicts.
     *_rows("buffer.", "a step trains on all of its rollouts", _ANY, "train_batch_size"),
     *_rows("buffer.", _SET_BY_TRINITY, _NONE, "explorer_output.**", "tokenizer_path", "cache_dir"),

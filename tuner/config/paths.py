@@ -16,6 +16,7 @@ PATHS_OR_NAMES = (
     "explorer.auxiliary_models.*.model_path",
     "buffer.explorer_input.taskset.path",
     "buffer.explorer_input.eval_tasksets.*.path",
+    "buffer.trainer_input.experience_buffer.path",
 )
 # `path/file.py:function`, or `package.module:function`, which is no path.
 FUNCTIONS = ("tuner.workflow", "tuner.judge")

@@ -11,8 +11,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
+from tuner.algorithms.table import ALGORITHMS
 from tuner.config.algorithm import AlgorithmSection
 from tuner.config.algorithm_extras import AlgorithmExtras, CriticSection
 from tuner.config.buffer import BufferSection, EvalTasksetSection, RolloutArgs, TasksetSection
@@ -184,7 +185,11 @@ class TunerSection(Section):
 class RunConfig(Section):
     """Every setting of a run."""
 
-    mode: Literal["both"] = Field(default="both", description="Rollouts and training.")
+    mode: Literal["both", "train"] = Field(
+        default="both",
+        description="Rollouts and training, or training on recorded data. Not set: what the "
+        "algorithm needs.",
+    )
     project: str = Field(default="AgentScope", min_length=1, description="Folder of related runs.")
     name: str = Field(
         default_factory=lambda: datetime.now().strftime("Experiment-%Y%m%d%H%M%S"),
@@ -206,6 +211,16 @@ class RunConfig(Section):
     trainer: TrainerSection = TrainerSection()
     monitor: MonitorSection = MonitorSection()
     tuner: TunerSection = TunerSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _mode_of_the_algorithm(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.get("mode") is not None:
+            return given
+        algorithm = given.get("algorithm")
+        name = algorithm.get("algorithm_type") if isinstance(algorithm, dict) else None
+        recorded = any(row.recorded and key == name for key, row in ALGORITHMS.items())
+        return {**given, "mode": "train" if recorded else "both"}
 
     @property
     def run_dir(self) -> Path:

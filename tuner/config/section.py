@@ -26,3 +26,8 @@ class Section(BaseModel):
             if annotation in (int, float) or {int, float} & set(get_args(annotation)):
                 raise ValueError("Input should be a number, not true or false")
         return value
+
+    def changed(self) -> set[str]:
+        """Names of the settings that are not their defaults."""
+        fields = type(self).model_fields
+        return {name for name, info in fields.items() if getattr(self, name) != info.default}

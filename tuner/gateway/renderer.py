@@ -100,8 +100,15 @@ class ChatRenderer:
         tools: Sequence[dict[str, Any]],
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
     ) -> str:
-        """The prompt of checked messages as text, with the generation prompt.
+        """The prompt of checked messages as text.
+
+        Args:
+            messages: As `check_messages` gave them.
+            tools: As `check_tools` gave them.
+            chat_template_kwargs: Further keywords of the template.
+            add_generation_prompt: Whether the text ends where the assistant's next turn begins.
 
         Raises:
             RequestError: 400: the template refuses the messages, or does not read a keyword.
@@ -115,7 +122,7 @@ class ChatRenderer:
             content_always=self._form.content_always,
         )
         try:
-            return self._apply(shaped, tools, add_generation_prompt=True, **extra)
+            return self._apply(shaped, tools, add_generation_prompt=add_generation_prompt, **extra)
         except Exception as error:
             # A template is a program of the model's author: it says what it cannot render by
             # raising, and what it forgot to check fails with any error at all.

@@ -15,6 +15,12 @@ from tuner.result import TuneResult
 from tuner.traces import Outcome
 
 _PARTS = ("generation", "agent", "judge", "training")
+# What some algorithms have in place of a reward.
+_SHOWN = {
+    "train/kl_teacher": "KL to teacher",
+    "train/accuracy": "accuracy",
+    "train/reward_margin": "margin",
+}
 
 
 class ConsoleMonitor:
@@ -56,14 +62,14 @@ class ConsoleMonitor:
     def say(self, text: str) -> None:
         self._console.print(text, markup=False)
 
-    def begin(self, what: str, rollouts: int, *, step: int) -> None:
-        """Rollouts start: of a training step, or of an evaluation."""
+    def begin(self, what: str, count: int, *, step: int, of: str = "rollouts") -> None:
+        """Rollouts start, of a training step or of an evaluation, or a step on recorded rows."""
         if self._run is None:
             self._run = self._progress.add_task("run", total=self._total, note="")
-            self._rollouts = self._progress.add_task(what, total=rollouts, note="rollouts")
+            self._rollouts = self._progress.add_task(what, total=count, note=of)
         assert self._rollouts is not None
         self._progress.update(self._run, completed=max(0, step - 1), note=self._left(step - 1))
-        self._progress.reset(self._rollouts, total=rollouts, description=what)
+        self._progress.reset(self._rollouts, total=count, description=what, note=of)
 
     def rollout_done(self) -> None:
         if self._rollouts is not None:
@@ -75,6 +81,9 @@ class ConsoleMonitor:
         if "reward/mean" in metrics:
             parts.append(f"reward {metrics['reward/mean']:.3f}")
         parts += _evaluations(metrics)
+        parts += [f"{name} {metrics[key]:.3f}" for key, name in _SHOWN.items() if key in metrics]
+        if "rows/trained" in metrics:
+            parts.append(f"loss {metrics['train/loss']:.4g}")
         if step:
             self._seconds.append(metrics["time/step"])
             if "calls/completion_tokens" in metrics:
@@ -110,12 +119,17 @@ def result_table(result: TuneResult) -> str:
         few = f"{len(shown)} of {len(result.rewards)} steps"
         what = "reward per step" if len(shown) == len(result.rewards) else f"reward, {few}"
         table.add_row(what, " ".join(f"{reward:.2f}" for reward in shown))
-    table.add_row("rollouts", ", ".join(f"{n} {name}" for name, n in result.outcomes.items()))
+    if result.rows:
+        table.add_row("rows", ", ".join(f"{n} {name}" for name, n in result.rows.items()))
+    else:
+        table.add_row("rollouts", ", ".join(f"{n} {name}" for name, n in result.outcomes.items()))
+    losses = [row["train/loss"] for row in result.history if "train/loss" in row]
+    if result.rows and losses:
+        table.add_row("loss", f"{losses[0]:.4g} -> {losses[-1]:.4g}")
     tokens = result.tokens
     dropped = ", ".join(f"{count} dropped ({reason})" for reason, count in tokens.dropped.items())
-    table.add_row(
-        "tokens", f"{tokens.sampled} sampled = {tokens.trained} trained + {dropped or '0 dropped'}"
-    )
+    counted = f"{tokens.sampled} sampled = {tokens.trained} trained + {dropped or '0 dropped'}"
+    table.add_row("tokens", f"{tokens.trained} trained" if result.rows else counted)
     table.add_row("time", _duration(result.seconds))
     table.add_row("checkpoint", str(result.checkpoint))
     table.add_row("traces", str(result.traces))
@@ -157,8 +171,9 @@ def _failures(metrics: Mapping[str, float]) -> list[str]:
 
 
 def _split(metrics: Mapping[str, float]) -> str:
-    total = sum(metrics[f"time/{part}"] for part in _PARTS) or 1.0
-    return ", ".join(f"{part} {metrics[f'time/{part}'] / total:.0%}" for part in _PARTS)
+    seconds = {part: metrics[f"time/{part}"] for part in _PARTS if f"time/{part}" in metrics}
+    total = sum(seconds.values()) or 1.0
+    return ", ".join(f"{part} {spent / total:.0%}" for part, spent in seconds.items())
 
 
 def _duration(seconds: float) -> str:

@@ -33,6 +33,7 @@ class RolloutSettings:
         limits: What the calls of one attempt may come to.
         deterministic: Set the global random states of Python, NumPy and torch at the start of
             each attempt; only one may then run at a time.
+        needs_reward: Whether a rollout without a reward is a mistake in the program.
     """
 
     timeout: float
@@ -40,6 +41,7 @@ class RolloutSettings:
     seed: int
     limits: SessionLimits = field(default_factory=SessionLimits)
     deterministic: bool = False
+    needs_reward: bool = True
 
 
 @dataclass
@@ -191,7 +193,7 @@ class RolloutRunner:
             finally:
                 state.judge_seconds = time.perf_counter() - started
         if state.outcome is Outcome.COMPLETED:
-            _check_reward(state, judged=self._judge is not None)
+            _check_reward(state, judged=self._judge is not None, needed=self._settings.needs_reward)
 
     async def _run_judge(
         self,
@@ -222,8 +224,10 @@ class RolloutRunner:
             return
 
 
-def _check_reward(state: _Attempt, *, judged: bool) -> None:
+def _check_reward(state: _Attempt, *, judged: bool, needed: bool) -> None:
     if state.reward is None:
+        if not needed:
+            return
         # `as_judge_output` refuses a judge without a reward, so only the workflow can get here.
         raise FunctionError(
             "there is no reward: no judge was given and the workflow returned WorkflowOutput("

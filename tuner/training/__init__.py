@@ -2,6 +2,7 @@
 
 from tuner.training.batch import Batch, Row, build_batch
 from tuner.training.optimizer import MasterAdamW, make_optimizer
+from tuner.training.recorded import RecordedBatch, recorded_update
 from tuner.training.selection import Overlong, Selection
 from tuner.training.settings import CriticSettings, TrainerSettings
 from tuner.training.trainer import PolicyTrainer, ScoredBatch
@@ -12,10 +13,12 @@ __all__ = [
     "MasterAdamW",
     "Overlong",
     "PolicyTrainer",
+    "RecordedBatch",
     "Row",
     "ScoredBatch",
     "Selection",
     "TrainerSettings",
     "build_batch",
     "make_optimizer",
+    "recorded_update",
 ]

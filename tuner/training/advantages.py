@@ -8,6 +8,7 @@ from torch import Tensor
 from tuner.algorithms import (
     KL_ESTIMATORS,
     call_normalized,
+    distilled,
     group_normalized,
     group_std,
     leave_one_out,
@@ -24,7 +25,10 @@ NORMALIZED = ("grpo", "step_wise_grpo")
 
 
 def row_advantages(
-    batch: Batch, settings: TrainerSettings, ref_logp: tuple[Tensor, ...] | None = None
+    batch: Batch,
+    settings: TrainerSettings,
+    ref_logp: tuple[Tensor, ...] | None = None,
+    teacher_logp: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, ...]:
     """The advantage of every trained token, one tensor [T_row] for each of the N rows.
 
@@ -37,12 +41,25 @@ def row_advantages(
 
     Args:
         ref_logp: The reference's log-probs, one tensor for each row; for the KL penalty.
+        teacher_logp: The teacher's, in the same form; for distillation, which reads no rewards.
 
     Raises:
-        TrainingError: Calls have rewards of their own, and the algorithm has no use for them.
+        TrainingError: Calls have rewards of their own, and the algorithm has no use for them, or
+            there is no teacher.
     """
     if not batch.rows:
         return ()
+    if settings.advantage == "on_policy_distill":
+        if teacher_logp is None:
+            raise TrainingError("on_policy_distill needs a teacher (PolicyTrainer(teacher=...))")
+        return tuple(
+            distilled(
+                teacher_T.cpu().double(),
+                torch.tensor(row.logprobs, dtype=torch.float64),
+                coef=settings.distill_coef,
+            )
+            for row, teacher_T in zip(batch.rows, teacher_logp, strict=True)
+        )
     penalties = kl_penalties(batch, settings, ref_logp)
     if settings.advantage == "reinforceplusplus":
         return whitened_returns(
@@ -173,5 +190,5 @@ def _of_calls(
         case "best_of_group":
             # The others were left out when the batch was built.
             return torch.ones_like(rewards_C)
-        case "reinforceplusplus" | "ppo":
-            raise TrainingError(f"{settings.advantage} compares tokens, not sets of rewards")
+        case "reinforceplusplus" | "ppo" | "on_policy_distill" | "none":
+            raise TrainingError(f"{settings.advantage} does not compare sets of rewards")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class Row:
         reward: The call's own reward, or None: then its rollout's counts.
         peers: Index of the rows of its group that have a reward of their own and the same role,
             which its reward is compared with; None where it has no reward of its own.
+        logprobs: Those that the completion was sampled with; empty where nobody sampled it.
         versions: Updates that the weights had seen which sampled each token; empty: those that
             are trained.
     """
@@ -48,13 +50,20 @@ class Row:
         return len(self.prompt_ids) + len(self.completion_ids)
 
 
+class HasRows(Protocol):
+    """Rows of a step, from rollouts or from recorded data."""
+
+    @property
+    def rows(self) -> tuple[Row, ...]: ...
+
+
 @dataclass(frozen=True)
 class Batch:
     """The rows of one step with the rewards of their rollouts.
 
     Attributes:
         rows: In order of rollout and call, whatever the order of arrival.
-        rewards_R: Reward of each of the R rollouts used.
+        rewards_R: Reward of each of the R rollouts used; 0 where it has none and needs none.
         group_R: Index of each rollout's group, 0 .. G-1.
         ids: Which rollouts these are, R of them.
         sampled_tokens: Tokens sampled in all attempts of the step.
@@ -88,8 +97,9 @@ def build_batch(
 ) -> Batch:
     """Choose what is trained; count, by reason, what is not.
 
-    A group is used while at least `selection.smallest_group` of its rollouts are. A rollout is used
-    when it completed with a reward, or failed after at least one call and `penalty` is given.
+    A group is used while at least two of its rollouts are, or one where that is enough. A rollout
+    is used when it completed with a reward, or without where none is needed, or failed after at
+    least one call and `penalty` is given.
 
     Args:
         traces: Every attempt of one step, in any order.
@@ -107,7 +117,7 @@ def build_batch(
     rollouts: Counter[str] = Counter()
     groups: dict[tuple[int, int], list[tuple[Trace, float]]] = defaultdict(list)
     for trace in attempts:
-        reward = _reward(trace, penalty)
+        reward = _reward(trace, penalty, needed=selection.needs_reward)
         if not trace.final:
             tokens["retried_attempt"] += trace.sampled_tokens
         elif reward is None:
@@ -119,8 +129,7 @@ def build_batch(
     used: list[tuple[Trace, float, int]] = []
     kept_groups = 0
     for members in groups.values():
-        too_small = len(members) < selection.smallest_group
-        unused = "group_of_one" if too_small else selection.reason(members)
+        unused = selection.reason(members)
         if unused is not None:
             tokens[unused] += sum(trace.sampled_tokens for trace, _ in members)
             rollouts[unused] += len(members)
@@ -137,9 +146,10 @@ def build_batch(
     peers = _peers(used, least=1 if selection.lone_rewards else 2)
     for index, (trace, _, group) in enumerate(used):
         for call in trace.calls:
-            own = peers.get((group, call.role)) if call.reward is not None else None
+            reward = call.reward if selection.needs_reward else None
+            own = peers.get((group, call.role)) if reward is not None else None
             reason = _untrainable(call)
-            if reason is None and call.reward is not None and own is None:
+            if reason is None and reward is not None and own is None:
                 reason = "reward_without_peer"
             if reason is not None:
                 tokens[reason] += len(call.completion_ids)
@@ -152,7 +162,7 @@ def build_batch(
                         completion_ids=call.completion_ids,
                         logprobs=call.logprobs,
                         sampling=call.sampling,
-                        reward=None if call.reward is None else selection.of_call(call.reward),
+                        reward=None if reward is None else selection.of_call(reward),
                         peers=own,
                         versions=call.versions,
                     )
@@ -201,9 +211,9 @@ def _peers(
     return {key: index for index, key in enumerate(shared)}
 
 
-def _reward(trace: Trace, penalty: float | None) -> float | None:
+def _reward(trace: Trace, penalty: float | None, *, needed: bool) -> float | None:
     if trace.outcome is Outcome.COMPLETED:
-        return trace.reward
+        return 0.0 if trace.reward is None and not needed else trace.reward
     return penalty if trace.outcome in PENALIZABLE and trace.calls else None
 
 

@@ -168,6 +168,23 @@ class Forward:
     def _checkpointed(self, model: nn.Module) -> AbstractContextManager[None]:
         return checkpointed_layers(model, enabled=self.checkpointing and torch.is_grad_enabled())
 
+    @torch.no_grad()
+    def all_logprobs(
+        self, model: nn.Module, rows: Sequence[Row], max_tokens: int
+    ) -> tuple[Tensor, ...]:
+        """Log-probs of each row's completion tokens without a gradient, in micro-batches.
+
+        Returns:
+            One tensor for each row, of shape [T_row].
+        """
+        result: dict[int, Tensor] = {}
+        for indices in self.micro_batches(rows, max_tokens):
+            part = [rows[i] for i in indices]
+            logp_T = self.logprobs(model, part, with_entropy=False).logp_T
+            pieces = logp_T.split([len(row.completion_ids) for row in part])
+            result.update(zip(indices, pieces, strict=True))
+        return tuple(result[i] for i in range(len(rows)))
+
 
 def _tree_windows(model: nn.Module) -> dict[str, int | None] | str:
     """The window of each kind of layer, or why the model cannot be computed on a token tree."""

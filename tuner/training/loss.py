@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tuner.algorithms import KL_ESTIMATORS, PolicyLoss, losses
 from tuner.algorithms.correction import accepted, importance_weight, log_linear, truncated
+from tuner.errors import TrainingError
 from tuner.training.settings import TrainerSettings
 
 
@@ -136,6 +137,8 @@ def policy_loss(settings: TrainerSettings, tokens: Tokens, old_T: Tensor) -> Pol
             return losses.importance_sampling(logp_T, old_T, advantages_T)
         case "sft":
             return losses.likelihood(logp_T, old_T)
+        case "dpo":
+            raise TrainingError("dpo compares recorded answers, not tokens (dpo_update)")
 
 
 def _proximal(settings: TrainerSettings, tokens: Tokens) -> Tensor:

@@ -50,25 +50,33 @@ class Selection:
             unless calls in it have rewards of their own.
         best_only: Of each group only the rollouts with the highest reward are kept, of a group
             whose rewards are all equal none (RAFT, arXiv 2304.06767).
-        smallest_group: Rollouts that a group needs: 2 where rewards are compared inside it.
         lone_rewards: A call with a reward of its own is used where no other of its group has one.
+        needs_group: A rollout that is alone in its group teaches nothing.
+        needs_reward: A rollout without a reward teaches nothing. Where it is False rewards, those
+            of single calls too, are not looked at.
     """
 
     success_rate: tuple[float, float] = (0.0, 1.0)
     varied_only: bool = False
     best_only: bool = False
-    smallest_group: int = 2
     lone_rewards: bool = False
     scale: float = 1.0
     bias: float = 0.0
     overlong: Overlong | None = None
+    needs_group: bool = True
+    needs_reward: bool = True
 
     def reason(self, members: Sequence[tuple[Trace, float]]) -> str | None:
         """Why a whole group is left out, or None.
 
+        Args:
+            members: Its rollouts with their rewards, those that can be trained.
+
         Raises:
             TrainingError: Only the best rollouts are kept, and a call has a reward of its own.
         """
+        if len(members) < 2 and self.needs_group:
+            return "group_of_one"
         rewards = [reward for _, reward in members]
         rate = sum(reward > 0 for reward in rewards) / len(rewards)
         if rate < self.success_rate[0]:

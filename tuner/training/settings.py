@@ -65,6 +65,9 @@ class TrainerSettings:
             recorded, a forward pass, or the two interpolated; `auto` takes a forward pass where
             a token was sampled by older weights.
         importance_cap: Bound of the weight proximal / behaviour; None: no weights.
+        beta: How strongly DPO takes a preference against the distance from the reference.
+        label_smoothing: How often DPO takes a preference to be the wrong way round.
+        distill_coef: What the difference between teacher and student is multiplied with.
         rejection: Tokens whose weight is outside these bounds do not count; None: all do.
     """
 
@@ -94,6 +97,9 @@ class TrainerSettings:
     tau_neg: float = 1.05
     opmd_tau: float = 1.0
     advantage_threshold: float = 0.0
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    distill_coef: float = 1.0
     kl: KLName = "k2"
     kl_coef: float = 0.001
     kl_penalty: KLName = "none"
@@ -119,7 +125,7 @@ class TrainerSettings:
     @property
     def uses_reference(self) -> bool:
         in_loss = self.kl != "none" and self.kl_coef != 0
-        return in_loss or self.penalizes_kl
+        return in_loss or self.penalizes_kl or self.policy_loss == "dpo"
 
     @property
     def penalizes_kl(self) -> bool:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from tuner.engines.transfer import to_device
 from tuner.errors import TrainingError
 from tuner.traces.tree import IntArray
 from tuner.training.advantages import kl_penalties, row_advantages
-from tuner.training.batch import Batch, Row
+from tuner.training.batch import Batch, HasRows, Row
 from tuner.training.critic import Critic
 from tuner.training.episodes import critic_advantages
 from tuner.training.forward import Forward
@@ -46,6 +47,7 @@ from tuner.training.optimizer import make_optimizer
 from tuner.training.reference import Reference, acting, frozen_start
 from tuner.training.schedule import lr_factor
 from tuner.training.settings import TrainerSettings
+from tuner.training.teacher import Teacher
 from tuner.training.throughput import Throughput
 
 logger = logging.getLogger("tuner")
@@ -101,6 +103,8 @@ class PolicyTrainer:
             there are none.
         critic: A causal LM whose layers become the critic's, for PPO; by default a copy of `model`
             as it is now.
+        teacher: Whose log-probs `on_policy_distill` trains on; any architecture with the policy's
+            vocabulary.
     """
 
     def __init__(
@@ -111,6 +115,7 @@ class PolicyTrainer:
         reference: Reference | None = None,
         grammars: Grammars | None = None,
         critic: nn.Module | None = None,
+        teacher: nn.Module | None = None,
     ) -> None:
         self.model = model.eval()  # no dropout: sampling and training see the same function
         self.settings = settings
@@ -126,6 +131,9 @@ class PolicyTrainer:
         self.reference: Reference | None = None
         if settings.uses_reference:
             self.reference = frozen_start(model, reference)
+        self.teacher: Teacher | None = None
+        if teacher is not None:
+            self.teacher = Teacher.of(teacher, grammars, settings)
         self.optimizer = make_optimizer(
             model.parameters(),
             lr=settings.lr,
@@ -150,7 +158,7 @@ class PolicyTrainer:
         """Learning rate of the next update."""
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def compute_logp(self, batch: Batch, *, model: Reference | None = None) -> tuple[Tensor, ...]:
+    def compute_logp(self, batch: HasRows, *, model: Reference | None = None) -> tuple[Tensor, ...]:
         """Log-probs of each row's completion tokens under the current weights, no gradient.
 
         Args:
@@ -161,14 +169,9 @@ class PolicyTrainer:
         Returns:
             N tensors, one per row, of shape [T_row].
         """
-        result: dict[int, Tensor] = {}
-        with torch.no_grad(), acting(model or self.model) as network:
-            for indices in self._micro_batches(batch):
-                rows = [batch.rows[i] for i in indices]
-                logp_T = self._forward.logprobs(network, rows, with_entropy=False).logp_T
-                pieces = logp_T.split([len(row.completion_ids) for row in rows])
-                result.update(zip(indices, pieces, strict=True))
-        return tuple(result[i] for i in range(len(batch.rows)))
+        budget = self.settings.max_tokens_per_micro_batch
+        with acting(model or self.model) as network:
+            return self._forward.all_logprobs(network, batch.rows, budget)
 
     def compute_ref_logp(self, scored: ScoredBatch) -> ScoredBatch:
         """Add the reference's log-probs where the KL term needs them."""
@@ -184,13 +187,16 @@ class PolicyTrainer:
         for the KL term.
 
         Raises:
-            TrainingError: Calls have rewards of their own that the algorithm has no use for.
+            TrainingError: Calls have rewards of their own that the algorithm has no use for, or
+                there is no teacher where it needs one.
         """
         ref_logp = None
+        teacher_logp = self.teacher.logp(batch) if self.teacher is not None else None
         if self.settings.penalizes_kl and self.reference is not None and batch.rows:
             ref_logp = self.compute_logp(batch, model=self.reference)
         if self.critic is None or not batch.rows:
-            return ScoredBatch(batch, row_advantages(batch, self.settings, ref_logp), ref_logp)
+            advantages = row_advantages(batch, self.settings, ref_logp, teacher_logp)
+            return ScoredBatch(batch, advantages, ref_logp)
         values = self.compute_values(batch)
         penalties = kl_penalties(batch, self.settings, ref_logp)
         advantages, returns = critic_advantages(batch, self.settings, values, penalties)
@@ -253,6 +259,9 @@ class PolicyTrainer:
         advantages_T = torch.cat(scored.advantages)
         metrics["advantage_std"] = float(advantages_T.std(correction=0))
         metrics["advantage_max"] = float(advantages_T.abs().max())
+        if self.settings.advantage == "on_policy_distill":
+            # In the mean over the student's samples, the KL of student and teacher.
+            metrics["kl_teacher"] = -float(advantages_T.mean()) / self.settings.distill_coef
         self._watch_mismatch(metrics)
         return metrics
 
@@ -295,16 +304,61 @@ class PolicyTrainer:
             "importance_squared"
         )
         metrics["lr"] = self.lr
-        if not (math.isfinite(metrics["grad_norm"]) and math.isfinite(metrics["loss"])):
+        self._apply(loss=metrics["loss"], grad_norm=metrics["grad_norm"])
+        return metrics
+
+    def likelihood_update(self, rows: Sequence[Row], weights_N: Tensor) -> dict[str, float]:
+        """One optimizer step on `L = -sum_n weight_n * logp(completion_n)`.
+
+        That is what imitating and comparing recorded answers come down to
+        (`tuner.training.recorded`). It does not depend on where micro-batches are cut.
+
+        Args:
+            rows: N rows.
+            weights_N: The weight of each row, a constant; negative to make it less likely.
+
+        Returns:
+            Loss, mean entropy of the tokens, gradient norm and learning rate.
+
+        Raises:
+            TrainingError: Loss or gradient is not finite; the weights are then as they were.
+        """
+        self.optimizer.zero_grad()
+        sums: list[Tensor] = []
+        for indices in self._forward.micro_batches(rows, self.settings.max_tokens_per_micro_batch):
+            part = [rows[i] for i in indices]
+            current = self._forward.logprobs(self.model, part, with_entropy=False)
+            logp_T = current.logp_T
+            lengths = torch.tensor([len(row.completion_ids) for row in part])
+            weights_T = weights_N[indices].repeat_interleave(lengths).to(logp_T.dtype)
+            loss = -(logp_T * to_device(weights_T, logp_T.device)).sum()
+            loss.backward()
+            sums.append(torch.stack([loss.detach(), current.entropy_T.detach().sum()]))
+        norm = self.optimizer.clip_grad_norm(self.settings.grad_clip)
+        # The one place where Python waits for the device.
+        total, entropy, grad_norm = torch.cat(
+            [torch.stack(sums).double().sum(0), norm.double()[None]]
+        ).tolist()
+        self._apply(loss=total, grad_norm=grad_norm)
+        self.step += 1
+        tokens = sum(len(row.completion_ids) for row in rows)
+        return {
+            "loss": total,
+            "entropy": entropy / tokens,
+            "grad_norm": grad_norm,
+            "lr": self.lr,
+        }
+
+    def _apply(self, *, loss: float, grad_norm: float) -> None:
+        """Take the optimizer's step, if it would not spoil the weights."""
+        if not (math.isfinite(grad_norm) and math.isfinite(loss)):
             self.optimizer.zero_grad()
             raise TrainingError(
-                f"step {self.step + 1}: loss {metrics['loss']} with gradient norm "
-                f"{metrics['grad_norm']} is not finite; lower algorithm.optimizer.lr or "
-                "trainer.grad_clip"
+                f"step {self.step + 1}: loss {loss} with gradient norm {grad_norm} is not finite; "
+                "lower algorithm.optimizer.lr or trainer.grad_clip"
             )
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return metrics
 
     def _tokens(
         self,

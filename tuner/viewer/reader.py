@@ -56,9 +56,7 @@ class RunReader:
                 "model": _short(_at(config, "model", "model_path")),
                 "algorithm": _at(config, "algorithm", "algorithm_type"),
                 "learning rate": _at(config, "algorithm", "optimizer", "lr"),
-                "rollouts per task": _at(config, "algorithm", "repeat_times"),
-                "tasks per step": _at(config, "buffer", "batch_size"),
-                "temperature": _at(config, "model", "temperature"),
+                **_size_of_a_step(config),
             },
         }
 
@@ -144,6 +142,17 @@ def _readable(value: Any) -> Any:
     if isinstance(value, int) and abs(value) > EXACT_INTEGER:
         return str(value)
     return value
+
+
+def _size_of_a_step(config: dict[str, Any]) -> dict[str, Any]:
+    size = _at(config, "buffer", "batch_size")
+    if config.get("mode") == "train":
+        return {"rows per step": size}
+    return {
+        "rollouts per task": _at(config, "algorithm", "repeat_times"),
+        "tasks per step": size,
+        "temperature": _at(config, "model", "temperature"),
+    }
 
 
 def _at(config: dict[str, Any], *keys: str) -> Any:

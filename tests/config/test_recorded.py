@@ -1,0 +1,115 @@
+"""Recorded data and teachers in the configuration: what the algorithm decides, what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from tuner.algorithms.table import ALGORITHMS
+from tuner.backends.stack import rollout_settings, selection, trainer_settings
+from tuner.config import load_config
+from tuner.errors import ConfigError
+
+BUFFER = "buffer.trainer_input.experience_buffer"
+TEACHER = "explorer.auxiliary_models=[{name: big, model_path: org/big}]"
+# What an algorithm cannot be loaded without.
+NEEDED = {"on_policy_distill": [TEACHER]}
+
+
+def load(algorithm, *overrides):
+    needed = NEEDED.get(algorithm, [])
+    return load_config(overrides=[f"algorithm.algorithm_type={algorithm}", *needed, *overrides])
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_mode_follows_the_algorithm(name):
+    assert load(name).mode == ("train" if name in ("sft", "dpo") else "both")
+    assert load(name, "mode=null").mode == load(name).mode
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "overrides", "text"),
+    [
+        ("sft", "mode=both", "set mode to train"),
+        ("grpo", "mode=train", "set mode to both"),
+        ("sft", f"{BUFFER}.storage_type=sql", "recorded data is read from files"),
+        ("grpo", f"{BUFFER}.storage_type=file", "rollouts are trained as they come"),
+        ("sft", f"{BUFFER}.format.chosen_key=x", "does not read it"),
+        ("dpo", f"{BUFFER}.format.response_key=x", "does not read it"),
+        ("dpo", f"{BUFFER}.format.chat_template=x", "set model.custom_chat_template"),
+        ("dpo", f"{BUFFER}.format.mesages_key=x", "did you mean"),
+        ("dpo", f"{BUFFER}.format.image_key=x", "text models only"),
+        ("sft", f"{BUFFER}.replay_buffer.enable=true", "old rollouts"),
+        ("sft", "algorithm.advantage_fn=grpo", "has no place for"),
+        ("sft", "algorithm.kl_loss_fn=k2", "has no place for"),
+        ("dpo", "algorithm.kl_loss_fn=k1", "policy_loss_fn_args.beta is what holds dpo"),
+        ("dpo", "algorithm.policy_loss_fn=sft", "has no place for"),
+        ("dpo", "algorithm.loss_agg_mode=token-mean", "has no place for"),
+        ("sft", "algorithm.loss_agg_mode=seq-mean-token-sum-norm", "max_response_tokens"),
+        ("sft", "algorithm.policy_loss_fn_args.beta=1", "set algorithm.policy_loss_fn to dpo"),
+        ("dpo", "algorithm.policy_loss_fn_args.label_smoothing=0.5", "less than 0.5"),
+        ("sft", "tuner.algorithm.updates=2", "does not read it"),
+        ("sft", "tuner.on_failure=abort", "does not read it"),
+        ("sft", "buffer.explorer_input.taskset.path=a/b", f"set {BUFFER}.path instead"),
+        ("sft", "buffer.train_batch_size=64", "set buffer.batch_size to it"),
+        ("grpo", "algorithm.advantage_fn=none", "set algorithm.algorithm_type to sft or dpo"),
+        ("grpo", "algorithm.policy_loss_fn=dpo", "set algorithm.algorithm_type to dpo"),
+        ("grpo", "algorithm.repeat_times=1", "set it to 2 or more"),
+        ("grpo", "tuner.algorithm.teacher=big", "has no teacher"),
+        ("on_policy_distill", "explorer.auxiliary_models=[]", "needs a teacher"),
+        ("on_policy_distill", "tuner.algorithm.teacher=small", "explorer.auxiliary_models has big"),
+        ("on_policy_distill", "tuner.algorithm.reward_scale=2", "is about rewards"),
+        ("on_policy_distill", "tuner.algorithm.dynamic_sampling=true", "is about rewards"),
+        ("on_policy_distill", "tuner.on_failure={penalize: 0}", "is about rewards"),
+        ("on_policy_distill", "algorithm.kl_penalty_fn=k1", "is about rewards"),
+        ("on_policy_distill", "algorithm.advantage_fn_args.kl_coef=0", "greater than 0"),
+    ],
+)
+def test_settings_that_the_source_of_data_has_no_use_for_are_refused(algorithm, overrides, text):
+    with pytest.raises(ConfigError) as error:
+        load(algorithm, overrides)
+    assert text in str(error.value)
+    assert overrides.partition("=")[0].removesuffix(".teacher") in str(error.value)
+
+
+def test_trinitys_files_for_recorded_data_are_read(tmp_path):
+    path = tmp_path / "dpo.yaml"
+    path.write_text(
+        "mode: train\n"
+        "algorithm:\n"
+        "  algorithm_type: dpo\n"
+        "  policy_loss_fn_args: {beta: 0.2, label_smoothing: 0.1}\n"
+        "model: {model_path: org/name}\n"
+        "buffer:\n"
+        "  total_epochs: 2\n"
+        "  batch_size: 64\n"
+        "  train_batch_size: 64\n"
+        "  trainer_input:\n"
+        "    experience_buffer:\n"
+        "      name: human\n"
+        "      storage_type: file\n"
+        "      path: pairs.jsonl\n"
+        "      split: train\n"
+        "      format: {prompt_type: plaintext, prompt_key: p, chosen_key: a, rejected_key: b}\n"
+        "synchronizer: {sync_method: checkpoint}\n"
+    )
+    config = load_config(path)
+    buffer = config.buffer.trainer_input.experience_buffer
+    assert buffer.path == str(tmp_path / "pairs.jsonl")
+    assert (buffer.format.prompt_key, buffer.format.chosen_key) == ("p", "a")
+    settings = trainer_settings(config, 10, 64)
+    assert (settings.policy_loss, settings.beta, settings.label_smoothing) == ("dpo", 0.2, 0.1)
+    assert settings.uses_reference
+
+
+def test_a_teacher_needs_neither_a_group_nor_a_reward():
+    config = load("on_policy_distill", "algorithm.repeat_times=1")
+    chosen = selection(config)
+    assert not chosen.needs_group
+    assert not chosen.needs_reward
+    assert not rollout_settings(config).needs_reward
+    settings = trainer_settings(config, 10, 64)
+    assert (settings.advantage, settings.distill_coef) == ("on_policy_distill", 1.0)
+    assert not settings.uses_reference
+    for other in ("grpo", "sft"):
+        assert rollout_settings(load(other)).needs_reward
+    assert selection(load("grpo")).needs_group
