@@ -18,12 +18,10 @@ from _report import Row, report
 from agent_step import is_right, solve
 
 from tuner import Dataset, JudgeOutput, TuneResult, tune
-from tuner.algorithms.table import ALGORITHMS
+from tuner.algorithms.table import ADVANTAGES, ALGORITHMS
 
 ROOT = Path(__file__).parents[1]
 WANTED_RATIO = 1.1
-# They learn from recorded data or from a teacher, which these problems have none of.
-OTHER_SIGNAL = frozenset({"sft", "dpo", "on_policy_distill"})
 LEARNING_RATE = 5e-4
 
 
@@ -60,7 +58,12 @@ def main() -> None:
     parser.add_argument("algorithm", nargs="*", default=[])
     parser.add_argument("--steps", type=int, default=8)
     given = parser.parse_args()
-    names = given.algorithm or [name for name in ALGORITHMS if name not in OTHER_SIGNAL]
+    names = given.algorithm or [
+        # The others learn from recorded data or a teacher, which these problems have none of.
+        name
+        for name, row in ALGORITHMS.items()
+        if row.recorded is None and ADVANTAGES[row.advantage_fn].needs_reward
+    ]
     rows = []
     for name in names:
         result = run(name, given.steps)
