@@ -1,15 +1,19 @@
-"""Seconds of one whole update: token tree, padded rows, and TRL's GRPOTrainer where it applies.
+"""What one whole update costs: token tree, packed and padded rows, and TRL's where it applies.
 
 An update is everything from a batch with rewards to new weights: advantages, log-probs, gradients,
-clipping, AdamW; PPO clip, token mean, no KL. Tree and padded rows are the same `PolicyTrainer` with
-layouts tree and padded, on the same rows in the same run. The floor is what any training costs: the
-model's own forward pass with `labels`, and backward, over as many tokens as are distinct, in rows
-of about the length of a rollout; no optimizer, no advantages. TRL (single turn, one row per
-completion) gets the same rows in the shape of its own generation's output; its loss
+clipping, AdamW; PPO clip, token mean, no KL. Tree, packed and padded rows are the same
+`PolicyTrainer` with another `layout`, on the same rows in the same run. The floor is what any
+training costs: the model's own forward pass with `labels`, and backward, over as many tokens as are
+distinct, in rows of about the length of a rollout; no optimizer, no advantages. TRL (single turn,
+one row per completion) gets the same rows in the shape of its own generation's output; its loss
 (`GRPOTrainer._compute_loss`), backward pass, clipping and AdamW are timed. The median of the
-repeats counts, taken in turn.
+repeats counts, taken in turn. Peak memory is what an update holds at most beyond what was there
+before it: weights and the optimizer's state.
 
-    python benchmarks/train_step.py [--repeats 3] [--no-trl]
+On a CPU the model has Qwen3's shape with 0.8M parameters in float32; on a GPU the shapes of
+Qwen3-0.6B and 1.7B in bfloat16 with float32 masters, and MFU.
+
+    python benchmarks/train_step.py [--device cuda] [--repeats 3] [--no-trl]
 """
 
 from __future__ import annotations
@@ -22,20 +26,69 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from _report import Row as Result
 from _report import report
+from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tuner.engines.base import SamplingParams
 from tuner.traces import RolloutId, TokenTree
 from tuner.training import Batch, PolicyTrainer, Row, TrainerSettings
-from tuner.training.settings import Layout
 
-VOCABULARY = 397
 MAX_TOKENS = 16_384
+Work = Callable[[], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model; its weights are random."""
+
+    name: str
+    vocabulary: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    key_value_heads: int
+    head_dim: int
+    wanted_mfu: float | None = None
+
+    def model(self, device: str) -> Qwen3ForCausalLM:
+        """The same weights every time."""
+        torch.manual_seed(0)
+        config = Qwen3Config(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.key_value_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=4096,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=0,
+            pad_token_id=0,
+        )
+        with torch.device(device):
+            model: Qwen3ForCausalLM = Qwen3ForCausalLM(config)
+        if device == "cuda":
+            model = model.bfloat16()
+        model.eval()
+        return model
+
+
+SHAPES = {
+    "cpu": (Shape("0.8M", 397, 128, 384, 4, 4, 2, 32),),
+    "cuda": (
+        Shape("Qwen3-0.6B", 151_936, 1024, 3072, 28, 16, 8, 128),
+        Shape("Qwen3-1.7B", 151_936, 2048, 6144, 28, 16, 8, 128, wanted_mfu=0.4),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -60,33 +113,11 @@ CASES = (
 )
 
 
-def make_model() -> Qwen3ForCausalLM:
-    """Qwen3's shape with 0.8M parameters, the same weights every time."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
-    model: Qwen3ForCausalLM = Qwen3ForCausalLM(config).float()
-    model.eval()
-    return model
-
-
-def make_batch(case: Case) -> Batch:
+def make_batch(case: Case, vocabulary: int) -> Batch:
     dice = random.Random(0)
 
     def ids(count: int) -> tuple[int, ...]:
-        return tuple(dice.randrange(1, VOCABULARY) for _ in range(count))
+        return tuple(dice.randrange(1, vocabulary) for _ in range(count))
 
     rows, system = [], ids(case.system)
     sampling = SamplingParams(max_tokens=case.said)
@@ -111,32 +142,32 @@ def make_batch(case: Case) -> Batch:
     )
 
 
-def ours(batch: Batch, *, layout: Layout) -> Callable[[], object]:
+def ours(batch: Batch, layout: Any, shape: Shape, device: str) -> Work:
     settings = TrainerSettings(
-        total_steps=1000,
-        kl="none",
-        layout=layout,
-        max_tokens_per_micro_batch=MAX_TOKENS,
+        total_steps=1000, kl="none", layout=layout, max_tokens_per_micro_batch=MAX_TOKENS
     )
-    trainer = PolicyTrainer(make_model(), settings)
+    trainer = PolicyTrainer(shape.model(device), settings)
     return lambda: trainer.ppo_update(trainer.compute_advantages(batch))
 
 
-def plain(batch: Batch, case: Case) -> Callable[[], object]:
+def plain(batch: Batch, shape: Shape, device: str) -> Work:
     """A language model's forward and backward pass over as many tokens as are distinct."""
-    model = make_model()
+    model = shape.model(device)
     unique = TokenTree.build(batch.rows).unique_tokens
     count = math.ceil(unique / max(len(row) for row in batch.rows))
-    ids = torch.randint(1, VOCABULARY, (count, math.ceil(unique / count)))
+    ids = torch.randint(1, shape.vocabulary, (count, math.ceil(unique / count)))
+    ids = ids.to(device)
 
-    def work() -> None:
+    def work() -> dict[str, float]:
         model.zero_grad(set_to_none=True)
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        for part in ids.split(max(1, MAX_TOKENS // ids.shape[1])):
+            model(input_ids=part, labels=part, use_cache=False).loss.backward()
+        return {}
 
     return work
 
 
-def trl(batch: Batch, case: Case) -> Callable[[], object]:
+def trl(batch: Batch, case: Case, shape: Shape, device: str) -> Work:
     """TRL's loss and optimizer on the same rows: prompts padded left, completions right."""
     from datasets import Dataset
     from tokenizers import Tokenizer
@@ -144,14 +175,14 @@ def trl(batch: Batch, case: Case) -> Callable[[], object]:
     from transformers import PreTrainedTokenizerFast
     from trl import GRPOConfig, GRPOTrainer
 
-    words = {f"w{i}": i for i in range(VOCABULARY)}
+    words = {f"w{i}": i for i in range(shape.vocabulary)}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(words, unk_token="w1")), pad_token="w0", eos_token="w0"
     )
     count = len(batch.rows)
     arguments = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
-        use_cpu=True,
+        use_cpu=device == "cpu",
         bf16=False,
         gradient_checkpointing=False,
         per_device_train_batch_size=count,
@@ -163,89 +194,151 @@ def trl(batch: Batch, case: Case) -> Callable[[], object]:
         disable_tqdm=True,
     )
     trainer = GRPOTrainer(
-        model=make_model(),
+        model=shape.model(device),
         processing_class=tokenizer,
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         args=arguments,
         train_dataset=Dataset.from_list([{"prompt": "w1"}] * count),
     )
     optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-6, weight_decay=0.01)
-    prompt = torch.tensor([row.prompt_ids for row in batch.rows])
-    completion = torch.tensor([row.completion_ids for row in batch.rows])
+    prompt = torch.tensor([row.prompt_ids for row in batch.rows], device=device)
+    completion = torch.tensor([row.completion_ids for row in batch.rows], device=device)
+    rollout = torch.tensor([row.rollout for row in batch.rows])
     inputs: dict[str, Any] = {
         "prompt_ids": prompt,
         "prompt_mask": torch.ones_like(prompt),
         "completion_ids": completion,
         "completion_mask": torch.ones_like(completion),
-        "advantages": batch.rewards_R.float()[torch.tensor([row.rollout for row in batch.rows])],
-        "old_per_token_logps": torch.full(completion.shape, -6.0),
-        "num_items_in_batch": torch.tensor(batch.trained_tokens),
+        "advantages": batch.rewards_R.float()[rollout].to(device),
+        "old_per_token_logps": torch.full(completion.shape, -6.0, device=device),
+        "num_items_in_batch": torch.tensor(batch.trained_tokens, device=device),
     }
 
-    def work() -> None:
+    def work() -> dict[str, float]:
         trainer.current_gradient_accumulation_steps = 1
         loss = trainer._compute_loss(trainer.model, inputs)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        return {}
 
     return work
 
 
-def seconds(works: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds of each, taken in turn so that other work on the machine meets all alike."""
-    taken: dict[str, list[float]] = {name: [] for name in works}
-    for turn in range(repeats + 1):
+@dataclass
+class Cost:
+    """Of one way: seconds of each repeat, peak bytes, and the metrics of the last update."""
+
+    taken: list[float]
+    peak: int
+    metrics: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(self.taken)
+
+
+def costs(makers: dict[str, Callable[[], Work]], repeats: int, device: str) -> dict[str, Cost]:
+    """On a CPU all are taken in turn, so that other work on the machine meets them alike; on a GPU
+    one after the other, so that they need not be there together."""
+    if device == "cuda":
+        return {
+            name: _costs({name: make()}, repeats, device)[name] for name, make in makers.items()
+        }
+    return _costs({name: make() for name, make in makers.items()}, repeats, device)
+
+
+def _costs(works: dict[str, Work], repeats: int, device: str) -> dict[str, Cost]:
+    for work in works.values():  # the first time makes the optimizer's state
+        work()
+    found = {name: Cost([], peak_bytes(work, device), {}) for name, work in works.items()}
+    for _ in range(repeats):
         for name, work in works.items():
+            _synchronize(device)
             start = time.perf_counter()
-            work()
-            if turn:  # the first one allocates
-                taken[name].append(time.perf_counter() - start)
-    return {name: statistics.median(all_) for name, all_ in taken.items()}
+            found[name].metrics = work()
+            _synchronize(device)
+            found[name].taken.append(time.perf_counter() - start)
+    return found
+
+
+def peak_bytes(work: Work, device: str) -> int:
+    """Most bytes alive at once in `work`, beyond those from before."""
+    if device == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        work()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        work()
+    assert seen.profiler is not None
+    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def rows_of(shape: Shape, case: Case, batch: Batch, found: dict[str, Cost]) -> list[Result]:
+    """What is reported of one case."""
+    name = f"{shape.name}: {case.name}"
+    tree = found["tree"]
+
+    def against(peer: str, key: str, target: float | None) -> Result:
+        seconds = found[key].seconds
+        return Result(name, "s/update", tree.seconds, peer, seconds, target, more_is_better=False)
+
+    results = [
+        against("padded rows", "padded", case.target),
+        against("packed rows", "packed", None),
+        against("plain pass over the unique tokens", "plain", round(1 / 1.3, 3)),
+    ]
+    if "trl" in found:
+        results.append(against("TRL GRPOTrainer", "trl", 1.0))
+    unique = TokenTree.build(batch.rows).unique_tokens
+    padded = found["padded"]
+    for metric, tokens in ("unique tokens/s", unique), ("row tokens/s", batch.row_tokens):
+        speed, peer = tokens / tree.seconds, tokens / padded.seconds
+        results.append(Result(name, metric, speed, "padded rows", peer))
+    for key in ("padded", "packed", "trl"):
+        if key in found:
+            peer_value, mib = found[key].peak / 2**20, tree.peak / 2**20
+            results.append(Result(name, "peak MiB", mib, key, peer_value, more_is_better=False))
+    if "mfu" in tree.metrics:
+        wanted = shape.wanted_mfu
+        target = None if wanted is None else 1.0
+        results.append(Result(name, "MFU", tree.metrics["mfu"], "wanted", wanted or 1.0, target))
+    return results
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=list(SHAPES), default="cpu")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--no-trl", action="store_true", help="leave TRL out")
     arguments = parser.parse_args()
+    device: str = arguments.device
     results = []
-    for case in CASES:
-        batch = make_batch(case)
-        unique = TokenTree.build(batch.rows).unique_tokens
-        works = {
-            "tree": ours(batch, layout="tree"),
-            "padded": ours(batch, layout="padded"),
-            "plain": plain(batch, case),
-        }
-        if case.turns == 1 and not arguments.no_trl:
-            works["trl"] = trl(batch, case)
-        took = seconds(works, arguments.repeats)
-        tree = took["tree"]
-
-        def against(
-            peer: str,
-            key: str,
-            target: float | None,
-            tree: float = tree,
-            case: Case = case,
-            took: dict[str, float] = took,
-        ) -> Result:
-            return Result(
-                case.name, "s/update", tree, peer, took[key], target, more_is_better=False
-            )
-
-        results.append(against("padded rows", "padded", case.target))
-        results.append(against("plain pass over the unique tokens", "plain", round(1 / 1.3, 3)))
-        if "trl" in took:
-            results.append(against("TRL GRPOTrainer", "trl", 1.0))
-        speed = ("unique tokens/s", unique), ("row tokens/s", batch.row_tokens)
-        for metric, tokens in speed:
-            results.append(
-                Result(case.name, metric, tokens / tree, "padded rows", tokens / took["padded"])
-            )
-    report("train_step", results, ["torch", "transformers", "trl"])
+    for shape in SHAPES[device]:
+        for case in CASES:
+            batch = make_batch(case, shape.vocabulary)
+            makers: dict[str, Callable[[], Work]] = {
+                layout: partial(ours, batch, layout, shape, device)
+                for layout in ("tree", "packed", "padded")
+            }
+            makers["plain"] = partial(plain, batch, shape, device)
+            if case.turns == 1 and not arguments.no_trl:
+                makers["trl"] = partial(trl, batch, case, shape, device)
+            results += rows_of(shape, case, batch, costs(makers, arguments.repeats, device))
+    name = "train_step" if device == "cpu" else f"train_step_{device}"
+    report(name, results, ["torch", "transformers", "trl"])
 
 
 if __name__ == "__main__":
