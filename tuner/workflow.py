@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tuner.errors import ConfigError, DatasetError, FunctionError
+from tuner.errors import ConfigError, DatasetError, FunctionError, TunerError
 
 # Begins the names of modules that were loaded from a file given by its path.
 FILE_MODULE = "tuner_file_"
@@ -59,6 +59,10 @@ class WorkflowOutput(FunctionOutput):
     reward: float | None = Field(default=None)
     response: Any | None = Field(default=None)
     metrics: dict[str, float] | None = Field(default=None)
+
+
+class Rejected(TunerError):
+    """Raised by a workflow that does not want its rollout trained; no failure, and not retried."""
 
 
 class MissingFieldError(DatasetError, FunctionError, KeyError):

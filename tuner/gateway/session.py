@@ -126,7 +126,9 @@ class Session:
         """Its calls in order of commitment, undelivered ones among them, with what the workflow
         said about them; empty where calls are not recorded."""
         return tuple(
-            replace(call, reward=credit.reward, excluded=credit.excluded)
+            replace(
+                call, reward=credit.reward, excluded=credit.excluded, masked=tuple(credit.masked)
+            )
             if (credit := self.credits.get(call.id)) is not None
             else call
             for call in self._calls
@@ -135,6 +137,11 @@ class Session:
     def recorded_calls(self) -> list[RecordedCall]:
         """Its calls so far that were delivered, for the workflow to give credit to."""
         return [RecordedCall(self, call) for call in self._calls if not call.undelivered]
+
+    @property
+    def gateway(self) -> Gateway:
+        """Where it was opened."""
+        return self._gateway
 
     @property
     def sealed(self) -> bool:

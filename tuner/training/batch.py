@@ -1,4 +1,7 @@
-"""From traces to what the trainer sees: one row per call, and where every token went."""
+"""From traces to what the trainer sees: one row per call, and where every token went.
+
+A call of which the workflow masked a part has a row for each stretch that is left.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,9 @@ AS_GIVEN = Selection()
 @dataclass(frozen=True)
 class Row:
     """One call as training data: `prompt_ids + completion_ids`, trained on the completion.
+
+    Where a part of the call is masked, `completion_ids` is one of the stretches that are left, and
+    `prompt_ids` is all that was there before it.
 
     Attributes:
         rollout: Index of its rollout in the batch.
@@ -142,20 +148,22 @@ def build_batch(
                 reason = "reward_without_peer"
             if reason is not None:
                 tokens[reason] += len(call.completion_ids)
-            else:
-                rows.append(
-                    Row(
-                        call_id=call.id,
-                        rollout=index,
-                        prompt_ids=call.prompt_ids,
-                        completion_ids=call.completion_ids,
-                        logprobs=call.logprobs,
-                        sampling=call.sampling,
-                        reward=None if call.reward is None else selection.of_call(call.reward),
-                        peers=own,
-                        versions=call.versions,
-                    )
+                continue
+            tokens["masked"] += sum(stop - start for start, stop in call.masked)
+            rows += [
+                Row(
+                    call_id=call.id,
+                    rollout=index,
+                    prompt_ids=call.prompt_ids + call.completion_ids[:start],
+                    completion_ids=call.completion_ids[start:stop],
+                    logprobs=call.logprobs[start:stop],
+                    sampling=call.sampling,
+                    reward=None if call.reward is None else selection.of_call(call.reward),
+                    peers=own,
+                    versions=call.versions[start:stop],
                 )
+                for start, stop in call.stretches
+            ]
     batch = Batch(
         rows=tuple(rows),
         rewards_R=torch.tensor([reward for _, reward, _ in used], dtype=torch.float64),
