@@ -128,12 +128,18 @@ def _functions(
     from tuner.workflow import load_function
 
     names = load_config(path, overrides=overrides).tuner
-    if names.workflow is None:
+    workflow: Callable[..., Any]
+    if names.agent is not None:
+        from tuner.areal import configured_agent
+
+        workflow = configured_agent(names)
+    elif names.workflow is not None:
+        workflow = load_function(names.workflow, setting="tuner.workflow")
+    else:
         raise ConfigError(
             f"{path}: tuner.workflow is not set: name the workflow as package.module:function or "
             "path/file.py:function"
         )
-    workflow = load_function(names.workflow, setting="tuner.workflow")
     judge = None if names.judge is None else load_function(names.judge, setting="tuner.judge")
     return workflow, judge
 
