@@ -1,5 +1,17 @@
 """AReaL-style agents, environments and token-level workflows, on the same gateway and trainer."""
 
+from tuner.areal.actor import PPOActor
+from tuner.areal.batch import TrajectoryBatch
+from tuner.areal.config import (
+    AgentExperiment,
+    DatasetConfig,
+    GRPOConfig,
+    InferenceEngineConfig,
+    OptimizerConfig,
+    PPOActorConfig,
+    load_expr_config,
+)
+from tuner.areal.dataloader import StatefulDataLoader
 from tuner.areal.engine import InferenceEngine, SessionEngine
 from tuner.areal.episodes import RolloutWorkflow, TokenWorkflow
 from tuner.areal.gym import GymnasiumEnvironment
@@ -19,28 +31,46 @@ from tuner.areal.registry import (
     register_environment,
 )
 from tuner.areal.requests import GenerationHyperparameters, ModelRequest, ModelResponse
+from tuner.areal.rollout import RolloutEngine
+from tuner.areal.run import Run
 from tuner.areal.samples import SequenceSample
 from tuner.areal.tensors import concat_padded_tensors, tensor_container_to
+from tuner.areal.weights import AllocationMode, FinetuneSpec, WeightUpdateMeta
 
 __all__ = [
     "Agent",
     "AgentAbstraction",
+    "AgentExperiment",
+    "AllocationMode",
     "BundledGenerationOutputs",
+    "DatasetConfig",
     "EnvServiceAbstraction",
     "EnvironmentFault",
     "EnvironmentService",
+    "FinetuneSpec",
+    "GRPOConfig",
     "GenerationHyperparameters",
     "GymnasiumEnvironment",
     "InferenceEngine",
+    "InferenceEngineConfig",
     "ModelRequest",
     "ModelResponse",
+    "OptimizerConfig",
+    "PPOActor",
+    "PPOActorConfig",
     "QueueWorkflow",
+    "RolloutEngine",
     "RolloutWorkflow",
+    "Run",
     "SequenceSample",
     "SessionEngine",
+    "StatefulDataLoader",
     "TokenWorkflow",
+    "TrajectoryBatch",
+    "WeightUpdateMeta",
     "concat_padded_tensors",
     "configured_agent",
+    "load_expr_config",
     "make_agent",
     "make_environment",
     "register_agent",

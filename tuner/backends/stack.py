@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -21,6 +21,8 @@ from tuner.errors import ConfigError
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults, SessionLimits
 from tuner.rollout import RolloutRunner, RolloutSettings
 from tuner.training import Overlong, PolicyTrainer, Selection, TrainerSettings
+
+TrainerT = TypeVar("TrainerT", bound=PolicyTrainer)
 
 
 @dataclass
@@ -102,6 +104,13 @@ def build_stack(
 
 def build_trainer(config: RunConfig, stack: Stack, *, total_steps: int) -> PolicyTrainer:
     """The trainer over the stack's model; its reference is always the model the run began with."""
+    return make_trainer(PolicyTrainer, config, stack, total_steps=total_steps)
+
+
+def make_trainer(
+    kind: type[TrainerT], config: RunConfig, stack: Stack, *, total_steps: int
+) -> TrainerT:
+    """As `build_trainer`, of a class derived from `PolicyTrainer`."""
     budget = config.trainer.max_token_len_per_gpu or 2 * stack.engine.capabilities.max_model_len
     settings = trainer_settings(config, total_steps, budget)
     reference = None
@@ -109,7 +118,7 @@ def build_trainer(config: RunConfig, stack: Stack, *, total_steps: int) -> Polic
         reference = load_model(
             config.model.model_path, device=stack.model.device, dtype=stack.model.dtype
         )
-    return PolicyTrainer(stack.model, settings, reference=reference, grammars=stack.engine.grammars)
+    return kind(stack.model, settings, reference=reference, grammars=stack.engine.grammars)
 
 
 def trainer_settings(
