@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 
+from tuner.areal import FinetuneSpec, GRPOConfig, PPOActor, RolloutEngine
 from tuner.backends.models import load_model, load_tokenizer
 from tuner.chat_models import PlainChatModel
 from tuner.engines.transformers import TransformersEngine
@@ -59,3 +60,24 @@ def run(make_gateway):
             await gateway.aclose()
 
     return run
+
+
+@pytest.fixture
+def make_loop(random_model_path):
+    """An actor and a rollout engine of one run, initialized."""
+    runs = []
+
+    def make(staleness=0, **settings):
+        config = GRPOConfig(**settings)
+        config.actor.path = str(random_model_path)
+        config.actor.optimizer.lr = 0.01
+        config.rollout.max_head_offpolicyness = staleness
+        actor, rollout = PPOActor(config.actor), RolloutEngine(config.rollout)
+        actor.initialize(None, FinetuneSpec(1, 8, 2))
+        rollout.initialize()
+        runs.append(config.actor.run)
+        return actor, rollout
+
+    yield make
+    for run in runs:
+        run.close()

@@ -34,27 +34,6 @@ GCONFIG = GenerationHyperparameters(max_new_tokens=5)
 ROWS = [{"question": str(i), "answer": ["a"], "n": i} for i in range(8)]
 
 
-@pytest.fixture
-def make_loop(random_model_path):
-    """An actor and a rollout engine of one run, initialized."""
-    runs = []
-
-    def make(staleness=0, **settings):
-        config = GRPOConfig(**settings)
-        config.actor.path = str(random_model_path)
-        config.actor.optimizer.lr = 0.01
-        config.rollout.max_head_offpolicyness = staleness
-        actor, rollout = PPOActor(config.actor), RolloutEngine(config.rollout)
-        actor.initialize(None, FinetuneSpec(1, 8, 2))
-        rollout.initialize()
-        runs.append(config.actor.run)
-        return actor, rollout
-
-    yield make
-    for run in runs:
-        run.close()
-
-
 class Random:
     """One answer, rewarded by its first token; `group` of them in one dict."""
 

@@ -1,6 +1,7 @@
 """AReaL-style agents, environments and token-level workflows, on the same gateway and trainer."""
 
 from tuner.areal.actor import PPOActor
+from tuner.areal.agents import AgentWorkflow
 from tuner.areal.batch import TrajectoryBatch
 from tuner.areal.config import (
     AgentExperiment,
@@ -41,6 +42,7 @@ __all__ = [
     "Agent",
     "AgentAbstraction",
     "AgentExperiment",
+    "AgentWorkflow",
     "AllocationMode",
     "BundledGenerationOutputs",
     "DatasetConfig",

@@ -17,16 +17,11 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from tuner.areal.queue_workflow import QueueWorkflow
 from tuner.areal.registry import AgentAbstraction, EnvServiceAbstraction
-from tuner.areal.requests import GenerationHyperparameters
+from tuner.areal.requests import GenerationHyperparameters, setting
 from tuner.areal.run import Run
 from tuner.config import RunConfig, load_config
 from tuner.config.source import parse_override, read_yaml
 from tuner.errors import ConfigError
-
-
-def setting(default: Any, help: str) -> Any:
-    """A field with a default and a line for `--help`."""
-    return field(default=default, metadata={"help": help})
 
 
 class _Part:
@@ -264,7 +259,8 @@ def help_lines(config_class: type[Any], prefix: str = "") -> list[str]:
             lines += help_lines(type(value), f"{prefix}{info.name}.")
             continue
         meaning = info.metadata.get("help", "")
-        lines.append(f"  {prefix}{info.name} ({info.type}, {value!r})  {meaning}".rstrip())
+        kind = getattr(info.type, "__name__", info.type)
+        lines.append(f"  {prefix}{info.name} ({kind}, {value!r})  {meaning}".rstrip())
     return lines
 
 

@@ -11,6 +11,11 @@ from tuner.errors import ConfigError
 StopReason = Literal["stop", "length"]
 
 
+def setting(default: Any, help: str) -> Any:
+    """A field of a dataclass with a default and a line for `--help`."""
+    return field(default=default, metadata={"help": help})
+
+
 @dataclass(frozen=True)
 class GenerationHyperparameters:
     """How answers are sampled.
@@ -31,15 +36,15 @@ class GenerationHyperparameters:
         stop: Strings that end an answer; the tokens that spell them stay in it.
     """
 
-    n_samples: int = 1
-    max_new_tokens: int = 16384
-    max_tokens: int = 32768
-    greedy: bool = False
-    top_p: float = 1.0
-    top_k: int = -1
-    temperature: float = 1.0
-    stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
+    n_samples: int = setting(1, "answers for each request of a queue agent")
+    max_new_tokens: int = setting(16384, "limit of one answer, in tokens")
+    max_tokens: int = setting(32768, "limit of prompt and answer together, in tokens")
+    greedy: bool = setting(False, "the most probable token each time; never trained")
+    top_p: float = setting(1.0, "nucleus mass; 1 keeps every token")
+    top_k: int = setting(-1, "keep the k most probable tokens; -1 keeps every token")
+    temperature: float = setting(1.0, "sampling temperature")
+    stop_token_ids: tuple[int, ...] = setting((), "must be among those that end an answer anyway")
+    stop: tuple[str, ...] = setting((), "strings that end an answer")
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())

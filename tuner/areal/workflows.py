@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tuner.areal.agents import AgentWorkflow
 from tuner.areal.episodes import Episode, TokenWorkflow
 from tuner.areal.queue_workflow import QueueWorkflow
 from tuner.errors import FunctionError
@@ -16,8 +17,8 @@ class Runnable:
     """A workflow of any kind, which keeps the trajectories that it names.
 
     Args:
-        workflow: A token-level workflow (an object with `arun_episode`), a `QueueWorkflow`, or a
-            workflow function `(task, model)`.
+        workflow: A token-level workflow (an object with `arun_episode`), a `QueueWorkflow`, a
+            workflow function `(task, model)`, or an agent as `AgentWorkflow` takes.
 
     Raises:
         FunctionError: It is none of these.
@@ -29,12 +30,14 @@ class Runnable:
             self._episode = workflow.episode
         elif hasattr(workflow, "arun_episode"):
             self._episode = TokenWorkflow(workflow).episode
+        elif isinstance(workflow, str) or hasattr(workflow, "run"):
+            workflow = AgentWorkflow(workflow)
         elif callable(workflow):
             check_workflow_function(workflow)
         else:
             raise FunctionError(
                 f"{workflow!r:.80} is no workflow: pass an object with arun_episode, a "
-                "QueueWorkflow, or a workflow function"
+                "QueueWorkflow, a workflow function, or an agent with run"
             )
         self._workflow = workflow
         self.episodes: dict[str, Episode] = {}

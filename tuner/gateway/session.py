@@ -85,6 +85,7 @@ class Session:
         defaults: What a request that does not say is sampled with.
         limits: What it may ask for.
         errors: What went wrong inside its calls that was not the caller's fault.
+        other_names: What requests may give as `model` besides the gateway's name for it.
         credits: What the workflow said about calls, by call id.
         conversations: What it has prompted and sampled, for the prompts that go on from there.
         responses: Answers of the Responses API that can be continued by their id.
@@ -108,6 +109,7 @@ class Session:
         self.defaults = defaults
         self.limits = limits
         self.errors: list[Exception] = []
+        self.other_names: tuple[str, ...] = ()
         self.credits: dict[str, Credit] = {}
         self.replays: dict[str, Replay] = {}
         self.conversations = Conversations(gateway.renderer, gateway.reasoning)
