@@ -17,7 +17,7 @@ from tuner.traces import RolloutId
 def random_parts(random_model_path):
     import torch
 
-    model = load_model(str(random_model_path), device=torch.device("cpu"))
+    model = load_model(str(random_model_path), device=torch.device("cpu"), dtype=torch.float32)
     return model, load_tokenizer(str(random_model_path))
 
 

@@ -202,7 +202,9 @@ class PPOActor:
             ModelLoadError: There is no such model.
         """
         path, trainer, stack = Path(folder), self.trainer, self._run.stack
-        saved = load_model(str(path), device=self.device, setting="actor.load")
+        saved = load_model(
+            str(path), device=self.device, dtype=stack.model.dtype, setting="actor.load"
+        )
         self._run.weights_will_change()
         stack.model.load_state_dict(saved.state_dict())
         trainer.load(path / TRAINER_STATE)
