@@ -533,3 +533,17 @@ def test_a_run_of_the_yaml_can_be_looped_too(random_model_path):
     actor.initialize()
     assert step(actor, rollout.rollout_batch(ROWS[:2], Random(), group_size=2))["lr"] == 1e-6
     run.close()
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"on_failure": "abort"},
+        {"on_failure": {"penalize": -1.0}},
+        {"algorithm": {"overlong_buffer": 3}},
+    ],
+)
+def test_settings_without_effect_here_are_refused(setting):
+    with pytest.raises(ConfigError, match=r"the loop in the open"):
+        config = GRPOConfig(gconfig=GCONFIG, tuner={"tuner": setting})
+        RolloutEngine(config.rollout).initialize()

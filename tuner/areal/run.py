@@ -41,6 +41,7 @@ class Run:
         """The effective configuration, fixed when it is first asked for."""
         if self._effective is None:
             config = self._config() if callable(self._config) else self._config
+            _check_settings(config)
             self._effective = with_default_model(config)
         return self._effective
 
@@ -153,3 +154,22 @@ class Run:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop = None
         self._training = self._paused = None
+
+
+def _check_settings(config: RunConfig) -> None:
+    """Refuse settings that would have no effect here.
+
+    Raises:
+        ConfigError: One is set.
+    """
+    if config.tuner.on_failure != "drop":
+        raise ConfigError(
+            f"tuner.on_failure is {config.tuner.on_failure!r}, but the loop in the open leaves "
+            "failed rollouts out (batch.account counts them); set it to drop"
+        )
+    if config.tuner.algorithm.overlong_buffer is not None:
+        raise ConfigError(
+            f"tuner.algorithm.overlong_buffer is {config.tuner.algorithm.overlong_buffer}, but the "
+            "loop in the open takes rewards as the workflow gives them: punish long answers there, "
+            "or leave it out"
+        )
