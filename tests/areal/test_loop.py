@@ -544,6 +544,6 @@ def test_a_run_of_the_yaml_can_be_looped_too(random_model_path):
     ],
 )
 def test_settings_without_effect_here_are_refused(setting):
+    config = GRPOConfig(gconfig=GCONFIG, tuner={"tuner": setting})
     with pytest.raises(ConfigError, match=r"the loop in the open"):
-        config = GRPOConfig(gconfig=GCONFIG, tuner={"tuner": setting})
         RolloutEngine(config.rollout).initialize()
