@@ -129,14 +129,18 @@ def _functions(
 
     config = load_config(path, overrides=overrides)
     names = config.tuner
-    if names.workflow is None and config.mode == "both":
+    workflow: Callable[..., Any] | None = None
+    if names.agent is not None:
+        from tuner.areal import configured_agent
+
+        workflow = configured_agent(names)
+    elif names.workflow is not None:
+        workflow = load_function(names.workflow, setting="tuner.workflow")
+    elif config.mode == "both":
         raise ConfigError(
             f"{path}: tuner.workflow is not set: name the workflow as package.module:function or "
             "path/file.py:function"
         )
-    workflow = (
-        None if names.workflow is None else load_function(names.workflow, setting="tuner.workflow")
-    )
     judge = None if names.judge is None else load_function(names.judge, setting="tuner.judge")
     return workflow, judge
 

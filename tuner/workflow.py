@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tuner.errors import ConfigError, DatasetError, FunctionError
+from tuner.errors import ConfigError, DatasetError, FunctionError, TunerError
 
 # Begins the names of modules that were loaded from a file given by its path.
 FILE_MODULE = "tuner_file_"
@@ -59,6 +59,10 @@ class WorkflowOutput(FunctionOutput):
     reward: float | None = Field(default=None)
     response: Any | None = Field(default=None)
     metrics: dict[str, float] | None = Field(default=None)
+
+
+class Rejected(TunerError):
+    """Raised by a workflow that does not want its rollout trained; no failure, and not retried."""
 
 
 class MissingFieldError(DatasetError, FunctionError, KeyError):
@@ -202,12 +206,12 @@ async def call_function(func: Callable[..., Any], arguments: Mapping[str, Any]) 
     taken = {name: value for name, value in arguments.items() if takes_any or name in parameters}
     if is_async(func):
         return await func(**taken)
-    value = await _in_thread(functools.partial(func, **taken))
+    value = await in_thread(functools.partial(func, **taken))
     # A plain function may hand over to an async one: `lambda task, model: run(task, model)`.
     return await value if inspect.isawaitable(value) else value
 
 
-async def _in_thread(func: Callable[[], Any]) -> Any:
+async def in_thread(func: Callable[[], Any]) -> Any:
     """Run `func` in a thread of its own.
 
     Unlike `asyncio.to_thread` there are as many threads as calls, so that plain functions run as
@@ -270,6 +274,22 @@ def load_function(reference: str, *, setting: str) -> Callable[..., Any]:
         what = "has no" if function is None else "has something else as"
         raise ConfigError(f"{setting} is {reference!r}: {module_name} {what} function {name!r}")
     return cast("Callable[..., Any]", function)
+
+
+def import_module_or_file(reference: str, *, setting: str) -> ModuleType:
+    """The module `package.module`, or the one in `path/file.py`.
+
+    Raises:
+        ConfigError: It cannot be imported.
+    """
+    try:
+        return _load_file(reference) if reference.endswith(".py") else _load(reference)
+    except FileNotFoundError:
+        raise ConfigError(f"{setting} is {reference!r}: there is no such file") from None
+    except Exception as error:
+        raise ConfigError(
+            f"{setting} is {reference!r}: importing it failed: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _load(module: str) -> ModuleType:

@@ -127,3 +127,20 @@ async def test_a_rollout_samples_no_more_than_its_tokens() -> None:
         assert session.calls[1].completion_ids == ids_of("abc")
         with pytest.raises(openai.PermissionDeniedError, match=r"sampled 10 tokens .*max_tokens"):
             await ask(session)
+
+
+async def test_masked_stretches_are_in_the_trace_and_what_cannot_be_masked_is_refused() -> None:
+    async with gateway_of(StubEngine(["abcdef"])) as gateway:
+        session = gateway.open_session("r")
+        await ask(session)
+        (call,) = session.recorded_calls()
+        call.mask(0, 2)
+        call.mask(4, 5)
+        for start, stop in ((4, 6), (6, 6), (6, 9), (-1, 2)):
+            with pytest.raises(ValueError, match="it has 7 tokens, and stretches are given in"):
+                call.mask(start, stop)
+        assert session.calls[0].masked == ((0, 2), (4, 5))
+        assert session.calls[0].stretches == ((2, 4), (5, 7))
+        session.seal()
+        with pytest.raises(TunerError, match="has ended"):
+            call.mask(5, 6)

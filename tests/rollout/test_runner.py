@@ -15,7 +15,7 @@ from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults
 from tuner.judge import JudgeOutput
 from tuner.rollout import RolloutRunner, RolloutSettings, StepPlan, collect
 from tuner.traces import Outcome, RolloutId, TraceStore
-from tuner.workflow import WorkflowOutput
+from tuner.workflow import Rejected, WorkflowOutput
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 DEFAULTS = SamplingDefaults(max_tokens=4)
@@ -309,3 +309,20 @@ async def test_abort_stops_at_the_first_failure_and_names_it(make_runner, tmp_pa
             max_running=2,
             abort_on_failure=True,
         )
+
+
+async def test_a_rejected_rollout_is_not_retried_and_does_not_abort(make_runner, tmp_path):
+    async def workflow(task, model):
+        await ask(model)
+        raise Rejected("too easy")
+
+    (trace,) = await run(make_runner(workflow, retries=2))
+    assert (trace.outcome, trace.reward, trace.error) == ("rejected", None, "too easy")
+    traces = await collect(
+        plan(1, 2),
+        make_runner(workflow),
+        TraceStore(tmp_path),
+        max_running=2,
+        abort_on_failure=True,
+    )
+    assert [t.outcome for t in traces] == ["rejected", "rejected"]

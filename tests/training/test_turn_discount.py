@@ -150,3 +150,26 @@ def test_advantages_stay_small_where_rollouts_lead_to_the_same():
     got = advantages([agent(0, 1.0), agent(1, 1.0), agent(2, 1.0)], turn_discount=0.9)
     assert max(map(abs, got.values())) < 3
     assert torch.tensor(list(got.values())).abs().max() > 0
+
+
+def parted(number: int, reward: float, masks: tuple[tuple[int, int], ...]) -> Trace:
+    """Two calls, the first one of five tokens with a reward of its own, a part of it masked."""
+    first = replace(one(f"{number}a", [S, number], [1, 2, 3, 4, 5], 0.25 * number), masked=masks)
+    then = one(f"{number}b", [S, number, 1, 2, 3, 4, 5, U], [6], 0.1)
+    return trace(0, number, [first, then], reward=reward)
+
+
+@pytest.mark.parametrize("discount", [None, 0.5])
+@pytest.mark.parametrize("advantage", ["grpo", "rloo"])
+def test_a_mask_that_cuts_a_call_in_two_changes_no_advantage(advantage, discount):
+    rewards = [1.0, 0.0, 0.5]
+    whole, cut = (
+        advantages(
+            [parted(number, reward, masks) for number, reward in enumerate(rewards)],
+            advantage=advantage,
+            turn_discount=discount,
+        )
+        for masks in ((), ((1, 3),))
+    )
+    assert cut == pytest.approx(whole)
+    assert len({round(value, 6) for value in whole.values()}) > 2

@@ -20,13 +20,15 @@ import torch
 from torch import Tensor
 
 
-def turn_returns(rewards_C: Tensor, successors: Sequence[Sequence[int]], discount: float) -> Tensor:
-    """`G_c = r_c + discount * mean of G over the calls that go on from c`.
+def turn_returns(
+    rewards_C: Tensor, successors: Sequence[Sequence[int]], discounts: Sequence[float]
+) -> Tensor:
+    """`G_c = r_c + discount_c * mean of G over the calls that go on from c`.
 
     Args:
         rewards_C: What each call gains itself; that of a leaf includes its rollout's reward.
         successors: For each call the calls that go on from it.
-        discount: From one call to the next.
+        discounts: From each call to those that go on from it.
 
     Returns:
         Shape [C], in the dtype of `rewards_C`.
@@ -34,7 +36,7 @@ def turn_returns(rewards_C: Tensor, successors: Sequence[Sequence[int]], discoun
     returns = rewards_C.tolist()
     for call in _backwards(successors):
         if successors[call]:
-            returns[call] += discount * fmean(returns[after] for after in successors[call])
+            returns[call] += discounts[call] * fmean(returns[after] for after in successors[call])
     return torch.tensor(returns, dtype=rewards_C.dtype)
 
 

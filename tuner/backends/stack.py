@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -35,6 +35,8 @@ from tuner.training import (
     TrainerSettings,
 )
 from tuner.training.reference import Reference
+
+TrainerT = TypeVar("TrainerT", bound=PolicyTrainer)
 
 
 @dataclass
@@ -158,6 +160,13 @@ def rollout_settings(config: RunConfig) -> RolloutSettings:
 
 def build_trainer(config: RunConfig, stack: Stack, *, total_steps: int) -> PolicyTrainer:
     """The trainer over the stack's model; its reference is always the model the run began with."""
+    return make_trainer(PolicyTrainer, config, stack, total_steps=total_steps)
+
+
+def make_trainer(
+    kind: type[TrainerT], config: RunConfig, stack: Stack, *, total_steps: int
+) -> TrainerT:
+    """As `build_trainer`, of a class derived from `PolicyTrainer`."""
     budget = config.trainer.max_token_len_per_gpu or 2 * stack.engine.capabilities.max_model_len
     settings = trainer_settings(config, total_steps, budget)
     reference: Reference | None = None
@@ -168,7 +177,7 @@ def build_trainer(config: RunConfig, stack: Stack, *, total_steps: int) -> Polic
             config.model.model_path, device=stack.model.device, dtype=stack.model.dtype
         )
     policy = stack.model if stack.adapter is None else stack.adapter.model
-    return PolicyTrainer(
+    return kind(
         policy,
         settings,
         reference=reference,

@@ -30,6 +30,11 @@ class SessionHandle:
         self.model_name = session.model_name
 
     @property
+    def session(self) -> Session:
+        """The rollout's session at the gateway."""
+        return self._session
+
+    @property
     def base_url(self) -> str:
         """Where any other client finds the gateway; the first use opens the HTTP door."""
         return self._session.base_url

@@ -23,6 +23,7 @@ def conflicts(config: RunConfig, foreign: Mapping[str, Any]) -> list[Problem]:
         *_names(config),
         *_lora(config),
         *_sampling(config),
+        *_agents(config),
         *algorithm_conflicts(config),
         *recorded_conflicts(config, foreign),
     ]
@@ -115,4 +116,21 @@ def _sampling(config: RunConfig) -> Iterator[Problem]:
             path,
             f"{path} is 0: all rollouts of a group would be the same and there would be nothing to "
             "learn from; set it above 0",
+        )
+
+
+def _agents(config: RunConfig) -> Iterator[Problem]:
+    tuner = config.tuner
+    if tuner.agent is not None and tuner.workflow is not None:
+        yield Problem(
+            "tuner.agent",
+            f"tuner.agent is {tuner.agent.type!r} and tuner.workflow is {tuner.workflow!r}: set "
+            "one of them",
+        )
+    if (tuner.agent is None) != (tuner.environment is None):
+        there, missing = (
+            ("agent", "environment") if tuner.environment is None else ("environment", "agent")
+        )
+        yield Problem(
+            f"tuner.{there}", f"tuner.{there} is set without tuner.{missing}: set both of them"
         )

@@ -104,7 +104,8 @@ def _type(annotation: Any) -> str:
     if origin is dict:
         return "keys"
     if isinstance(annotation, type) and issubclass(annotation, Section):
-        return ", ".join(f"`{{{name}: value}}`" for name in annotation.model_fields)
+        names_of_fields = list(annotation.model_fields)
+        return f"`{{{names_of_fields[0]}: value}}`" if len(names_of_fields) == 1 else "keys"
     names = {int: "integer", float: "number", str: "text", bool: "true, false", Path: "path"}
     return names.get(annotation, "keys")
 

@@ -19,7 +19,9 @@ PATHS_OR_NAMES = (
     "buffer.trainer_input.experience_buffer.path",
 )
 # `path/file.py:function`, or `package.module:function`, which is no path.
-FUNCTIONS = ("tuner.workflow", "tuner.judge")
+FUNCTIONS = ("tuner.workflow", "tuner.judge", "tuner.agent.type", "tuner.environment.type")
+# `path/file.py`, or `package.module`, which is no path.
+MODULES = ("tuner.imports", "tuner.imports.*")
 
 
 def absolute_paths(
@@ -51,6 +53,8 @@ def absolute_paths(
         return absolute(value, folder)
     if pattern in PATHS_OR_NAMES:
         return path_or_name(value, folder)
+    if pattern in MODULES and value.endswith(".py"):
+        return absolute(value, folder)
     if pattern in FUNCTIONS:
         file, colon, name = value.rpartition(":")
         return f"{absolute(file, folder)}:{name}" if colon and file.endswith(".py") else value

@@ -94,6 +94,26 @@ class RemoteModel(Section):
     )
 
 
+class NamedClass(Section):
+    """`tuner.agent.*`, `tuner.environment.*`: a class by name, and what its constructor gets."""
+
+    type: str = Field(
+        min_length=1,
+        description="The name it is registered under, or `package.module:Class`, or "
+        "`path/file.py:Class`.",
+    )
+    args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Arguments of its constructor, given as they are; `gconfig` becomes a "
+        "`GenerationHyperparameters`.",
+    )
+
+    @field_validator("args", mode="before")
+    @classmethod
+    def _from_nothing(cls, value: Any) -> Any:
+        return {} if value is None else value
+
+
 class TunerSection(Section):
     """`tuner.*`: keys of our own; Trinity-RFT does not know them."""
 
@@ -103,6 +123,19 @@ class TunerSection(Section):
         "or `path/file.py:function`.",
     )
     judge: str | None = Field(default=None, description="The judge, in the same form.")
+    agent: NamedClass | None = Field(
+        default=None,
+        description="A queue agent instead of a workflow, with the keys below "
+        "([from_areal](from_areal.md)).",
+    )
+    environment: NamedClass | None = Field(
+        default=None, description="The environment of that agent, with the keys below."
+    )
+    imports: tuple[str, ...] = Field(
+        default=(),
+        description="Modules that register agents and environments: `package.module`, or "
+        "`path/file.py`.",
+    )
     backend: Literal["auto", "local"] = Field(
         default="auto",
         description="Who runs the loop. `auto` is `local`, the only one in this version.",
@@ -180,6 +213,11 @@ class TunerSection(Section):
     @classmethod
     def _from_nothing(cls, value: Any) -> Any:
         return {} if value is None else value
+
+    @field_validator("imports", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value or ()
 
 
 class RunConfig(Section):

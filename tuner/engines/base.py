@@ -88,11 +88,13 @@ class EngineCapabilities:
 
     Attributes:
         grammars: Whether completions can be held to a form (`SamplingParams.grammar`).
+        end_ids: Token ids that end a completion.
     """
 
     max_model_len: int
     max_top_logprobs: int = 20
     grammars: bool = False
+    end_ids: frozenset[int] = frozenset()
 
 
 class Engine(Protocol):

@@ -117,12 +117,14 @@ class TransformersEngine:
         self._model = served_model(model)
         self._model.train(False)
         self._tokenizer = tokenizer
+        self._end_ids = frozenset(_end_ids(self._model, tokenizer))
         self._capabilities = EngineCapabilities(
-            max_model_len=max_model_len, grammars=Grammars.supports(tokenizer)
+            max_model_len=max_model_len,
+            grammars=Grammars.supports(tokenizer),
+            end_ids=self._end_ids,
         )
         embeddings: Any = self._model.get_input_embeddings()
         self._vocabulary = int(embeddings.weight.shape[0])
-        self._end_ids = frozenset(_end_ids(self._model, tokenizer))
         self._grammars = Grammars(tokenizer, self._end_ids)
         self._version = version
         self._stats = EngineStats()

@@ -170,7 +170,7 @@ def count_tokens(gateway: Gateway, session: Session, body: bytes) -> dict[str, i
         RequestError: The request cannot be honoured.
     """
     request = read_count_request(body, gateway)
-    check_model(gateway, request)
+    check_model(session, request)
     prompt = chat_prompt(gateway.renderer, session.conversations, request)
     return {"input_tokens": len(prompt.ids)}
 

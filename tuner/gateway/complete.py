@@ -92,7 +92,7 @@ class Completion:
         dialect: Dialect,
         prefix: str,
     ) -> None:
-        check_model(gateway, request)
+        check_model(session, request)
         self._engine = gateway.engine
         self._renderer = gateway.renderer
         self._session = session
@@ -392,15 +392,15 @@ class Completion:
         )
 
 
-def check_model(gateway: Gateway, request: CompletionRequest) -> None:
-    """Refuse a request for another model than the gateway's.
+def check_model(session: Session, request: CompletionRequest) -> None:
+    """Refuse a request for another model than the session's.
 
     Raises:
         RequestError: 404.
     """
-    if request.model != gateway.model_name:
+    if request.model not in (session.model_name, *session.other_names):
         raise RequestError(
-            f"model is {request.model!r}, but this key's model is {gateway.model_name!r}",
+            f"model is {request.model!r}, but this key's model is {session.model_name!r}",
             status=404,
             param="model",
             code="model_not_found",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tuner.errors import TunerError
@@ -19,6 +19,7 @@ class Credit:
 
     reward: float | None = None
     excluded: bool = False
+    masked: list[tuple[int, int]] = field(default_factory=list)
 
 
 class RecordedCall:
@@ -77,6 +78,29 @@ class RecordedCall:
         """
         self._open()
         self._credit.excluded = True
+
+    def mask(self, start: int, stop: int) -> None:
+        """Keep the completion's tokens [start, stop) in the trace, but do not train them.
+
+        Raises:
+            ValueError: There are no such tokens, they begin before the end of those that were
+                masked before, or the call was held to a form, which is trained whole or not at all.
+            TunerError: The rollout has ended.
+        """
+        length, masked = len(self.call.completion_ids), self._credit.masked
+        first = masked[-1][1] if masked else 0
+        if not first <= start < stop <= length:
+            raise ValueError(
+                f"tokens {start} to {stop} of call {self.id} cannot be masked: it has {length} "
+                f"tokens, and stretches are given in order, here from {first} on"
+            )
+        if self.call.constrained:
+            raise ValueError(
+                f"call {self.id} was held to a form: its tokens are trained together, or exclude() "
+                "leaves all of them out"
+            )
+        self._open()
+        masked.append((start, stop))
 
     @property
     def _credit(self) -> Credit:

@@ -166,7 +166,7 @@ class Gateway:
         if self._door is None:
             from tuner.gateway.http import HttpDoor
 
-            self._door = HttpDoor(self, self._home())
+            self._door = HttpDoor(self, self.home())
         return self._door.base_url
 
     async def aclose(self) -> None:
@@ -188,7 +188,7 @@ class Gateway:
             headers: By lower-case name.
             body: The whole body.
         """
-        home = self._home()
+        home = self.home()
         if asyncio.get_running_loop() is home:
             return await self._answer(method, path, headers, body)
         reply = await _elsewhere(self._answer(method, path, headers, body), home)
@@ -196,7 +196,12 @@ class Gateway:
             return StreamReply(_from_elsewhere(reply.events, home))
         return reply
 
-    def _home(self) -> asyncio.AbstractEventLoop:
+    def home(self) -> asyncio.AbstractEventLoop:
+        """The event loop that the engine is called in.
+
+        Raises:
+            RuntimeError: There is none yet, and none is running.
+        """
         if self._loop is None:
             try:
                 self._loop = asyncio.get_running_loop()

@@ -85,6 +85,7 @@ class Session:
         defaults: What a request that does not say is sampled with.
         limits: What it may ask for.
         errors: What went wrong inside its calls that was not the caller's fault.
+        other_names: What requests may give as `model` besides the gateway's name for it.
         credits: What the workflow said about calls, by call id.
         conversations: What it has prompted and sampled, for the prompts that go on from there.
         responses: Answers of the Responses API that can be continued by their id.
@@ -108,6 +109,7 @@ class Session:
         self.defaults = defaults
         self.limits = limits
         self.errors: list[Exception] = []
+        self.other_names: tuple[str, ...] = ()
         self.credits: dict[str, Credit] = {}
         self.replays: dict[str, Replay] = {}
         self.conversations = Conversations(gateway.renderer, gateway.reasoning)
@@ -126,7 +128,9 @@ class Session:
         """Its calls in order of commitment, undelivered ones among them, with what the workflow
         said about them; empty where calls are not recorded."""
         return tuple(
-            replace(call, reward=credit.reward, excluded=credit.excluded)
+            replace(
+                call, reward=credit.reward, excluded=credit.excluded, masked=tuple(credit.masked)
+            )
             if (credit := self.credits.get(call.id)) is not None
             else call
             for call in self._calls
@@ -135,6 +139,11 @@ class Session:
     def recorded_calls(self) -> list[RecordedCall]:
         """Its calls so far that were delivered, for the workflow to give credit to."""
         return [RecordedCall(self, call) for call in self._calls if not call.undelivered]
+
+    @property
+    def gateway(self) -> Gateway:
+        """Where it was opened."""
+        return self._gateway
 
     @property
     def sealed(self) -> bool:

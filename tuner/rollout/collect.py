@@ -68,7 +68,7 @@ async def collect(
             store.append(trace)
             on_trace(trace)
         traces.extend(attempts)
-        if abort_on_failure and attempts[-1].outcome is not Outcome.COMPLETED:
+        if abort_on_failure and attempts[-1].outcome not in (Outcome.COMPLETED, Outcome.REJECTED):
             raise TrainingError(
                 f"rollout {id} ended with {attempts[-1].outcome}: {attempts[-1].error} "
                 "(tuner.on_failure is 'abort')"

@@ -16,7 +16,7 @@ from tuner.gateway import Gateway, SamplingDefaults, Session, SessionLimits
 from tuner.judge import call_judge
 from tuner.rollout.seeds import derive_seed, seed_everything
 from tuner.traces import Outcome, RolloutId, Trace
-from tuner.workflow import call_workflow
+from tuner.workflow import Rejected, call_workflow
 
 logger = logging.getLogger("tuner.rollout")
 
@@ -178,6 +178,10 @@ class RolloutRunner:
             return
         except FunctionError:
             raise
+        except Rejected as rejection:
+            state.outcome = Outcome.REJECTED
+            state.error = str(rejection) or "the workflow rejected the rollout"
+            return
         except Exception as error:
             state.outcome, state.error = Outcome.WORKFLOW_ERROR, _describe(error, session)
             logger.debug("%s failed", session.id, exc_info=True)

@@ -47,6 +47,8 @@ class Call:
         role: The agent that made the call, where the workflow named it, or None.
         reward: The call's own reward, in place of its rollout's, or None.
         excluded: Whether the workflow said that the call is not to be trained.
+        masked: Stretches [from, to) of `completion_ids` that the workflow said are not to be
+            trained, in order.
         undelivered: Whether the caller went away, or was cut off, before the end of the answer;
             what was sampled until then is kept, and never trained.
         malformed_tool_calls: Tool calls of the completion that could not be read.
@@ -79,6 +81,7 @@ class Call:
     role: str | None = None
     reward: float | None = None
     excluded: bool = False
+    masked: tuple[tuple[int, int], ...] = ()
     undelivered: bool = False
     malformed_tool_calls: int = 0
     reasoning_policy: ReasoningPolicy = "template"
@@ -90,6 +93,14 @@ class Call:
     def constrained(self) -> bool:
         """Whether the completion was held to a form; `sampling.grammar` says to which."""
         return bool(self.sampling.grammar)
+
+    @property
+    def stretches(self) -> tuple[tuple[int, int], ...]:
+        """The stretches [from, to) of `completion_ids` that are left when `masked` is taken out."""
+        edges = [0, *(edge for stretch in self.masked for edge in stretch)]
+        edges.append(len(self.completion_ids))
+        pairs = zip(edges[::2], edges[1::2], strict=True)
+        return tuple((start, stop) for start, stop in pairs if start < stop)
 
     def __post_init__(self) -> None:
         if self.invalid is None:

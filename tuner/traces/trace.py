@@ -19,6 +19,7 @@ class Outcome(StrEnum):
     NO_CALLS = "no_calls"
     INVALID_REWARD = "invalid_reward"
     CANCELLED = "cancelled"
+    REJECTED = "rejected"
 
 
 @dataclass(frozen=True, order=True)

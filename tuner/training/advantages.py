@@ -108,20 +108,33 @@ def _compared(
         return _of_turns(batch, settings, settings.turn_discount, penalties)
     rewards_R = batch.rewards_R.clone()
     rollout_N = torch.tensor([row.rollout for row in batch.rows], dtype=torch.long)
-    own_C = torch.tensor(
-        [i for i, row in enumerate(batch.rows) if row.peers is not None], dtype=torch.long
-    )
+    own_N = torch.tensor([row.peers is not None for row in batch.rows])
     row_rewards_N = row_rewards(batch)
     if penalties is not None:
         charge_N = torch.stack([charge_T.sum() for charge_T in penalties]).to(rewards_R)
-        row_rewards_N = row_rewards_N - charge_N
+        call_N = batch.call_N
+        of_call_C = charge_N.new_zeros(len(batch.rows)).index_add(0, call_N, charge_N)
+        row_rewards_N = row_rewards_N - of_call_C[call_N]
         # Calls with rewards of their own have paid with these.
-        rewards_R = rewards_R.index_add(0, rollout_N, -charge_N.index_fill(0, own_C, 0.0))
+        rewards_R = rewards_R.index_add(0, rollout_N, -charge_N.masked_fill(own_N, 0.0))
     advantages_N = _of_rollouts(rewards_R, batch.group_R, settings)[rollout_N]
-    if len(own_C):
-        peers_C = torch.tensor([row.peers for row in batch.rows if row.peers is not None])
-        advantages_N[own_C] = _of_calls(row_rewards_N[own_C], rollout_N[own_C], peers_C, settings)
+    if own_N.any():
+        own_C, place_N = _calls(batch, own_N)
+        peers_C = torch.tensor([batch.rows[row].peers for row in own_C.tolist()])
+        of_calls_C = _of_calls(row_rewards_N[own_C], rollout_N[own_C], peers_C, settings)
+        advantages_N[own_N] = of_calls_C[place_N]
     return advantages_N
+
+
+def _calls(batch: Batch, some_N: Tensor) -> tuple[Tensor, Tensor]:
+    """The calls of some rows: the first row of each, shape [C], and the call of each row."""
+    rows = some_N.nonzero()[:, 0]
+    calls, place = batch.call_N[rows].unique(return_inverse=True)
+    # Written from the last to the first, so that the first stays.
+    first_C = rows.new_zeros(len(calls))
+    for row, call in zip(rows.flip(0).tolist(), place.flip(0).tolist(), strict=True):
+        first_C[call] = row
+    return first_C, place
 
 
 def _of_turns(
@@ -132,19 +145,20 @@ def _of_turns(
 ) -> Tensor:
     """Advantages of what each call leads to, inside its group; shape [N]."""
     returns_N = call_returns(batch, discount, penalties)
+    first_C, call_N = _calls(batch, torch.ones(len(batch.rows), dtype=torch.bool))
     rollout_N = torch.tensor([row.rollout for row in batch.rows], dtype=torch.long)
     # A rollout without a call that is trained still counts in what the others are compared with.
     is_silent_R = torch.ones(len(batch.rewards_R), dtype=torch.bool)
     is_silent_R[rollout_N] = False
     silent = is_silent_R.nonzero()[:, 0]
-    rollout_C = torch.cat([rollout_N, silent])
+    rollout_C = torch.cat([rollout_N[first_C], silent])
     advantages_C = _of_calls(
-        torch.cat([returns_N, batch.rewards_R[silent]]),
+        torch.cat([returns_N[first_C], batch.rewards_R[silent]]),
         rollout_C,
         batch.group_R[rollout_C],
         settings,
     )
-    advantages_N = advantages_C[: len(rollout_N)]
+    advantages_N = advantages_C[call_N]
     return advantages_N.masked_fill(_quiet(batch.rewards_R, batch.group_R, settings)[rollout_N], 0)
 
 

@@ -1,4 +1,7 @@
-"""From traces to what the trainer sees: one row per call, and where every token went."""
+"""From traces to what the trainer sees: one row per call, and where every token went.
+
+A call of which the workflow masked a part has a row for each stretch that is left.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,9 @@ AS_GIVEN = Selection()
 @dataclass(frozen=True)
 class Row:
     """One call as training data: `prompt_ids + completion_ids`, trained on the completion.
+
+    Where a part of the call is masked, `completion_ids` is one of the stretches that are left, and
+    `prompt_ids` is all that was there before it.
 
     Attributes:
         rollout: Index of its rollout in the batch.
@@ -82,6 +88,13 @@ class Batch:
     @property
     def trained_tokens(self) -> int:
         return sum(len(row.completion_ids) for row in self.rows)
+
+    @property
+    def call_N(self) -> Tensor:
+        """Which call each row is of, 0 .. C-1 in order: a mask cuts one into several rows."""
+        calls: dict[tuple[int, str], int] = {}
+        of_rows = [calls.setdefault((row.rollout, row.call_id), len(calls)) for row in self.rows]
+        return torch.tensor(of_rows, dtype=torch.long)
 
     @property
     def row_tokens(self) -> int:
@@ -148,25 +161,27 @@ def build_batch(
         for call in trace.calls:
             reward = call.reward if selection.needs_reward else None
             own = peers.get((group, call.role)) if reward is not None else None
-            reason = _untrainable(call)
+            reason = untrainable(call)
             if reason is None and reward is not None and own is None:
                 reason = "reward_without_peer"
             if reason is not None:
                 tokens[reason] += len(call.completion_ids)
-            else:
-                rows.append(
-                    Row(
-                        call_id=call.id,
-                        rollout=index,
-                        prompt_ids=call.prompt_ids,
-                        completion_ids=call.completion_ids,
-                        logprobs=call.logprobs,
-                        sampling=call.sampling,
-                        reward=None if reward is None else selection.of_call(reward),
-                        peers=own,
-                        versions=call.versions,
-                    )
+                continue
+            tokens["masked"] += sum(stop - start for start, stop in call.masked)
+            rows += [
+                Row(
+                    call_id=call.id,
+                    rollout=index,
+                    prompt_ids=call.prompt_ids + call.completion_ids[:start],
+                    completion_ids=call.completion_ids[start:stop],
+                    logprobs=call.logprobs[start:stop],
+                    sampling=call.sampling,
+                    reward=None if reward is None else selection.of_call(reward),
+                    peers=own,
+                    versions=call.versions[start:stop],
                 )
+                for start, stop in call.stretches
+            ]
     batch = Batch(
         rows=tuple(rows),
         rewards_R=torch.tensor([reward for _, reward, _ in used], dtype=torch.float64),
@@ -184,7 +199,7 @@ def build_batch(
     return batch
 
 
-def _untrainable(call: Call) -> str | None:
+def untrainable(call: Call) -> str | None:
     """Why a call of a rollout that is used is not trained, or None."""
     if call.invalid is not None:
         return "invalid_call"
@@ -205,7 +220,7 @@ def _peers(
     rollouts: dict[tuple[int, str | None], set[int]] = defaultdict(set)
     for index, (trace, _, group) in enumerate(used):
         for call in trace.calls:
-            if call.reward is not None and _untrainable(call) is None:
+            if call.reward is not None and untrainable(call) is None:
                 rollouts[group, call.role].add(index)
     shared = [key for key, members in rollouts.items() if len(members) >= least]
     return {key: index for index, key in enumerate(shared)}

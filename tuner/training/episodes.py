@@ -3,7 +3,7 @@
 Which call goes on from which is read from token ids (`tuner.traces.successors`) among the calls
 that are trained. A leaf ends the episode and gains the rollout's reward; a call with a reward of
 its own gains that as well, where it ends. So the last calls of a sub-agent and of the main agent
-both gain what the rollout gained.
+both gain what the rollout gained. Where a mask cut a call into several rows, they are one call.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def call_returns(
     gained_N = _gained(batch, after)
     if penalties is not None:
         gained_N = gained_N - torch.stack([charge_T.sum() for charge_T in penalties])
-    return turn_returns(gained_N, after, discount)
+    within_N = _continued(batch, after)
+    return turn_returns(gained_N, after, [1.0 if within else discount for within in within_N])
 
 
 def critic_advantages(
@@ -73,8 +74,17 @@ def _gained(batch: Batch, after: Sequence[Sequence[int]]) -> Tensor:
     rewards_R = batch.rewards_R.tolist()
     return torch.tensor(
         [
-            (row.reward or 0.0) + (0.0 if follow else rewards_R[row.rollout])
-            for row, follow in zip(batch.rows, after, strict=True)
+            (0.0 if within else row.reward or 0.0) + (0.0 if follow else rewards_R[row.rollout])
+            for row, follow, within in zip(batch.rows, after, _continued(batch, after), strict=True)
         ],
         dtype=torch.float64,
     )
+
+
+def _continued(batch: Batch, after: Sequence[Sequence[int]]) -> list[bool]:
+    """Whether a row is a part of a call that a mask cut, and the rest of that call goes on."""
+    call_N = batch.call_N.tolist()
+    return [
+        any(call_N[follower] == call for follower in follow)
+        for call, follow in zip(call_N, after, strict=True)
+    ]

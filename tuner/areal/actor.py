@@ -1,0 +1,233 @@
+"""The actor of the loop in the open: the trainer's verbs on dicts of tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tuner.areal.batch import Place, gathered, scattered, to_batch
+from tuner.areal.config import PPOActorConfig
+from tuner.areal.run import Run
+from tuner.areal.weights import FinetuneSpec, WeightUpdateMeta
+from tuner.backends.models import load_model, save_model
+from tuner.backends.run_directory import TRAINER_STATE
+from tuner.backends.stack import make_trainer, selection
+from tuner.engines.base import SamplingParams
+from tuner.errors import ConfigError, TrainingError
+from tuner.training import Batch, PolicyTrainer, ScoredBatch
+
+Tensors = MutableMapping[str, Tensor]
+
+
+class _Trainer(PolicyTrainer):
+    """Takes the log-probs of the policy that a step begins with from the user, where there are.
+
+    Attributes:
+        given: One tensor [T] for each row of the batch that is trained next, or None.
+    """
+
+    given: tuple[Tensor, ...] | None = None
+
+    def _proximal(self, batch: Batch) -> tuple[Tensor, ...] | None:
+        if self.given is None or self.settings.ratio_to != "proximal":
+            return super()._proximal(batch)
+        return self.given
+
+
+class PPOActor:
+    """Trains the run's model on batches of the rollout engine.
+
+        batch["prox_logp"] = actor.compute_logp(batch)   # may be left out
+        actor.compute_advantages(batch)
+        actor.ppo_update(batch)
+        actor.step_lr_scheduler()
+        actor.update_weights()
+
+    A batch may be changed in between: rewards before the advantages, advantages before the update,
+    zeros in the mask at any time. What is taken out of the mask is counted as dropped.
+
+    Args:
+        config: The section of a `GRPOConfig`; or the run that it shares with a rollout engine.
+    """
+
+    def __init__(self, config: PPOActorConfig | Run) -> None:
+        self._run = config if isinstance(config, Run) else config.run
+        self._trainer: _Trainer | None = None
+
+    def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
+        """Load the model, unless the rollout engine did, and make the optimizer.
+
+        Args:
+            addr: None; the actor runs in this process.
+            ft_spec: How long the run is, where the learning rate follows a schedule.
+
+        Raises:
+            ConfigError: An address is given, or a schedule without its length.
+        """
+        if addr is not None:
+            raise ConfigError(f"addr is {addr!r}, but training runs in this process: leave it out")
+        config = self._run.config
+        kind = config.algorithm.optimizer.lr_scheduler_type
+        if ft_spec is None and kind != "constant":
+            raise ConfigError(
+                f"the learning rate's schedule is {kind}, which depends on the length of the run: "
+                "pass initialize(ft_spec=FinetuneSpec(...))"
+            )
+        steps = 1 if ft_spec is None else ft_spec.total_train_steps
+        self._trainer = make_trainer(_Trainer, config, self._run.stack, total_steps=steps)
+
+    @property
+    def trainer(self) -> _Trainer:
+        """The trainer behind it.
+
+        Raises:
+            ConfigError: The actor is not initialized.
+        """
+        if self._trainer is None:
+            raise ConfigError("the actor is not initialized: call actor.initialize(None, ft_spec)")
+        return self._trainer
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self._run.stack.model.parameters()).device
+
+    def compute_logp(self, batch: Tensors) -> Tensor:
+        """Log-probs of the trained tokens under the weights as they are, 0 elsewhere.
+
+        Returns:
+            Shape [B, L], aligned with `input_ids`.
+        """
+        found, places = self._read(batch)
+        with self._run.held():
+            logp = self.trainer.compute_logp(found)
+        return self._scattered(logp, places, batch)
+
+    def compute_advantages(self, batch: Tensors) -> None:
+        """Put the algorithm's advantages into `batch["advantages"]`, shape [B, L]; and where KL is
+        taken off the rewards, the reference's log-probs into `batch["ref_logp"]`.
+
+        Raises:
+            TrainingError: No two rollouts can be compared.
+        """
+        found, places = self._read(batch)
+        with self._run.held():
+            scored = self.trainer.compute_advantages(found)
+        batch["advantages"] = self._scattered(scored.advantages, places, batch)
+        if scored.ref_logp is not None:
+            batch["ref_logp"] = self._scattered(scored.ref_logp, places, batch)
+
+    def ppo_update(self, batch: Tensors) -> dict[str, float]:
+        """Update the weights. Generation is held from now until `update_weights`.
+
+        Where the batch has `prox_logp`, ratios are taken to that policy and tokens are weighed by
+        its distance to the one that sampled.
+
+        Returns:
+            As `PolicyTrainer.ppo_update`, and the tokens sampled, trained, and dropped by reason.
+
+        Raises:
+            TrainingError: The batch has no advantages, no two rollouts can be compared, or loss or
+                gradient is not finite.
+        """
+        if "advantages" not in batch:
+            raise TrainingError("the batch has no advantages: call actor.compute_advantages(batch)")
+        found, places = self._read(batch)
+        device = self.device
+        ref = gathered(batch["ref_logp"].to(device), places) if "ref_logp" in batch else None
+        scored = ScoredBatch(found, gathered(batch["advantages"].double().cpu(), places), ref)
+        trainer = self.trainer
+        trainer.given = None
+        if "prox_logp" in batch:
+            trainer.given = gathered(batch["prox_logp"].to(device), places)
+        self._run.weights_will_change()
+        try:
+            metrics = trainer.ppo_update(trainer.compute_ref_logp(scored))
+        except BaseException:
+            self._run.weights_are_unchanged()
+            raise
+        return {
+            **metrics,
+            "tokens/sampled": float(found.sampled_tokens),
+            "tokens/trained": float(found.trained_tokens),
+            **{f"tokens/dropped/{name}": float(n) for name, n in found.dropped_tokens.items()},
+        }
+
+    def step_lr_scheduler(self) -> None:
+        """Set the learning rate of the next update."""
+        self.trainer.step_lr_scheduler()
+
+    def update_weights(self, meta: WeightUpdateMeta | None = None) -> None:
+        """Let the engine serve the new weights, and generate again unless it is paused.
+
+        Args:
+            meta: Of no effect beyond its checks: the weights are the same ones.
+        """
+        trainer, engine = self.trainer, self._run.stack.engine
+        self._run.weights_are(lambda: trainer.update_weights(engine))
+
+    def get_version(self) -> int:
+        """Updates that the weights have seen."""
+        return self.trainer.step
+
+    def set_version(self, version: int) -> None:
+        """Agree with the caller on the version; it counts updates, and is not set by hand.
+
+        Raises:
+            TrainingError: They do not agree.
+        """
+        if version != self.trainer.step:
+            raise TrainingError(
+                f"set_version({version}), but the actor has made {self.trainer.step} updates: "
+                "versions count updates; number steps from actor.get_version()"
+            )
+
+    def save(self, folder: Path | str) -> None:
+        """Write model, tokenizer, optimizer and version, in a form that transformers can load."""
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        save_model(self._run.stack.model, self._run.stack.tokenizer, path)
+        self.trainer.save(path / TRAINER_STATE)
+        (path / "version.json").write_text(json.dumps({"version": self.trainer.step}))
+
+    def load(self, folder: Path | str) -> None:
+        """Go on from what `save` wrote: the engine serves these weights, and their version.
+
+        Raises:
+            ModelLoadError: There is no such model.
+        """
+        path, trainer, stack = Path(folder), self.trainer, self._run.stack
+        saved = load_model(
+            str(path), device=self.device, dtype=stack.model.dtype, setting="actor.load"
+        )
+        self._run.weights_will_change()
+        stack.model.load_state_dict(saved.state_dict())
+        trainer.load(path / TRAINER_STATE)
+        self.update_weights()
+
+    def _read(self, batch: Tensors) -> tuple[Batch, tuple[Place, ...]]:
+        config = self._run.config
+        args = config.rollout_args(config.buffer.explorer_input.taskset)
+        assert args.temperature is not None
+        assert args.top_p is not None
+        assert args.top_k is not None
+        default = SamplingParams(
+            max_tokens=1, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k
+        )
+        found, places = to_batch(batch, selection(config), default)
+        if not found.rows:
+            raise TrainingError(
+                f"the batch has nothing to train: {found.sampled_tokens} tokens were sampled and "
+                f"dropped ({found.dropped_tokens}); a group needs two rollouts: raise group_size, "
+                "or gather several in the workflow"
+            )
+        return found, places
+
+    def _scattered(self, values: Any, places: tuple[Place, ...], batch: Tensors) -> Tensor:
+        ids = batch["input_ids"]
+        return scattered(values, places, ids.shape, ids.device)

@@ -1,0 +1,178 @@
+"""Agents that know nothing of training: a class with `run`, a base URL and a key."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import openai
+
+from tuner.chat_models.handle import SessionHandle
+from tuner.errors import ConfigError, FunctionError
+from tuner.gateway import RecordedCall
+from tuner.gateway.transport import in_process_http_client
+from tuner.workflow import Rejected, WorkflowOutput, call_function, load_function
+
+# What requests of such agents say where the model's name does not matter.
+ANY_MODEL = "default"
+
+
+class AgentWorkflow:
+    """An agent with `async def run(self, data, **extra)` as a workflow function.
+
+    `extra` is `base_url`, `api_key` and `http_client`; the last reaches the gateway without a
+    socket, whatever the URL is. `run` may be plain, and need not take what it does not use. It
+    returns the rollout's reward, as a float, int or bool; or a reward by call id; or None to
+    reject.
+
+    With rewards by call id, a call's return is its own reward and `turn_discount` times the return
+    of the call that goes on from it (the mean of several). A call that neither has a reward nor
+    leads to one, such as a sub-agent's, is not trained, and counted as `excluded_call`.
+
+    Args:
+        agent: An instance; a class; or where to find one: "package.module:Name",
+            "path/file.py:Name" or "package.module.Name".
+        turn_discount: What a turn gets of the return of the one after it.
+        arguments: For the constructor, where a class is given.
+
+    Raises:
+        ConfigError: There is no such class, or it does not take the arguments.
+        FunctionError: It has no `run` that takes `data`.
+    """
+
+    def __init__(self, agent: Any, *, turn_discount: float = 1.0, **arguments: Any) -> None:
+        if isinstance(agent, str):
+            agent = load_function(_with_colon(agent), setting="the agent")
+        if isinstance(agent, type):
+            try:
+                inspect.signature(agent).bind(**arguments)
+            except TypeError as error:
+                raise ConfigError(
+                    f"{agent.__qualname__}{inspect.signature(agent)} does not take the arguments "
+                    f"{', '.join(arguments) or 'none'}: {error}"
+                ) from None
+            agent = agent(**arguments)
+        elif arguments:
+            raise ConfigError(
+                f"arguments {', '.join(arguments)} were given, but {agent!r:.80} is made already: "
+                "pass its class"
+            )
+        run = getattr(agent, "run", None)
+        if not callable(run):
+            raise FunctionError(
+                f"{agent!r:.80} has no run(data, **extra): pass an agent, its class, or where to "
+                "find it"
+            )
+        parameters = inspect.signature(run).parameters
+        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        if "data" not in parameters and not takes_any:
+            raise FunctionError(
+                f"{type(agent).__name__}.run takes no `data`: it gets the row by it"
+            )
+        self._run = run
+        self._source = f"{type(agent).__name__}.run"
+        self._discount = turn_discount
+
+    async def __call__(self, task: dict[str, Any], model: SessionHandle) -> WorkflowOutput:
+        """Run the agent once as a rollout.
+
+        Raises:
+            Rejected: It returned None.
+            FunctionError: It returned something else than rewards, or a reward of a call that it
+                did not make.
+        """
+        session = model.session
+        session.other_names = (ANY_MODEL,)
+        client = in_process_http_client(session.gateway, openai.DefaultAsyncHttpxClient)
+        arguments = {
+            "data": task,
+            "base_url": model.base_url,
+            "api_key": model.api_key,
+            "http_client": client,
+        }
+        try:
+            value = await call_function(self._run, arguments)
+        finally:
+            await client.aclose()
+        if value is None:
+            raise Rejected(f"{self._source} returned None")
+        if isinstance(value, Mapping):
+            return WorkflowOutput(reward=self._give(value, model.session.recorded_calls()))
+        return WorkflowOutput(reward=_number(value, self._source))
+
+    def _give(self, rewards: Mapping[str, Any], calls: Sequence[RecordedCall]) -> float:
+        """Give calls their returns; the rollout's reward is that of the last call named."""
+        ids = {call.id for call in calls} | {_response(call.id) for call in calls}
+        unknown = [name for name in rewards if name not in ids]
+        if unknown or not rewards:
+            found = f"rewards of {', '.join(map(str, unknown))}" if unknown else "no rewards"
+            raise FunctionError(
+                f"{self._source} returned {found}; the calls it made are "
+                f"{', '.join(sorted({_response(call.id) for call in calls})) or 'none'}"
+            )
+        own: list[float | None] = []
+        for call in calls:
+            name = call.id if call.id in rewards else _response(call.id)
+            own.append(_number(rewards[name], self._source) if name in rewards else None)
+        for call, total in zip(calls, returns(calls, own, self._discount), strict=True):
+            if total is None:
+                call.exclude()
+            else:
+                call.reward = total
+        return next(reward for reward in reversed(own) if reward is not None)
+
+
+def returns(
+    calls: Sequence[RecordedCall], own: Sequence[float | None], discount: float
+) -> list[float | None]:
+    """The return of each call: its reward, and `discount` times the mean return of the calls that
+    go on from it; None where there is neither.
+
+    Call b goes on from call a when its prompt begins with the prompt and the completion of a, and
+    with those of no longer call.
+
+    Args:
+        calls: In order of commitment.
+        own: Their rewards, None where they have none.
+    """
+    ids = [call.call.prompt_ids + call.call.completion_ids for call in calls]
+    after: list[list[int]] = [[] for _ in calls]
+    for index, call in enumerate(calls):
+        prompt = call.call.prompt_ids
+        before = [i for i in range(index) if prompt[: len(ids[i])] == ids[i]]
+        if before:
+            after[max(before, key=lambda i: (len(ids[i]), i))].append(index)
+    totals: list[float | None] = list(own)
+    for index in reversed(range(len(calls))):
+        later = [total for i in after[index] if (total := totals[i]) is not None]
+        if later:
+            totals[index] = (own[index] or 0.0) + discount * sum(later) / len(later)
+    return totals
+
+
+def _response(call_id: str) -> str:
+    """The id of the response that a call is a choice of."""
+    return call_id.rpartition("-")[0]
+
+
+def _number(value: Any, source: str) -> float:
+    try:  # NumPy's and PyTorch's numbers too
+        number = float(value) if isinstance(value, Real) else float(value.item())
+    except (AttributeError, TypeError, ValueError):
+        raise FunctionError(
+            f"{source} returned {value!r:.80} ({type(value).__name__}); it returns a number, "
+            "rewards by call id, or None to reject"
+        ) from None
+    if not math.isfinite(number):
+        raise FunctionError(f"{source} returned the reward {number}: give a finite number")
+    return number
+
+
+def _with_colon(reference: str) -> str:
+    if ":" in reference or "." not in reference:
+        return reference
+    module, _, name = reference.rpartition(".")
+    return f"{module}:{name}"

@@ -1,0 +1,251 @@
+"""The dict of tensors that the loop in the open hands around, and the trainer's batch from it.
+
+Besides the keys of `tuner.areal.tensors`, for B trajectories:
+
+    key           shape   what
+    temperatures  [B, L]  sampling settings of each trained token; `top_ps` and `top_ks` likewise
+    rollout_ids   [B]     which rollout a trajectory is of; a rollout counts once in its group
+    group_ids     [B]     which group that rollout is of; rewards are compared inside a group
+    prox_logp     [B, L]  put there by the user: log-probs of the weights that the step begins with
+    advantages    [B, L]  put there by `compute_advantages`
+    ref_logp      [B, L]  put there by `compute_advantages`, where KL is taken off the rewards
+
+A trajectory with several trained stretches is one row for each of them (`tuner.training.batch`):
+exactly the calls that were sampled, whose common prefixes the token tree computes once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tuner.engines.base import SamplingParams
+from tuner.errors import TrainingError
+from tuner.traces import RolloutId, Trace
+from tuner.training import Batch, Row, Selection
+
+SAMPLING_KEYS = {"temperatures": "temperature", "top_ps": "top_p", "top_ks": "top_k"}
+
+
+@dataclass(frozen=True)
+class Account:
+    """Where everything that was sampled for a batch went.
+
+    Attributes:
+        sampled: Tokens sampled, in all attempts.
+        dropped: Sampled tokens that are not in the batch's mask, by reason.
+        outcomes: Rollouts by how they ended, and groups' rollouts by why they were left out.
+        errors: One line for each rollout that failed.
+    """
+
+    sampled: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    outcomes: Mapping[str, int] = field(default_factory=dict)
+    errors: tuple[str, ...] = ()
+
+    def __add__(self, other: Account) -> Account:
+        return Account(
+            self.sampled + other.sampled,
+            dict(sorted((Counter(self.dropped) + Counter(other.dropped)).items())),
+            dict(sorted((Counter(self.outcomes) + Counter(other.outcomes)).items())),
+            self.errors + other.errors,
+        )
+
+
+class TrajectoryBatch(dict[str, Tensor]):
+    """Tensors by key, with the account of what was sampled for them.
+
+    Attributes:
+        account: Where everything that was sampled went.
+        traces: Every attempt, for people.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        account: Account | None = None,
+        traces: Sequence[Trace] = (),
+    ) -> None:
+        super().__init__(tensors)
+        self.account = account or Account()
+        self.traces = tuple(traces)
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> TrajectoryBatch:
+        """The same batch with other tensors."""
+        return TrajectoryBatch(tensors, self.account, self.traces)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a row lies: trajectory `row`, tokens [start, stop)."""
+
+    row: int
+    start: int
+    stop: int
+
+
+def to_batch(
+    tensors: Mapping[str, Tensor], selection: Selection, default: SamplingParams
+) -> tuple[Batch, tuple[Place, ...]]:
+    """The trainer's batch, and where each of its rows lies.
+
+    Groups of one rollout are left out and counted, since there is nothing to compare. Where
+    the trajectories of one rollout have different rewards, every trajectory of its group is
+    compared by its own.
+
+    Args:
+        selection: What rewards become.
+        default: Sampling settings of tokens, where the tensors have none.
+
+    Raises:
+        TrainingError: A tensor is missing or of the wrong shape, or more is masked than was
+            sampled.
+    """
+    _check(tensors)
+    values = {key: tensor.detach().cpu() for key, tensor in tensors.items()}
+    rollouts, rewards = values["rollout_ids"].tolist(), values["rewards"].double().tolist()
+    groups = values["group_ids"].tolist()
+    members: dict[int, dict[int, list[float]]] = {}
+    for rollout, group, reward in zip(rollouts, groups, rewards, strict=True):
+        members.setdefault(group, {}).setdefault(rollout, []).append(reward)
+    used = {group: found for group, found in members.items() if len(found) > 1}
+    own = {g for g, found in used.items() if any(len(set(r)) > 1 for r in found.values())}
+    index = {r: i for i, r in enumerate(r for found in used.values() for r in found)}
+    group_index = {group: i for i, group in enumerate(used)}
+    rows: list[Row] = []
+    places: list[Place] = []
+    dropped: Counter[str] = Counter()
+    for place in _stretches(values):
+        group, rollout = groups[place.row], rollouts[place.row]
+        if group not in used:
+            dropped["group_of_one"] += place.stop - place.start
+            continue
+        shaped = selection.of_call(rewards[place.row])
+        rows.append(
+            _row(
+                values,
+                place,
+                index[rollout],
+                default,
+                reward=shaped if group in own else None,
+                peers=group_index[group] if group in own else None,
+            )
+        )
+        places.append(place)
+    means = [sum(r) / len(r) for found in used.values() for r in found.values()]
+    account = getattr(tensors, "account", None) or Account()
+    trained = sum(len(row.completion_ids) for row in rows)
+    sampled = account.sampled or trained + dropped.total()
+    dropped.update(account.dropped)
+    unmasked = sampled - trained - dropped.total()
+    if unmasked < 0:
+        raise TrainingError(
+            f"loss_mask trains {trained} tokens and {dropped.total()} were dropped "
+            f"({dict(dropped)}), but only {sampled} were sampled: a token is trained once, so do "
+            "not add trajectories or ones to the mask"
+        )
+    if unmasked:
+        dropped["masked"] += unmasked  # by the user, since the batch was collected
+    batch = Batch(
+        rows=tuple(rows),
+        rewards_R=torch.tensor([selection.of_call(mean) for mean in means], dtype=torch.float64),
+        group_R=torch.tensor([group_index[g] for g in used for _ in used[g]], dtype=torch.long),
+        ids=tuple(RolloutId(1, group_index[g], r) for g in used for r in used[g]),
+        sampled_tokens=sampled,
+        dropped_tokens=dict(sorted(dropped.items())),
+        dropped_rollouts={k: v for k, v in account.outcomes.items() if k != "completed"},
+    )
+    return batch, tuple(places)
+
+
+def scattered(
+    values: Sequence[Tensor], places: Sequence[Place], shape: torch.Size, device: torch.device
+) -> Tensor:
+    """One value for each trained token, put where the token is; 0 elsewhere. Shape [B, L]."""
+    result = torch.zeros(shape, dtype=torch.float32, device=device)
+    for value_T, place in zip(values, places, strict=True):
+        result[place.row, place.start : place.stop] = value_T.to(result)
+    return result
+
+
+def gathered(values: Tensor, places: Sequence[Place]) -> tuple[Tensor, ...]:
+    """What `scattered` put somewhere, one tensor [T] for each row."""
+    return tuple(values[place.row, place.start : place.stop] for place in places)
+
+
+def _check(tensors: Mapping[str, Any]) -> None:
+    required = ("input_ids", "attention_mask", "loss_mask", "logprobs")
+    missing = [k for k in (*required, "rewards", "rollout_ids", "group_ids") if k not in tensors]
+    if missing:
+        raise TrainingError(
+            f"the batch has no {', '.join(missing)}; batches come from rollout_batch or "
+            "prepare_batch, which say which trajectories are compared with each other"
+        )
+    shape = tensors["input_ids"].shape
+    for key, tensor in tensors.items():
+        wanted = shape if tensor.dim() == 2 else shape[:1]
+        if tensor.shape != wanted:
+            raise TrainingError(
+                f"the batch's {key} has the shape {list(tensor.shape)}, and input_ids "
+                f"{list(shape)}: they do not fit together"
+            )
+
+
+def _stretches(values: Mapping[str, Tensor]) -> Iterator[Place]:
+    """Trained stretches of tokens that were sampled with the same settings."""
+    mask = values["loss_mask"].bool() & values["attention_mask"].bool()
+    mask[:, 0] = False  # nothing comes before the first token
+    settings = [values[key] for key in SAMPLING_KEYS if key in values]
+    for row in range(mask.shape[0]):
+        found: list[list[int]] = []  # [start, stop) each
+        for place in mask[row].nonzero()[:, 0].tolist():
+            alike = found and not any(s[row, place] != s[row, found[-1][0]] for s in settings)
+            if found and found[-1][1] == place and alike:
+                found[-1][1] = place + 1
+            else:
+                found.append([place, place + 1])
+        for start, stop in found:
+            yield Place(row, start, stop)
+
+
+def _row(
+    values: Mapping[str, Tensor],
+    place: Place,
+    rollout: int,
+    default: SamplingParams,
+    *,
+    reward: float | None,
+    peers: int | None,
+) -> Row:
+    row, start, stop = place.row, place.start, place.stop
+    kinds = {"temperature": float, "top_p": float, "top_k": int}
+    sampling = {
+        name: kinds[name](values[key][row, start])
+        for key, name in SAMPLING_KEYS.items()
+        if key in values
+    }
+    versions: tuple[int, ...] = ()
+    if "versions" in values:
+        versions = tuple(values["versions"][row, start:stop].tolist())
+    ids = values["input_ids"][row, :stop].tolist()
+    return Row(
+        call_id=f"trajectory-{row}-{start}",
+        rollout=rollout,
+        prompt_ids=tuple(ids[:start]),
+        completion_ids=tuple(ids[start:]),
+        logprobs=tuple(values["logprobs"][row, start:stop].double().tolist()),
+        sampling=SamplingParams(
+            max_tokens=stop - start,
+            temperature=sampling.get("temperature", default.temperature),
+            top_p=sampling.get("top_p", default.top_p),
+            top_k=sampling.get("top_k", default.top_k),
+        ),
+        reward=reward,
+        peers=peers,
+        versions=versions,
+    )

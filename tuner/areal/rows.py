@@ -1,0 +1,192 @@
+"""The trajectories of rollouts as tensors, and what became of everything else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tuner.areal.batch import Account
+from tuner.areal.episodes import Episode
+from tuner.areal.settle import Settled
+from tuner.areal.tensors import Trajectory, concat_padded_tensors
+from tuner.traces import Call, Outcome, Trace
+from tuner.training import Selection
+from tuner.training.batch import untrainable
+
+AcceptFunction = Callable[[Mapping[str, Tensor]], bool]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One rollout as it ended.
+
+    Attributes:
+        attempts: Its traces, the last of them final.
+        episode: The trajectories of the final attempt, where the workflow gave some itself.
+    """
+
+    attempts: tuple[Trace, ...]
+    episode: Episode | None
+
+
+@dataclass(frozen=True)
+class Group:
+    """The rollouts of one task.
+
+    Attributes:
+        tensors: Its trajectories, padded; `rollout_ids` count from 0. None where it is left out.
+        account: Where everything that was sampled went.
+        traces: Every attempt.
+    """
+
+    tensors: dict[str, Tensor] | None
+    account: Account
+    traces: tuple[Trace, ...]
+
+    @property
+    def rollouts(self) -> int:
+        """How many rollouts its trajectories are of."""
+        return 0 if self.tensors is None else int(self.tensors["rollout_ids"].max()) + 1
+
+
+def group_of(
+    rollouts: Sequence[Rollout], selection: Selection, accept: AcceptFunction | None = None
+) -> Group:
+    """The trajectories of one task's rollouts, chosen and counted.
+
+    Of several rollouts each counts once in the group, however many trajectories it has. Of a
+    single rollout every trajectory counts: its workflow gathered a group of its own.
+
+    Args:
+        selection: Which groups are trained on, and which rollouts of them.
+        accept: Sees a group's tensors, and says whether it is trained on.
+    """
+    rows: list[dict[str, Tensor]] = []
+    members: dict[int, list[tuple[Trace, float]]] = {}
+    numbers: list[int] = []
+    dropped: Counter[str] = Counter()
+    outcomes: Counter[str] = Counter()
+    errors: list[str] = []
+    for number, rollout in enumerate(rollouts):
+        *before, trace = rollout.attempts
+        dropped["retried_attempt"] += sum(attempt.sampled_tokens for attempt in before)
+        outcomes[trace.outcome.value] += 1
+        if trace.outcome is not Outcome.COMPLETED:
+            dropped[trace.outcome.value] += trace.sampled_tokens
+            errors.append(f"{trace.id}: {trace.outcome}: {trace.error}")
+            continue
+        episode = rollout.episode or derived(trace)
+        trained: Counter[int] = Counter()
+        for place, trajectory in enumerate(episode.trajectories):
+            owners = [
+                None if owner is None or _reason(trace.calls[owner]) else owner
+                for owner in episode.settled.owners[place]
+            ]
+            trained.update(owner for owner in owners if owner is not None)
+            rows.append(_tensors(trajectory, owners, trace.calls))
+            numbers.append(number if len(rollouts) > 1 else place)
+            members.setdefault(numbers[-1], []).append((trace, trajectory.reward))
+        for index, call in enumerate(trace.calls):
+            dropped[_reason(call) or "masked"] += len(call.completion_ids) - trained[index]
+    traces = tuple(trace for rollout in rollouts for trace in rollout.attempts)
+    tensors = concat_padded_tensors(rows) if rows else None
+    if tensors is not None:
+        tensors["rollout_ids"] = torch.tensor(numbers)
+        # A rollout with several trajectories counts with their mean.
+        means = [(found[0][0], _mean([r for _, r in found])) for found in members.values()]
+        reason = selection.reason(means) if len(means) > 1 else None
+        if reason is None and accept is not None and not accept(tensors):
+            reason = "not_accepted"
+        kept = dict(zip(members, selection.kept(means), strict=True))
+        chosen_B = torch.tensor([reason is None and kept[number] for number in numbers])
+        reason = reason or "not_best_of_group"
+        dropped[reason] += int(tensors["loss_mask"][~chosen_B].sum())
+        outcomes[reason] += len({n for n, c in zip(numbers, chosen_B, strict=True) if not c})
+        chosen = {key: tensor[chosen_B] for key, tensor in tensors.items()}
+        tensors = chosen if bool(chosen_B.any()) else None
+    account = Account(
+        sum(trace.sampled_tokens for trace in traces),
+        {name: count for name, count in dropped.items() if count},
+        {name: count for name, count in outcomes.items() if count},
+        tuple(errors),
+    )
+    return Group(tensors, account, traces)
+
+
+def derived(trace: Trace) -> Episode:
+    """The trajectories of a rollout whose workflow did not name any: its calls, joined where one
+    goes on from another and both have the same reward."""
+    ids: list[tuple[int, ...]] = []
+    owners: list[list[int | None]] = []
+    rewards: list[float] = []
+    rollout_reward = trace.reward or 0.0
+    for index, call in enumerate(trace.calls):
+        if not call.completion_ids:
+            continue
+        reward = rollout_reward if call.reward is None else call.reward
+        own: list[int | None] = [None] * len(call.completion_ids)
+        for start, stop in () if call.excluded else call.stretches:
+            own[start:stop] = [index] * (stop - start)
+        row = next(
+            (
+                row
+                for row, known in enumerate(ids)
+                if rewards[row] == reward and call.prompt_ids[: len(known)] == known
+            ),
+            None,
+        )
+        if row is None:
+            row = len(ids)
+            ids.append(())
+            owners.append([])
+            rewards.append(reward)
+        owners[row] += [None] * (len(call.prompt_ids) - len(ids[row])) + own
+        ids[row] = call.prompt_ids + call.completion_ids
+    trajectories = tuple(
+        Trajectory(row, tuple(o is not None for o in own), (0.0,) * len(row), None, reward)
+        for row, own, reward in zip(ids, owners, rewards, strict=True)
+    )
+    settled = Settled(tuple(map(tuple, owners)), (None,) * len(trace.calls))
+    return Episode(trajectories, trace.calls, settled)
+
+
+def _reason(call: Call) -> str | None:
+    """Why a call is not trained here; tensors cannot say what form a call was held to."""
+    return untrainable(call) or ("constrained_call" if call.constrained else None)
+
+
+def _tensors(
+    trajectory: Trajectory, owners: Sequence[int | None], calls: Sequence[Call]
+) -> dict[str, Tensor]:
+    """One trajectory with what the trace knows of its trained tokens, shape [1, L]."""
+    length = len(trajectory.input_ids)
+    logprobs, versions = [0.0] * length, [-1] * length
+    temperatures, top_ps, top_ks = [1.0] * length, [1.0] * length, [-1] * length
+    for place, owner in enumerate(owners):
+        if owner is None:
+            continue
+        call = calls[owner]
+        inside = place - len(call.prompt_ids)
+        logprobs[place], versions[place] = call.logprobs[inside], call.versions[inside]
+        temperatures[place] = call.sampling.temperature
+        top_ps[place], top_ks[place] = call.sampling.top_p, call.sampling.top_k
+    return {
+        "input_ids": torch.tensor([trajectory.input_ids]),
+        "attention_mask": torch.ones(1, length, dtype=torch.bool),
+        "loss_mask": torch.tensor([[int(owner is not None) for owner in owners]]),
+        "logprobs": torch.tensor([logprobs], dtype=torch.float32),
+        "versions": torch.tensor([versions]),
+        # In float64: the settings must come back as they were sent.
+        "temperatures": torch.tensor([temperatures], dtype=torch.float64),
+        "top_ps": torch.tensor([top_ps], dtype=torch.float64),
+        "top_ks": torch.tensor([top_ks]),
+        "rewards": torch.tensor([trajectory.reward], dtype=torch.float32),
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

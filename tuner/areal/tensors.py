@@ -1,0 +1,191 @@
+"""The tensors of trajectories: what a workflow returns, checked; joined, moved, and taken apart.
+
+For B trajectories, padded on the right to L tokens:
+
+    key             shape   what
+    input_ids       [B, L]  prompts, answers and everything that was put between them
+    attention_mask  [B, L]  True on tokens, False on padding
+    loss_mask       [B, L]  1 on sampled tokens that are to be trained, else 0
+    logprobs        [B, L]  log-prob of each sampled token, 0 elsewhere
+    rewards         [B]     one number for each trajectory
+    versions        [B, L]  optional: updates that the weights had seen, -1 elsewhere
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from tuner.errors import FunctionError
+
+TOKEN_KEYS = ("input_ids", "attention_mask", "loss_mask", "logprobs")
+REQUIRED_KEYS = (*TOKEN_KEYS, "rewards")
+OPTIONAL_KEYS = ("versions",)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One row without its padding.
+
+    Attributes:
+        input_ids: Shape [L].
+        loss_mask: Whether each token is to be trained, shape [L].
+        logprobs: Shape [L].
+        versions: Shape [L], or None where the workflow does not say.
+        reward: A finite number.
+    """
+
+    input_ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...] | None
+    reward: float
+
+
+def read_trajectories(value: Any, source: str) -> list[Trajectory]:
+    """The rows of what a workflow returned.
+
+    Args:
+        value: A dict of the tensors above.
+        source: Who returned it, for error messages.
+
+    Raises:
+        FunctionError: A tensor is missing, unknown or of the wrong shape, lengths do not agree
+            (the message has them), the padding is not on the right, or a number is not finite.
+    """
+    if not isinstance(value, Mapping):
+        raise FunctionError(
+            f"{source} returned {value!r:.80} ({type(value).__name__}); it returns a dict of "
+            f"tensors ({', '.join(REQUIRED_KEYS)}), or None to reject the episode"
+        )
+    missing = [key for key in REQUIRED_KEYS if key not in value]
+    unknown = [key for key in value if key not in (*REQUIRED_KEYS, *OPTIONAL_KEYS)]
+    if missing or unknown:
+        found = f"has no {', '.join(missing)}" if missing else f"has {', '.join(map(str, unknown))}"
+        raise FunctionError(
+            f"the dict that {source} returned {found}; its keys are {', '.join(REQUIRED_KEYS)} "
+            f"and, if wanted, {', '.join(OPTIONAL_KEYS)}"
+        )
+    tensors = {key: torch.as_tensor(item).detach().cpu() for key, item in value.items()}
+    _check_shapes(tensors, source)
+    if not torch.isfinite(tensors["rewards"]).all():
+        raise FunctionError(f"{source} returned rewards {tensors['rewards'].tolist()}: not finite")
+    return [_row(tensors, index, source) for index in range(len(tensors["rewards"]))]
+
+
+def _check_shapes(tensors: Mapping[str, Tensor], source: str) -> None:
+    flat = [key for key in (*TOKEN_KEYS, *OPTIONAL_KEYS) if key in tensors]
+    shapes = {key: tuple(tensors[key].shape) for key in (*flat, "rewards")}
+    wrong = [key for key in flat if len(shapes[key]) != 2] + ["rewards"] * (
+        len(shapes["rewards"]) != 1
+    )
+    if wrong:
+        found = ", ".join(f"{key} {list(shapes[key])}" for key in wrong)
+        raise FunctionError(
+            f"{source} returned {found}; tokens have the shape [B, L] and rewards [B]: "
+            "unsqueeze(0) makes a batch of one trajectory"
+        )
+    lengths = {key: shapes[key][1] for key in flat}
+    if len(set(lengths.values())) > 1:
+        found = ", ".join(f"{key} {length}" for key, length in lengths.items())
+        raise FunctionError(
+            f"the lengths that {source} returned do not agree: {found}; every token needs one "
+            "entry in each, so append each answer and each observation once to all of them"
+        )
+    rows = {key: shapes[key][0] for key in (*flat, "rewards")}
+    if len(set(rows.values())) > 1:
+        found = ", ".join(f"{key} {count}" for key, count in rows.items())
+        raise FunctionError(f"{source} returned different numbers of trajectories: {found}")
+
+
+def _row(tensors: Mapping[str, Tensor], index: int, source: str) -> Trajectory:
+    attention_L = tensors["attention_mask"][index].bool()
+    length = int(attention_L.sum())
+    if not attention_L[:length].all():
+        raise FunctionError(
+            f"attention_mask of trajectory {index} of {source} has padding before tokens; pad on "
+            "the right (concat_padded_tensors does)"
+        )
+    mask_L = tensors["loss_mask"][index].bool()
+    if mask_L[length:].any():
+        raise FunctionError(
+            f"loss_mask of trajectory {index} of {source} is 1 on padding: {int(mask_L.sum())} "
+            f"tokens to train, the last of them behind the {length} of attention_mask"
+        )
+    logprobs_L = tensors["logprobs"][index, :length].double()
+    if not torch.isfinite(logprobs_L).all():
+        place = int((~torch.isfinite(logprobs_L)).nonzero()[0])
+        raise FunctionError(
+            f"logprobs of trajectory {index} of {source} is {float(logprobs_L[place])} at token "
+            f"{place}: not finite"
+        )
+    versions = tensors.get("versions")
+    return Trajectory(
+        input_ids=tuple(tensors["input_ids"][index, :length].tolist()),
+        loss_mask=tuple(mask_L[:length].tolist()),
+        logprobs=tuple(logprobs_L.tolist()),
+        versions=None if versions is None else tuple(versions[index, :length].tolist()),
+        reward=float(tensors["rewards"][index]),
+    )
+
+
+def concat_padded_tensors(
+    tensor_dicts: Sequence[Mapping[str, Tensor] | None], pad_value: float = 0.0
+) -> dict[str, Tensor] | None:
+    """Several dicts of trajectories as one, padded on the right to the longest.
+
+    An episode of None was rejected and is left out; None where all were.
+
+    Args:
+        tensor_dicts: Of the same keys; tensors of shape [B_i, L_i, ...], or [B_i].
+        pad_value: What padding is filled with; `attention_mask` and `loss_mask` get 0, `versions`
+            -1, whatever it says.
+
+    Raises:
+        FunctionError: There are no dicts, or their keys differ.
+    """
+    if not tensor_dicts:
+        raise FunctionError("concat_padded_tensors was given no trajectories")
+    dicts = [tensors for tensors in tensor_dicts if tensors is not None]
+    if not dicts:
+        return None
+    keys = list(dicts[0])
+    for index, tensors in enumerate(dicts):
+        if set(tensors) != set(keys):
+            raise FunctionError(
+                f"concat_padded_tensors: dict 0 has the keys {', '.join(keys)}, dict {index} has "
+                f"{', '.join(tensors)}; give all of them the same"
+            )
+    return {key: _padded(key, [d[key] for d in dicts], pad_value) for key in keys}
+
+
+def _padded(key: str, tensors: Sequence[Tensor], pad_value: float) -> Tensor:
+    if tensors[0].dim() < 2:
+        return torch.cat(list(tensors))
+    longest = max(tensor.shape[1] for tensor in tensors)
+    fill = {"attention_mask": 0.0, "loss_mask": 0.0, "versions": -1.0}.get(key, pad_value)
+    wide = []
+    for tensor in tensors:
+        shape = (tensor.shape[0], longest - tensor.shape[1], *tensor.shape[2:])
+        wide.append(torch.cat([tensor, tensor.new_full(shape, fill)], dim=1))
+    return torch.cat(wide)
+
+
+def tensor_container_to(container: T, device: torch.device | str) -> T:
+    """A copy of a dict, list, tuple or tensor with every tensor in it on `device`."""
+    if isinstance(container, Tensor):
+        return container.to(device)  # type: ignore[return-value]
+    if isinstance(container, dict):
+        moved = {key: tensor_container_to(item, device) for key, item in container.items()}
+        copy: Any = getattr(container, "with_tensors", dict)
+        return copy(moved)  # type: ignore[no-any-return]
+    if isinstance(container, (list, tuple)):
+        items = [tensor_container_to(item, device) for item in container]
+        return type(container)(items)
+    return container
