@@ -480,6 +480,7 @@ def test_a_killed_loop_goes_on_with_the_same_rows_and_weights(make_loop, tmp_pat
 
 def _stepped(actor, rollout, loader):
     batch = rollout.prepare_batch(loader, Random(), group_size=2)
+    assert len(rollout._ahead) == 2  # one batch ahead, also after going on
     step(actor, batch)
     return batch
 
