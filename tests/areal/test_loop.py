@@ -480,6 +480,7 @@ def test_a_killed_loop_goes_on_with_the_same_rows_and_weights(make_loop, tmp_pat
 
 def _stepped(actor, rollout, loader):
     batch = rollout.prepare_batch(loader, Random(), group_size=2)
+    assert len(rollout._ahead) == 2  # one batch ahead, also after going on
     step(actor, batch)
     return batch
 
@@ -547,3 +548,19 @@ def test_settings_without_effect_here_are_refused(setting):
     config = GRPOConfig(gconfig=GCONFIG, tuner={"tuner": setting})
     with pytest.raises(ConfigError, match=r"the loop in the open"):
         RolloutEngine(config.rollout).initialize()
+
+
+def test_attempts_that_were_tried_again_are_counted(make_loop):
+    _, rollout = make_loop(tuner={"explorer": {"max_retry_times": 1}})
+
+    class Flaky(Random):
+        async def arun_episode(self, engine, data):
+            number = len(self.seen) + 1
+            tensors = await super().arun_episode(engine, data)
+            if number == 1:
+                raise ConnectionError("once")
+            return tensors
+
+    batch = rollout.rollout_batch(ROWS[:1], Flaky(), group_size=2)
+    assert batch.account.dropped == {"retried_attempt": 5}
+    assert batch.account.sampled == 15

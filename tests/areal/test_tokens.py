@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.areal.seed_search import GroupedSearchAgentWorkflow, SearchAgentWorkflow
+from tests.builders import call
 from tuner.areal import (
     GenerationHyperparameters,
     ModelRequest,
@@ -16,6 +17,8 @@ from tuner.areal import (
     concat_padded_tensors,
     tensor_container_to,
 )
+from tuner.areal.settle import settle
+from tuner.areal.tensors import Trajectory
 from tuner.errors import ConfigError, FunctionError
 from tuner.gateway.errors import RequestError
 from tuner.training import PolicyTrainer, TrainerSettings, build_batch
@@ -372,3 +375,11 @@ def test_what_is_no_workflow_is_refused(wrong):
 def test_numbers_that_make_no_sense_are_refused_by_name():
     with pytest.raises(ConfigError, match="max_new_tokens is 0"):
         GenerationHyperparameters(max_new_tokens=0)
+
+
+def test_a_token_that_two_calls_may_have_sampled_belongs_to_the_one_that_went_on_from_there():
+    calls = [call("a", [1], [5, 6, 7], [-1, -2, -3]), call("b", [1, 5, 6], [7, 8], [-4, -5])]
+    row = Trajectory((1, 5, 6, 7, 8), (False,) + (True,) * 4, (0, -1, -2, -4, -5), None, 1.0)
+    settled = settle([row], calls, "test")
+    assert settled.owners == ((None, 0, 0, 1, 1),)
+    assert settled.trained == ((0, frozenset({0, 1})), (0, frozenset({0, 1})))

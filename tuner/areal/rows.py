@@ -108,8 +108,15 @@ def group_of(
         outcomes[reason] += len({n for n, c in zip(numbers, chosen_B, strict=True) if not c})
         chosen = {key: tensor[chosen_B] for key, tensor in tensors.items()}
         tensors = chosen if bool(chosen_B.any()) else None
+    sampled = sum(trace.sampled_tokens for trace in traces)
+    masked = 0 if tensors is None else int(tensors["loss_mask"].sum())
+    if sampled != masked + dropped.total():
+        raise AssertionError(
+            f"{sampled} tokens sampled, {masked} to be trained and {dict(dropped)} dropped do not "
+            "add up; this is a bug in tuner"
+        )
     account = Account(
-        sum(trace.sampled_tokens for trace in traces),
+        sampled,
         {name: count for name, count in dropped.items() if count},
         {name: count for name, count in outcomes.items() if count},
         tuple(errors),
