@@ -18,7 +18,9 @@ LENGTHS = (3, 1, 2, 4, 2)
 def test_turn_returns_of_a_branch_and_a_sub_agent_by_hand():
     gained = torch.tensor([0.5, 0.0, 1.0, 1.0, 1.0], dtype=torch.float64)
     # d, c and e are leaves; b = 0 + 0.9 * 1; a = 0.5 + 0.9 * (0.9 + 1) / 2
-    assert turn_returns(gained, AFTER, [0.9] * 5).tolist() == pytest.approx([1.355, 0.9, 1.0, 1.0, 1.0])
+    assert turn_returns(gained, AFTER, [0.9] * 5).tolist() == pytest.approx(
+        [1.355, 0.9, 1.0, 1.0, 1.0]
+    )
 
 
 def test_a_discount_of_1_without_rewards_on_the_way_gives_all_calls_the_leaves_mean():
