@@ -30,7 +30,7 @@ class TuneResult(BaseModel):
         tokens: Where every sampled training token went.
         seconds: Wall time of the run, interrupted parts not counted.
         run_dir: The run directory; the paths below lie in it.
-        checkpoint: Hugging Face folder of the last weights.
+        checkpoint: Hugging Face folder of the last weights; None where nothing was trained.
         traces: Folder of the recorded traces.
         tensorboard: Folder of TensorBoard's files, or None when not logged there.
     """
@@ -45,7 +45,7 @@ class TuneResult(BaseModel):
     tokens: TokenCounts
     seconds: float
     run_dir: Path
-    checkpoint: Path
+    checkpoint: Path | None
     traces: Path
     tensorboard: Path | None = None
 

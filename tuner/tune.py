@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tuner.algorithm import AlgorithmConfig
 from tuner.config import RemoteModel, RunConfig, load_config
+from tuner.config.backend import chosen_backend
 from tuner.dataset import (
     DatasetConfig,
     Task,
@@ -96,7 +97,7 @@ def tune(
         experiment_name: Name of the run; a run of this name that was interrupted goes on.
         monitor_type: tensorboard, wandb, mlflow, swanlab, or several.
         config_path: YAML file in Trinity-RFT's form.
-        backend: "auto" or "local".
+        backend: "auto", "local" or "trinity".
         overrides: `key=value` strings with the file's keys, as on the command line.
 
     Returns:
@@ -108,7 +109,7 @@ def tune(
         DatasetError: A dataset is missing, empty or smaller than one batch.
         TrainingError: Training failed; the message is the diagnosis.
     """
-    run = prepare(
+    settings = settings_of(
         workflow_func,
         judge_func,
         train_dataset,
@@ -121,7 +122,23 @@ def tune(
         monitor_type=monitor_type,
         config_path=config_path,
         backend=backend,
-        overrides=overrides,
+    )
+    if chosen_backend(config_path, settings, overrides) == "trinity":
+        from tuner.backends.trinity.run import run_trinity
+
+        return outside_event_loop(
+            lambda: run_trinity(
+                config_path,
+                settings,
+                overrides,
+                workflow=workflow_func,
+                judge=judge_func,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+            )
+        )
+    run = _prepared(
+        workflow_func, judge_func, train_dataset, eval_dataset, config_path, settings, overrides
     )
     from tuner.backends.local import run_local
 
@@ -153,9 +170,65 @@ def prepare(
     backend: str | None = None,
     overrides: Sequence[str] = (),
 ) -> Run:
-    """Everything that `tune()` does before the backend starts: check, resolve, read.
+    """Everything that `tune()` does before the local backend starts: check, resolve, read.
 
     Takes and raises what `tune()` does.
+    """
+    settings = settings_of(
+        workflow_func,
+        judge_func,
+        train_dataset,
+        eval_dataset=eval_dataset,
+        model=model,
+        auxiliary_models=auxiliary_models,
+        algorithm=algorithm,
+        project_name=project_name,
+        experiment_name=experiment_name,
+        monitor_type=monitor_type,
+        config_path=config_path,
+        backend=backend,
+    )
+    return _prepared(
+        workflow_func, judge_func, train_dataset, eval_dataset, config_path, settings, overrides
+    )
+
+
+def _prepared(
+    workflow_func: Callable[..., Any],
+    judge_func: Callable[..., Any] | None,
+    train_dataset: Any,
+    eval_dataset: Any,
+    config_path: str | Path | None,
+    settings: Mapping[str, Any],
+    overrides: Sequence[str],
+) -> Run:
+    config = load_config(config_path, settings=settings, overrides=overrides)
+    config = with_default_model(config)
+    train_tasks = _train_tasks(config, train_dataset)
+    return Run(config, workflow_func, judge_func, train_tasks, _eval_tasks(config, eval_dataset))
+
+
+def settings_of(
+    workflow_func: Callable[..., Any],
+    judge_func: Callable[..., Any] | None = None,
+    train_dataset: Any = None,
+    *,
+    eval_dataset: Any = None,
+    model: TunerModelConfig | None = None,
+    auxiliary_models: Mapping[str, TunerModelConfig | RemoteModel | Mapping[str, Any]]
+    | None = None,
+    algorithm: AlgorithmConfig | None = None,
+    project_name: str | None = None,
+    experiment_name: str | None = None,
+    monitor_type: str | Sequence[str] | None = None,
+    config_path: str | Path | None = None,
+    backend: str | None = None,
+) -> dict[str, Any]:
+    """What was given to `tune()`, as nested settings of the file; the functions are checked.
+
+    Raises:
+        FunctionError: A function cannot be called with what it would get.
+        ConfigError: An object has a setting that is of no use.
     """
     check_workflow_function(workflow_func)
     if judge_func is not None:
@@ -177,10 +250,7 @@ def prepare(
     given |= {key: value for key, value in named.items() if value is not None}
     given["tuner.workflow"] = _reference(workflow_func)
     given["tuner.judge"] = None if judge_func is None else _reference(judge_func)
-    config = load_config(config_path, settings=_nested(given), overrides=overrides)
-    config = with_default_model(config)
-    train_tasks = _train_tasks(config, train_dataset)
-    return Run(config, workflow_func, judge_func, train_tasks, _eval_tasks(config, eval_dataset))
+    return _nested(given)
 
 
 def with_default_model(config: RunConfig) -> RunConfig:

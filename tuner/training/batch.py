@@ -137,7 +137,7 @@ def build_batch(
     for index, (trace, _, group) in enumerate(used):
         for call in trace.calls:
             own = peers.get((group, call.role)) if call.reward is not None else None
-            reason = _untrainable(call)
+            reason = untrainable(call)
             if reason is None and call.reward is not None and own is None:
                 reason = "reward_without_peer"
             if reason is not None:
@@ -173,7 +173,7 @@ def build_batch(
     return batch
 
 
-def _untrainable(call: Call) -> str | None:
+def untrainable(call: Call) -> str | None:
     """Why a call of a rollout that is used is not trained, or None."""
     if call.invalid is not None:
         return "invalid_call"
@@ -192,7 +192,7 @@ def _peers(used: Sequence[tuple[Trace, float, int]]) -> dict[tuple[int, str | No
     rollouts: dict[tuple[int, str | None], set[int]] = defaultdict(set)
     for index, (trace, _, group) in enumerate(used):
         for call in trace.calls:
-            if call.reward is not None and _untrainable(call) is None:
+            if call.reward is not None and untrainable(call) is None:
                 rollouts[group, call.role].add(index)
     shared = [key for key, members in rollouts.items() if len(members) > 1]
     return {key: index for index, key in enumerate(shared)}

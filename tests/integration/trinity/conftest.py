@@ -1,0 +1,26 @@
+"""These tests run in the environment of `make test-trinity`."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("trinity", reason="run `make test-trinity`", exc_type=ImportError)
+
+REPOSITORY = Path(__file__).parents[3]
+SHIM = Path(__file__).with_name("shim")
+TINY = REPOSITORY / "models" / "tiny_math"
+
+os.environ.update(
+    {
+        # Before any worker starts: they read it when they do.
+        "PYTHONPATH": os.pathsep.join([str(SHIM), os.environ.get("PYTHONPATH", "")]).strip(":"),
+        "VERL_USE_EXTERNAL_MODULES": "trinity_cpu_shim_verl",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "AGENTSCOPE_DISABLE_CONSOLE_OUTPUT": "true",
+        "OMP_NUM_THREADS": "1",
+    }
+)
