@@ -125,9 +125,15 @@ def _functions(
 ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
     """The workflow and the judge that the file names."""
     from tuner.config import load_config
+    from tuner.config.backend import chosen_backend
     from tuner.workflow import load_function
 
-    names = load_config(path, overrides=overrides).tuner
+    if chosen_backend(path, overrides=overrides) == "trinity":
+        from tuner.backends.trinity.config import resolve
+
+        names = resolve(path, overrides=overrides).tuner
+    else:
+        names = load_config(path, overrides=overrides).tuner
     if names.workflow is None:
         raise ConfigError(
             f"{path}: tuner.workflow is not set: name the workflow as package.module:function or "

@@ -172,7 +172,7 @@ def prepare(
 ) -> Run:
     """Everything that `tune()` does before the local backend starts: check, resolve, read.
 
-    Takes and raises what `tune()` does.
+    Takes and raises what `tune()` does; a configuration for another backend is a ConfigError.
     """
     settings = settings_of(
         workflow_func,
@@ -188,6 +188,11 @@ def prepare(
         config_path=config_path,
         backend=backend,
     )
+    if chosen_backend(config_path, settings, overrides) == "trinity":
+        raise ConfigError(
+            "this configuration is for Trinity-RFT on Ray, whose own check it passes when the run "
+            "begins; `tuner check` tries the local backend: add tuner.backend=local"
+        )
     return _prepared(
         workflow_func, judge_func, train_dataset, eval_dataset, config_path, settings, overrides
     )

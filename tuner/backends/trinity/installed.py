@@ -20,12 +20,12 @@ def require_trinity() -> None:
         version = metadata.version("trinity-rft")
     except metadata.PackageNotFoundError:
         raise MissingDependencyError(
-            f"tuner.backend is trinity, but Trinity-RFT is not installed: {how}, or set "
-            "tuner.backend to local"
+            "this run is for Trinity-RFT (tuner.backend is trinity, or `cluster` declares more "
+            f"than one GPU), which is not installed: {how}, or set tuner.backend to local"
         ) from None
     if not version.startswith(f"{SUPPORTED}."):
         raise MissingDependencyError(
-            f"tuner.backend is trinity, which works with Trinity-RFT {SUPPORTED}; {version} is "
+            f"this version of tuner works with Trinity-RFT {SUPPORTED}, and {version} is "
             f"installed: {how}"
         )
     try:

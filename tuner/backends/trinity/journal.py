@@ -55,3 +55,8 @@ class Journal:
         with (self.folder / "lock").open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
+
+
+def report_file(run_dir: Path, role: str) -> Path:
+    """Where the Trinity-RFT process with this name writes its metrics, a line per report."""
+    return run_dir / "tuner" / f"{role}.jsonl"

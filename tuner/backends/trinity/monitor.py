@@ -9,6 +9,8 @@ from typing import Any
 
 from trinity.utils.monitor import MONITOR, Monitor
 
+from tuner.backends.trinity.journal import report_file
+
 
 class TunerMonitor(Monitor):  # type: ignore[misc]
     """A Trinity-RFT monitor; each of its processes (`role`) makes one.
@@ -39,8 +41,3 @@ class TunerMonitor(Monitor):  # type: ignore[misc]
     def close(self) -> None:
         for tracker in getattr(self, "_trackers", ()):
             tracker.close()
-
-
-def report_file(run_dir: Path, role: str) -> Path:
-    """Where the process with this role writes its metrics."""
-    return run_dir / "tuner" / f"{role}.jsonl"

@@ -9,7 +9,7 @@ from typing import Any
 
 from tuner.backends.metrics import rollout_metrics
 from tuner.backends.run_directory import RunDirectory
-from tuner.backends.trinity.monitor import report_file
+from tuner.backends.trinity.journal import report_file
 from tuner.traces import TraceStore
 
 
