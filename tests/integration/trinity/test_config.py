@@ -203,6 +203,7 @@ def test_evaluations_are_greedy_unless_said_otherwise(trinity, tmp_path):
         ("explorer.rollout_model.enable_openai_api=false", "remove it"),
         ("explorer.rollout_model.engine_type=sglang", "vLLM"),
         ("tuner.deterministic=true", "only the local backend does this"),
+        ("buffer.explorer_input.taskset={rollout_args: {temperature: 0.5}}", "set both to the same"),
         ("tuner.algorithm.updates=2", "only the local backend does this"),
     ],
 )  # fmt: skip

@@ -8,6 +8,7 @@ for is refused by name.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from tuner.errors import ConfigError
 
 if TYPE_CHECKING:
     from trinity.common.config import Config
+
+logger = logging.getLogger("tuner")
 
 WORKFLOW = "tuner.backends.trinity.workflow.TunerWorkflow"
 MONITOR = "tuner.backends.trinity.monitor.TunerMonitor"
@@ -114,6 +117,7 @@ def resolve(
     layers.raise_problems()
     assert tuner is not None
     trackers = _trackers(tree)
+    _warn_of_truncated_sampling(tree)
     _fill(tree)
     return TrinitySettings(tree, tuner, _rollout(tree, tuner), trackers)
 
@@ -263,6 +267,16 @@ def _refused(tree: Mapping[str, Any]) -> Iterator[Problem]:
             "algorithm.optimizer.lr_scheduler_type is linear: Trinity-RFT's trainer has constant "
             f"and cosine; set one of them, {local}",
         )
+    warm = float(lookup(tree, "model.temperature", 1.0))
+    for taskset in _training_sets(tree):
+        own = lookup(taskset, "rollout_args.temperature")
+        if own is not None and float(own) != warm:
+            yield Problem(
+                "buffer.explorer_input.taskset.rollout_args.temperature",
+                f"the tasks are sampled at rollout_args.temperature {own}, and Trinity-RFT trains "
+                f"at model.temperature {warm:g}: its ratios would compare two policies; set both "
+                "to the same",
+            )
     clip, other = lookup(tree, "trainer.grad_clip"), lookup(tree, "algorithm.optimizer.clip_grad")
     if clip is not None and other is not None and clip != other:
         yield Problem(
@@ -270,6 +284,11 @@ def _refused(tree: Mapping[str, Any]) -> Iterator[Problem]:
             f"trainer.grad_clip is {clip} and algorithm.optimizer.clip_grad is {other}: both limit "
             "the gradient's norm; set one of them",
         )
+
+
+def _training_sets(tree: Mapping[str, Any]) -> list[dict[str, Any]]:
+    one = lookup(tree, "buffer.explorer_input.taskset")
+    return [one] if one else list(lookup(tree, "buffer.explorer_input.tasksets", ()))
 
 
 def _not_yet(tree: Mapping[str, Any]) -> Iterator[Problem]:
@@ -325,6 +344,20 @@ def _fill(tree: dict[str, Any]) -> None:
         # Evaluations are greedy; Trinity-RFT would sample them as it does while training.
         if "temperature" not in (taskset.get("rollout_args") or {}):
             taskset["rollout_args"] = {**(taskset.get("rollout_args") or {}), "temperature": 0.0}
+
+
+def _warn_of_truncated_sampling(tree: Mapping[str, Any]) -> None:
+    top_p, top_k = lookup(tree, "model.top_p", 1.0), lookup(tree, "model.top_k", -1)
+    for taskset in _training_sets(tree):
+        top_p = lookup(taskset, "rollout_args.top_p", top_p)
+        top_k = lookup(taskset, "rollout_args.top_k", top_k)
+    if top_p < 1 or top_k > 0:
+        logger.warning(
+            "the tasks are sampled with top_p %s and top_k %s; Trinity-RFT's trainer computes over "
+            "all tokens, so its ratios are off from the first step on",
+            top_p,
+            top_k,
+        )
 
 
 def _positions(model_path: str) -> int | None:
