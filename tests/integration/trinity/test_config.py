@@ -203,7 +203,8 @@ def test_evaluations_are_greedy_unless_said_otherwise(trinity, tmp_path):
         ("explorer.rollout_model.enable_openai_api=false", "remove it"),
         ("explorer.rollout_model.engine_type=sglang", "vLLM"),
         ("tuner.deterministic=true", "only the local backend does this"),
-        ("buffer.explorer_input.taskset={rollout_args: {temperature: 0.5}}", "set both to the same"),
+        ("buffer.explorer_input.taskset={rollout_args: {temperature: 0.5}}",
+         "rollout_args.temperature 0.5, and Trinity-RFT trains at model.temperature 1"),
         ("tuner.algorithm.updates=2", "only the local backend does this"),
     ],
 )  # fmt: skip
