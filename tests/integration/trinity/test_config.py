@@ -389,3 +389,25 @@ def test_files_in_trinitys_own_form_pass_its_check(name, tmp_path):
     assert Path(config.checkpoint_job_dir) == resolved.run_dir
     for tasks in config.buffer.explorer_input.tasksets:
         assert tasks.default_workflow_type == WORKFLOW
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["algorithm.policy_loss_fn_args={clip_range_high: 0.28}"],
+            {"clip_range": 0.2, "clip_range_high": 0.28, "clip_ratio_c": 3.0},
+        ),
+        (
+            ["algorithm.algorithm_type=gspo", "algorithm.policy_loss_fn_args={clip_range: 0.1}"],
+            {"clip_range": 0.1},
+        ),
+    ],
+)
+def test_one_number_of_a_part_leaves_its_others_as_they_are(trinity, overrides, expected):
+    from trinity.algorithm import POLICY_LOSS_FN
+
+    algorithm = trinity(*overrides).algorithm
+    args = algorithm.policy_loss_fn_args
+    assert {**args, **expected} == args
+    POLICY_LOSS_FN.get(algorithm.policy_loss_fn)(**args)  # Trinity-RFT's trainer does this

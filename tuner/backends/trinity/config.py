@@ -168,12 +168,42 @@ def checked(tree: Mapping[str, Any]) -> Config:
     except Exception as error:
         raise ConfigError(f"Trinity-RFT does not read this configuration: {error}") from error
     try:
+        _complete_arguments(config.algorithm)
         config.check_and_update()
     except Exception as error:
         raise ConfigError(
             f"Trinity-RFT refuses this configuration: {type(error).__name__}: {error}"
         ) from error
     return config
+
+
+def _complete_arguments(algorithm: Any) -> None:
+    """Fill in the numbers that were left out of a part's arguments.
+
+    Trinity-RFT takes a part's defaults only where none of its numbers is set: with one of them
+    alone the others are missing, which its trainer finds out.
+    """
+    from trinity import algorithm as parts
+
+    chosen = parts.ALGORITHM_TYPE.get(algorithm.algorithm_type).default_config()
+    registries = {
+        "sample_strategy": parts.SAMPLE_STRATEGY,
+        "policy_loss_fn": parts.POLICY_LOSS_FN,
+        "advantage_fn": parts.ADVANTAGE_FN,
+        "kl_loss_fn": parts.KL_FN,
+        "kl_penalty_fn": parts.KL_FN,
+        "entropy_loss_fn": parts.ENTROPY_LOSS_FN,
+    }
+    for key, registry in registries.items():
+        given = getattr(algorithm, f"{key}_args")
+        name = getattr(algorithm, key) or chosen.get(key)
+        if not given or name is None:
+            continue
+        defaults = registry.get(name).default_args()
+        if "clip_range" in given:  # stands for both of its sides
+            sides = ("clip_range_low", "clip_range_high")
+            defaults = {one: value for one, value in defaults.items() if one not in sides}
+        setattr(algorithm, f"{key}_args", {**defaults, **given})
 
 
 def lookup(tree: Mapping[str, Any], key: str, default: Any = None) -> Any:
