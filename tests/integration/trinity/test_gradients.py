@@ -68,7 +68,9 @@ def trinitys_gradient(model, experiences):
         logp = model(tokens[None]).logits[0].log_softmax(-1)[start - 1 : -1]
         taken = logp.gather(1, tokens[start:, None])[:, 0]
         new.append(torch.nn.functional.pad(taken, (0, width - length)))
-    loss, _ = PPOPolicyLossFn(**PPOPolicyLossFn.default_args())(torch.stack(new), old, mask, advantages)
+    loss, _ = PPOPolicyLossFn(**PPOPolicyLossFn.default_args())(
+        torch.stack(new), old, mask, advantages
+    )
     model.zero_grad()
     loss.backward()
     return torch.cat([p.grad.flatten().double() for p in model.parameters()])

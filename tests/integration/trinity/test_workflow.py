@@ -10,7 +10,7 @@ import torch
 from trinity.common.config import GenerationConfig, InferenceModelConfig
 from trinity.common.experience import Experience
 from trinity.common.models.model import ModelWrapper
-from trinity.common.workflows.workflow import Task
+from trinity.common.workflows.workflow import Task, Workflow
 from trinity.explorer.workflow_runner import WorkflowRunner
 
 from tests.backends.trinity.served import serving
@@ -217,6 +217,47 @@ async def test_a_group_of_one_teaches_nothing_and_says_so(tmp_path):
     assert (status.completed_runs, experiences) == (0, [])
     assert "nothing to train on" in status.message
     assert "RuntimeError: the tool broke" in status.message
+
+
+class WithHistory(Workflow):
+    """A workflow in the way of AgentScope's bridge: calls go to the model's one history."""
+
+    is_async = True
+    attempts = 0
+    begun: asyncio.Event
+    retried: asyncio.Event
+    recorded: asyncio.Event
+
+    async def run_async(self):
+        WithHistory.attempts += 1
+        number = WithHistory.attempts
+        self.begun.set()
+        if number == 1:
+            await self.retried.wait()  # a slow answer; Trinity-RFT has given up on it by now
+        else:
+            self.retried.set()
+            await self.recorded.wait()
+        call = Experience(tokens=[number, number], logprobs=[-1.0], prompt_length=1, reward=1.0)
+        self.model._record_history(call)
+        self.recorded.set()
+        return self.model.extract_experience_from_history() if number == 2 else [call]
+
+
+async def test_trinitys_history_mixes_a_late_attempt_into_its_retry(tmp_path):
+    """The failure that sessions of their own prevent; the next test is the same with ours."""
+    async with opened(tmp_path) as bench:
+        runner = bench._runner
+        runner.concurrent_run_fn = runner._sequential_run
+        runner.model_wrapper.enable_history = True
+        for name in ("begun", "retried", "recorded"):
+            setattr(WithHistory, name, asyncio.Event())
+        task = Task(workflow=WithHistory, repeat_times=1, raw_task={}, batch_id=1, task_id=0)
+        late = asyncio.ensure_future(runner.run_task(task, "1"))
+        await WithHistory.begun.wait()
+        _, payload = await runner.run_task(task, "1")  # its retry, on the same runner
+        await late
+    retried = [tuple(e.tokens.tolist()) for e in Experience.deserialize_many(payload)]
+    assert retried == [(1, 1), (2, 2)]
 
 
 async def test_a_timed_out_attempt_never_reaches_its_retry(tmp_path):
