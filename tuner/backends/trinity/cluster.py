@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from tuner.backends.trinity.config import lookup
 from tuner.backends.trinity.functions import worker_path
+from tuner.backends.trinity.tree import lookup
 from tuner.errors import ConfigError
 
 LOCAL = "local"

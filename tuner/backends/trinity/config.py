@@ -8,9 +8,8 @@ for is refused by name.
 from __future__ import annotations
 
 import copy
-import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from tuner.backends.trinity.refusals import refused, warn_of_truncated_sampling
 from tuner.backends.trinity.schema import unknown_keys, without_empty_sections
+from tuner.backends.trinity.tree import lookup, set_default, tasksets
 from tuner.config.keys import nearest, schema_paths, split_keys
 from tuner.config.load import read_layers
 from tuner.config.problems import Problem, describe
@@ -27,8 +28,6 @@ from tuner.errors import ConfigError
 
 if TYPE_CHECKING:
     from trinity.common.config import Config
-
-logger = logging.getLogger("tuner")
 
 WORKFLOW = "tuner.backends.trinity.workflow.TunerWorkflow"
 MONITOR = "tuner.backends.trinity.monitor.TunerMonitor"
@@ -113,11 +112,11 @@ def resolve(
     for key, meant in unknown_keys(tree):
         hint = f"did you mean {meant}?" if meant else "Trinity-RFT 0.6 has no key like it"
         layers.problems.append(Problem(key, f"unknown key {key}; {hint}"))
-    layers.problems.extend(_refused(tree))
+    layers.problems.extend(refused(tree))
     layers.raise_problems()
     assert tuner is not None
     trackers = _trackers(tree)
-    _warn_of_truncated_sampling(tree)
+    warn_of_truncated_sampling(tree)
     _fill(tree)
     return TrinitySettings(tree, tuner, _rollout(tree, tuner), trackers)
 
@@ -134,7 +133,7 @@ def install(settings: TrinitySettings, *, workflow: str, judge: str | None) -> d
     inputs = tree.setdefault("buffer", {}).setdefault("explorer_input", {})
     inputs["default_workflow_type"] = WORKFLOW
     inputs["default_eval_workflow_type"] = WORKFLOW
-    for taskset in _tasksets(inputs):
+    for taskset in tasksets(inputs):
         taskset.pop("default_workflow_type", None)
         taskset["workflow_args"] = {**(taskset.get("workflow_args") or {}), "tuner": ours}
     explorer = tree.setdefault("explorer", {})
@@ -206,16 +205,6 @@ def _complete_arguments(algorithm: Any) -> None:
         setattr(algorithm, f"{key}_args", {**defaults, **given})
 
 
-def lookup(tree: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """The value of a dotted key, `default` where it is not set or null."""
-    value: Any = tree
-    for part in key.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            return default
-        value = value[part]
-    return default if value is None else value
-
-
 def _tuner_section(section: Any, problems: list[Problem]) -> TunerSection | None:
     """Our own section, checked; what only the local backend does is refused."""
     split = split_keys({"tuner": section or {}})
@@ -249,124 +238,32 @@ def _changed(section: Any) -> str:
     return str({name: getattr(section, name) for name in sorted(section.model_fields_set)})
 
 
-def _refused(tree: Mapping[str, Any]) -> Iterator[Problem]:
-    """Values that are ours and not Trinity-RFT's, or that would be read there as something else."""
-
-    def refusal(key: str, value: Any, why: str) -> Problem | None:
-        found = lookup(tree, key)
-        return Problem(key, f"{key} is {found}: {why}") if found == value else None
-
-    local = "or set tuner.backend to local"
-    rules = [
-        refusal(
-            "algorithm.advantage_fn_args.std_cal_level",
-            "none",
-            "Trinity-RFT knows group and batch, and would take this for group; set one of them, "
-            + local,
-        ),
-        refusal(
-            "algorithm.loss_agg_mode",
-            "rollout-mean",
-            "a Trinity-RFT batch does not know which rows are one rollout; set "
-            "seq-mean-token-mean, which is the same where each rollout becomes one experience, "
-            + local,
-        ),
-        refusal(
-            "algorithm.advantage_fn",
-            "best_of_group",
-            f"Trinity-RFT has no such advantage; set another, {local}",
-        ),
-        refusal(
-            "explorer.rollout_model.enable_openai_api",
-            False,
-            "agents are recorded between their requests and Trinity-RFT's OpenAI API; remove it",
-        ),
-        refusal(
-            "cluster.ray_address",
-            "auto",
-            "it would join whatever cluster runs on this machine; write the cluster's address, or "
-            "remove it for a cluster of this run's own",
-        ),
-    ]
-    yield from (problem for problem in rules if problem is not None)
-    yield from _not_yet(tree)
-    strategy = str(lookup(tree, "trainer.trainer_strategy", "fsdp2"))
-    if lookup(tree, "algorithm.optimizer.lr_scheduler_type") == "linear" and "fsdp" in strategy:
-        yield Problem(
-            "algorithm.optimizer.lr_scheduler_type",
-            "algorithm.optimizer.lr_scheduler_type is linear: Trinity-RFT's trainer has constant "
-            f"and cosine; set one of them, {local}",
-        )
-    warm = float(lookup(tree, "model.temperature", 1.0))
-    for taskset in _training_sets(tree):
-        own = lookup(taskset, "rollout_args.temperature")
-        if own is not None and float(own) != warm:
-            yield Problem(
-                "buffer.explorer_input.taskset.rollout_args.temperature",
-                f"the tasks are sampled at rollout_args.temperature {own}, and Trinity-RFT trains "
-                f"at model.temperature {warm:g}: its ratios would compare two policies; set both "
-                "to the same",
-            )
-    clip, other = lookup(tree, "trainer.grad_clip"), lookup(tree, "algorithm.optimizer.clip_grad")
-    if clip is not None and other is not None and clip != other:
-        yield Problem(
-            "trainer.grad_clip",
-            f"trainer.grad_clip is {clip} and algorithm.optimizer.clip_grad is {other}: both limit "
-            "the gradient's norm; set one of them",
-        )
-
-
-def _training_sets(tree: Mapping[str, Any]) -> list[dict[str, Any]]:
-    one = lookup(tree, "buffer.explorer_input.taskset")
-    return [one] if one else list(lookup(tree, "buffer.explorer_input.tasksets", ()))
-
-
-def _not_yet(tree: Mapping[str, Any]) -> Iterator[Problem]:
-    """What Trinity-RFT can do and `TunerWorkflow` has not been run with."""
-    engine = lookup(tree, "explorer.rollout_model.engine_type", "vllm")
-    if engine != "vllm":
-        yield Problem(
-            "explorer.rollout_model.engine_type",
-            f"explorer.rollout_model.engine_type is {engine}: agents are recorded in front of "
-            "Trinity-RFT's vLLM engines; set it to vllm, or remove it",
-        )
-    for key, what in (
-        ("model.tinker.enable", "Tinker"),
-        ("model.external_model.enable", "external models"),
-        ("model.lora_configs", "LoRA"),
-        ("algorithm.enable_router_replay", "router replay"),
-        ("stages", "stages"),
-    ):
-        if lookup(tree, key):
-            yield Problem(key, f"{key} is set: tune() does not do {what} on Trinity-RFT; remove it")
-
-
 def _fill(tree: dict[str, Any]) -> None:
     """Put what was not set, or means something else there, in Trinity-RFT's words."""
     for key, value in DEFAULTS.items():
-        _set_default(tree, key, value)
+        set_default(tree, key, value)
     tree["checkpoint_root_dir"] = str(Path(tree["checkpoint_root_dir"]).resolve())
     if not tree.get("name"):
         tree["name"] = datetime.now().strftime("Experiment-%Y%m%d%H%M%S")
     if lookup(tree, "algorithm.algorithm_type") not in WITHOUT_GROUPS:
         # Trinity-RFT's own defaults of its algorithms are never applied: groups would be of one.
-        _set_default(tree, "algorithm.repeat_times", GROUP_SIZE)
+        set_default(tree, "algorithm.repeat_times", GROUP_SIZE)
     if lookup(tree, "explorer.eval_interval") == 0:
         # Never between the ends; Trinity-RFT divides by it.
         tree["explorer"]["eval_interval"] = 10**9
     if (clip := lookup(tree, "trainer.grad_clip")) is not None:
         # Its FSDP engine reads the other one.
-        _set_default(tree, "algorithm.optimizer.clip_grad", clip)
+        set_default(tree, "algorithm.optimizer.clip_grad", clip)
     if lookup(tree, "model.max_model_len") is None and not (
         lookup(tree, "model.max_prompt_tokens") and lookup(tree, "model.max_response_tokens")
     ):
         positions = _positions(lookup(tree, "model.model_path", ""))
         if positions:
-            _set_default(tree, "model.max_model_len", positions)
+            set_default(tree, "model.max_model_len", positions)
     if not lookup(tree, "buffer.explorer_input.tasksets"):
-        _set_default(tree, "buffer.explorer_input.taskset.name", "train")
+        set_default(tree, "buffer.explorer_input.taskset.name", "train")
     top_k = lookup(tree, "model.top_k")
-    for taskset in _tasksets(lookup(tree, "buffer.explorer_input", {})):
+    for taskset in tasksets(lookup(tree, "buffer.explorer_input", {})):
         # Trinity-RFT fills in the other sampling settings of `model`, and not this one.
         if top_k is not None and "top_k" not in (taskset.get("rollout_args") or {}):
             taskset["rollout_args"] = {**(taskset.get("rollout_args") or {}), "top_k": top_k}
@@ -374,20 +271,6 @@ def _fill(tree: dict[str, Any]) -> None:
         # Evaluations are greedy; Trinity-RFT would sample them as it does while training.
         if "temperature" not in (taskset.get("rollout_args") or {}):
             taskset["rollout_args"] = {**(taskset.get("rollout_args") or {}), "temperature": 0.0}
-
-
-def _warn_of_truncated_sampling(tree: Mapping[str, Any]) -> None:
-    top_p, top_k = lookup(tree, "model.top_p", 1.0), lookup(tree, "model.top_k", -1)
-    for taskset in _training_sets(tree):
-        top_p = lookup(taskset, "rollout_args.top_p", top_p)
-        top_k = lookup(taskset, "rollout_args.top_k", top_k)
-    if top_p < 1 or top_k > 0:
-        logger.warning(
-            "the tasks are sampled with top_p %s and top_k %s; Trinity-RFT's trainer computes over "
-            "all tokens, so its ratios are off from the first step on",
-            top_p,
-            top_k,
-        )
 
 
 def _positions(model_path: str) -> int | None:
@@ -423,18 +306,3 @@ def _rollout(tree: Mapping[str, Any], tuner: TunerSection) -> dict[str, Any]:
             name: model.model_dump() for name, model in tuner.auxiliary_models.items()
         },
     }
-
-
-def _tasksets(inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    if inputs.get("taskset"):
-        yield inputs["taskset"]
-    yield from inputs.get("tasksets") or ()
-    yield from inputs.get("eval_tasksets") or ()
-
-
-def _set_default(tree: dict[str, Any], key: str, value: Any) -> None:
-    *sections, last = key.split(".")
-    for section in sections:
-        tree = tree.setdefault(section, {})
-    if tree.get(last) in (None, ""):
-        tree[last] = value

@@ -72,7 +72,7 @@ class Progress:
             row |= {f"explorer/{name}": value for name, value in explorer.get(step, {}).items()}
             row |= {f"trainer/{name}": value for name, value in trainer.get(step, {}).items()}
             if row:
-                rows.append({"step": float(step), **row})
+                rows.append({"step": step, **row})
         return rows
 
     def _evaluation(self, store: TraceStore, name: str, step: int) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import sys
 import threading
@@ -71,11 +72,18 @@ def run_trinity(
         tree["cluster"].pop("ray_address", None)
     config = checked(tree)
     run = _Run(resolved, config, rows)
-    run.directory.create()
     write_atomically(run.directory.config, _to_yaml(tree))
     address = cluster.LOCAL if own else config.cluster.ray_address
-    run.execute(address)
-    return run.result()
+    try:
+        run.execute(address)
+        result = run.result()
+    except (Exception, KeyboardInterrupt) as error:
+        report = _leave_report(run.directory.path, stopped=f"{type(error).__name__}: {error}")
+        if report is not None:
+            error.add_note(f"what the run did until then: {report}")
+        raise
+    _leave_report(run.directory.path)
+    return result
 
 
 class _Run:
@@ -131,12 +139,13 @@ class _Run:
             FunctionError: A function returned something of the wrong type.
             TrainingError: It is less than what was asked for.
         """
+        history = self._progress.history()
+        if history:
+            write_atomically(self.directory.metrics, "".join(_line(row) for row in history))
         self._raise_reason()
         trained = self._progress.trained_steps()
         explored = self._progress.explored_steps()
         self._check_done(len(trained), len(explored))
-        history = self._progress.history()
-        write_atomically(self.directory.metrics, "".join(_line(row) for row in history))
         result = self._summary(history, len(trained))
         write_atomically(self.directory.result, result.model_dump_json(indent=2))
         return result
@@ -253,6 +262,19 @@ class _Run:
         )
 
 
+def _leave_report(run_dir: Path, *, stopped: str | None = None) -> Path | None:
+    """Write `report.html` where there is something to report. What goes wrong here is only said."""
+    from tuner.viewer import write_report
+
+    if not any(run_dir.glob("traces/*.jsonl")):
+        return None
+    try:
+        return write_report(run_dir, stopped=stopped)
+    except Exception as error:
+        logger.warning("report.html was not written: %s: %s", type(error).__name__, error)
+        return None
+
+
 def _token_counts(traces: Sequence[Trace]) -> TokenCounts:
     """Where sampled tokens went; "trained" are those that Trinity-RFT was given."""
     sampled = trained = 0
@@ -354,6 +376,4 @@ def _to_yaml(tree: Mapping[str, Any]) -> str:
 
 
 def _line(row: Mapping[str, float]) -> str:
-    import json
-
     return json.dumps(row) + "\n"

@@ -39,8 +39,7 @@ def _root() -> type[Any]:
     return Config  # type: ignore[no-any-return]
 
 
-@cache
-def _types(section: Any) -> dict[str, Any]:
+def _types(section: type[Any]) -> dict[str, Any]:
     hints = get_type_hints(section)
     return {field.name: hints[field.name] for field in dataclasses.fields(section)}
 
