@@ -89,22 +89,26 @@ def handed_over(run_dir: Path) -> list[Experience]:
 
 
 def check_exact(run_dir: Path, steps: int) -> None:
-    """Every experience is a recorded rollout: its ids, its log-probs, its mask."""
+    """Experiences are the recorded calls: their ids, their log-probs, each of them once."""
     store = TraceStore(run_dir / "traces")
-    traces = {str(t.id): t for step in range(1, steps + 1) for t in store.read("train", step)}
-    experiences = handed_over(run_dir)
-    assert len(experiences) == len(traces) == 4 * steps
-    for experience in experiences:
-        first, second = traces[experience.info["rollout"]].calls
-        assert tuple(experience.tokens.tolist()) == second.prompt_ids + second.completion_ids
-        start, mask = experience.prompt_length, experience.action_mask
-        sampled = experience.tokens[start:][mask].tolist()
-        assert tuple(sampled) == first.completion_ids + second.completion_ids
+    traces = [trace for step in range(1, steps + 1) for trace in store.read("train", step)]
+    calls = {(str(trace.id), call.id): call for trace in traces for call in trace.calls}
+    trained = []
+    for experience in handed_over(run_dir):
+        keys = [(experience.info["rollout"], id) for id in experience.info["calls"]]
+        parts = [calls[key] for key in keys]
+        last = parts[-1]
+        assert tuple(experience.tokens.tolist()) == last.prompt_ids + last.completion_ids
+        mask = experience.action_mask
+        sampled = experience.tokens[experience.prompt_length :][mask].tolist()
+        assert sampled == [id for call in parts for id in call.completion_ids]
         assert experience.logprobs[mask].tolist() == pytest.approx(
-            first.logprobs + second.logprobs, abs=1e-5
+            [logprob for call in parts for logprob in call.logprobs], abs=1e-5
         )
-        assert second.streamed
-        assert not first.streamed
+        trained += keys
+    assert sorted(trained) == sorted(calls)
+    assert len(calls) == 8 * steps
+    assert sum(call.streamed for call in calls.values()) == 4 * steps
 
 
 def no_ray_is_left() -> bool:
@@ -128,6 +132,9 @@ def test_a_run_does_what_was_asked_for(mode, tmp_path):
     assert result.outcomes == {"completed": 8}
     assert len(result.rewards) == 2
     check_exact(result.run_dir, steps=2)
+    # A conversation whose second call continues the first is one experience.
+    first = [e for e in handed_over(result.run_dir) if e.eid.batch == 1]
+    assert [len(e.info["calls"]) for e in first] == [2, 2, 2, 2]
     assert no_ray_is_left()
     if mode == "explore":
         assert (result.steps, result.checkpoint) == (0, None)
@@ -138,8 +145,8 @@ def test_a_run_does_what_was_asked_for(mode, tmp_path):
         assert rows[step]["trainer/actor/grad_norm"] > 0
         assert abs(rows[step]["trainer/actor/ppo_kl"]) < 0.01
     # The second step was sampled by the weights of the first.
-    versions = [e.info["weights_versions"] for e in handed_over(result.run_dir)]
-    assert versions == [[0]] * 4 + [[1]] * 4
+    for experience in handed_over(result.run_dir):
+        assert experience.info["weights_versions"] == [experience.eid.batch - 1]
     assert any(result.checkpoint.glob("*.safetensors"))
     saved = json.loads((result.run_dir / "result.json").read_text())
     assert saved["steps"] == 2
