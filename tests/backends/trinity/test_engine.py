@@ -20,9 +20,9 @@ PROMPT = [10, 20, 30, 40]
 def model(random_model_path):
     import torch
 
-    return load_model(str(random_model_path), device=torch.device("cpu")), load_tokenizer(
-        str(random_model_path)
-    )
+    return load_model(
+        str(random_model_path), device=torch.device("cpu"), dtype=torch.float32
+    ), load_tokenizer(str(random_model_path))
 
 
 @asynccontextmanager

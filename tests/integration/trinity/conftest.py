@@ -22,5 +22,8 @@ os.environ.update(
         "TOKENIZERS_PARALLELISM": "false",
         "AGENTSCOPE_DISABLE_CONSOLE_OUTPUT": "true",
         "OMP_NUM_THREADS": "1",
+        # On a few busy cores workers take long to start, and idle ones are in the way.
+        "RAY_prestart_worker_first_driver": "0",
+        "RAY_worker_register_timeout_seconds": "900",
     }
 )

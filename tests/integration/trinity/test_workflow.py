@@ -99,7 +99,7 @@ class Bench:
 
 @asynccontextmanager
 async def opened(folder):
-    model = load_model(str(TINY), device=torch.device("cpu"))
+    model = load_model(str(TINY), device=torch.device("cpu"), dtype=torch.float32)
     engine = TransformersEngine(model, load_tokenizer(str(TINY)), max_model_len=512, max_slots=8)
     async with serving(engine) as (_, address):
         yield Bench(address, TINY, folder)
