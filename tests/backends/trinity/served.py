@@ -27,7 +27,8 @@ class Stream:
 class VLLMServer:
     """What Trinity-RFT's vLLM answers on `/v1/completions`, of the fields that are asked for.
 
-    `spoil` changes an event before it is sent; `cancelled` says that nobody waited for an answer.
+    `spoil` changes an event before it is sent, `refuses` is why nothing is answered, and
+    `cancelled` says that nobody waited for an answer.
     """
 
     def __init__(self, engine):
@@ -35,6 +36,7 @@ class VLLMServer:
         self.requests = []
         self.cancelled = asyncio.Event()
         self.spoil = lambda event: event
+        self.refuses = ""
 
     async def answer(self, request):
         body = await request.json()
@@ -43,8 +45,8 @@ class VLLMServer:
         if len(body["prompt"]) + body["max_tokens"] > room:
             message = f"This model's maximum context length is {room} tokens."
             return JSONResponse({"error": {"message": message, "code": 400}}, 400)
-        if body.get("structured_outputs") == {"grammar": "bad"}:
-            return JSONResponse({"error": {"message": "Failed to parse grammar", "code": 400}}, 400)
+        if self.refuses:
+            return JSONResponse({"error": {"message": self.refuses, "code": 503}}, 503)
         return StreamingResponse(self.events(body), media_type="text/event-stream")
 
     async def events(self, body):

@@ -9,7 +9,7 @@ from tests.backends.trinity.served import serving
 from tuner.backends.models import load_model, load_tokenizer
 from tuner.backends.trinity.engine import ServedEngine
 from tuner.engines import SamplingParams
-from tuner.engines.base import EngineError, GrammarError
+from tuner.engines.base import EngineError
 from tuner.engines.transformers import TransformersEngine
 from tuner.errors import ContextLengthError
 
@@ -126,11 +126,12 @@ async def test_nothing_is_read_after_the_sink_is_full(model):
 
 
 async def test_refusals_are_told_apart(model):
-    async with served(model) as (engine, _, _):
+    async with served(model) as (engine, _, server):
         with pytest.raises(ContextLengthError, match="maximum context length is 64"):
             await engine.generate([1] * 60, SamplingParams(max_tokens=10), "s")
-        with pytest.raises(GrammarError, match="Failed to parse grammar"):
-            await engine.generate(PROMPT, SamplingParams(max_tokens=5, grammar="bad"), "s")
+        server.refuses = "the server is draining"
+        with pytest.raises(EngineError, match=r"refused a completion with 503: .*draining"):
+            await engine.generate(PROMPT, SamplingParams(max_tokens=5), "s")
 
 
 def without_logprobs(event):

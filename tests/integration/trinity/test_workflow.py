@@ -57,7 +57,7 @@ class Bench:
     def __init__(self, address, model_path, folder):
         config = InferenceModelConfig(
             model_path=str(model_path),
-            max_model_len=512,
+            max_model_len=2048,
             max_response_tokens=32,
             temperature=1.0,
             enable_openai_api=True,
@@ -100,7 +100,7 @@ class Bench:
 @asynccontextmanager
 async def opened(folder):
     model = load_model(str(TINY), device=torch.device("cpu"), dtype=torch.float32)
-    engine = TransformersEngine(model, load_tokenizer(str(TINY)), max_model_len=512, max_slots=8)
+    engine = TransformersEngine(model, load_tokenizer(str(TINY)), max_model_len=2048, max_slots=8)
     async with serving(engine) as (_, address):
         yield Bench(address, TINY, folder)
         for hosts in adapter._hosts.values():
@@ -329,3 +329,39 @@ async def test_streams_and_other_clients_are_recorded(tmp_path):
         traces = bench.traces()
     assert len(experiences) == 2
     assert all(call.streamed for trace in traces for call in trace.calls)
+
+
+async def react(task, model):
+    """The tutorial's agent, with a tool."""
+    from agentscope.agent import ReActAgent
+    from agentscope.formatter import OpenAIChatFormatter
+    from agentscope.message import Msg, TextBlock
+    from agentscope.tool import Toolkit, ToolResponse
+
+    async def add(a: int, b: int) -> ToolResponse:
+        """Add two numbers."""
+        return ToolResponse(content=[TextBlock(type="text", text=str(a + b))])
+
+    toolkit = Toolkit()
+    toolkit.register_tool_function(add)
+    agent = ReActAgent(
+        name="agent",
+        sys_prompt="You solve problems.",
+        model=model,
+        formatter=OpenAIChatFormatter(),
+        toolkit=toolkit,
+    )
+    answer = await agent.reply(Msg("user", task["question"], role="user"))
+    return WorkflowOutput(reward=1.0, response=answer)
+
+
+async def test_an_agentscope_agent_with_a_tool_is_recorded(tmp_path):
+    async with opened(tmp_path) as bench:
+        status, experiences = await bench.run(react)
+        traces = bench.traces()
+    assert status.ok, status.message
+    assert sorted(id for e in experiences for id in e.info["calls"]) == sorted(
+        call.id for trace in traces for call in trace.calls
+    )
+    tools = [tool["function"]["name"] for e in experiences for tool in e.tools]
+    assert set(tools) == {"add"}

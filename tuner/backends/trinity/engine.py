@@ -22,7 +22,6 @@ from tuner.engines.base import (
     EngineError,
     FinishReason,
     Generation,
-    GrammarError,
     SamplingParams,
     TokenSink,
 )
@@ -54,7 +53,8 @@ class ServedEngine:
         self._model_name = model_name
         self._model_version = model_version
         self._version = 0
-        self._capabilities = EngineCapabilities(max_model_len=max_model_len, grammars=True)
+        # vLLM reads a grammar as another dialect of Lark than ours unless it is started otherwise.
+        self._capabilities = EngineCapabilities(max_model_len=max_model_len, grammars=False)
         self._client = httpx.AsyncClient(
             base_url=address,
             headers={"authorization": f"Bearer {api_key}"},
@@ -87,7 +87,7 @@ class ServedEngine:
         try:
             async with self._client.stream("POST", "/v1/completions", json=body) as response:
                 if response.status_code != 200:
-                    raise _refusal(response.status_code, await response.aread(), sampling)
+                    raise _refusal(response.status_code, await response.aread())
                 async for event in _events(response):
                     reading.read(event)
         except httpx.HTTPError as error:
@@ -114,8 +114,6 @@ class ServedEngine:
         }
         if sampling.stop:
             body["stop"] = list(sampling.stop)
-        if sampling.grammar:
-            body["structured_outputs"] = {"grammar": sampling.grammar}
         return body
 
     def pause(self) -> AbstractAsyncContextManager[None]:
@@ -219,15 +217,13 @@ async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
         yield json.loads(data)
 
 
-def _refusal(status: int, body: bytes, sampling: SamplingParams) -> Exception:
+def _refusal(status: int, body: bytes) -> Exception:
     try:
         message = _message(json.loads(body))
     except ValueError:
         message = body.decode(errors="replace")[:300]
     if status == 400 and "maximum context length" in message:
         return ContextLengthError(message)
-    if status == 400 and sampling.grammar:
-        return GrammarError(message)
     return EngineError(f"Trinity-RFT's engine refused a completion with {status}: {message}")
 
 
