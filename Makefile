@@ -3,6 +3,7 @@
 # make test-agentscope2   the tests that need AgentScope 2.x, in an environment of its own
 # make test-browser   the page of a run in a real browser; needs Chromium
 # make test-frameworks   the tests that need agent frameworks, in an environment of their own
+# make test-trinity   the tests that run Trinity-RFT on Ray, in an environment of their own (7 GB)
 # make bench  every benchmark; prints tables and writes benchmarks/results/*.json
 
 PYTHON ?= python3
@@ -12,8 +13,10 @@ VENV2 := .venv-agentscope2
 BIN2 := $(VENV2)/bin
 VENV3 := .venv-frameworks
 BIN3 := $(VENV3)/bin
+VENV4 := .venv-trinity
+BIN4 := $(VENV4)/bin
 
-.PHONY: demo test test-agentscope2 test-browser test-frameworks bench install clean
+.PHONY: demo test test-agentscope2 test-browser test-frameworks test-trinity bench install clean
 
 install: $(VENV)/.installed
 
@@ -65,6 +68,18 @@ $(VENV3)/.installed: pyproject.toml constraints-frameworks.txt
 
 test-frameworks: $(VENV3)/.installed
 	$(BIN3)/pytest tests/integration/frameworks
+
+$(VENV4)/.installed: constraints-trinity.txt
+	$(PYTHON) -m venv $(VENV4)
+	$(BIN4)/python -m pip install --quiet --upgrade pip
+	$(BIN4)/python -m pip install --quiet --no-compile --no-deps --requirement constraints-trinity.txt
+	$(BIN4)/python -m pip install --quiet --no-compile --no-deps --editable .
+	touch $@
+
+# Where these packages cannot be had, it says so and does not fail; that no test ran is seen.
+test-trinity:
+	@if $(MAKE) $(VENV4)/.installed; then $(BIN4)/pytest tests/integration/trinity; \
+	else echo "SKIPPED: test-trinity ran no test: constraints-trinity.txt cannot be installed here" >&2; fi
 
 # LiteLLM, a peer of the gateway's benchmark, wants other versions than we do.
 .venv-litellm/bin/litellm:

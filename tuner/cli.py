@@ -125,10 +125,16 @@ def _functions(
 ) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None]:
     """The workflow and the judge that the file names; recorded data needs none."""
     from tuner.config import load_config
+    from tuner.config.backend import chosen_backend
     from tuner.workflow import load_function
 
-    config = load_config(path, overrides=overrides)
-    names = config.tuner
+    if chosen_backend(path, overrides=overrides) == "trinity":
+        from tuner.backends.trinity.config import resolve
+
+        names, rolls_out = resolve(path, overrides=overrides).tuner, True
+    else:
+        config = load_config(path, overrides=overrides)
+        names, rolls_out = config.tuner, config.mode == "both"
     workflow: Callable[..., Any] | None = None
     if names.agent is not None:
         from tuner.areal import configured_agent
@@ -136,7 +142,7 @@ def _functions(
         workflow = configured_agent(names)
     elif names.workflow is not None:
         workflow = load_function(names.workflow, setting="tuner.workflow")
-    elif config.mode == "both":
+    elif rolls_out:
         raise ConfigError(
             f"{path}: tuner.workflow is not set: name the workflow as package.module:function or "
             "path/file.py:function"

@@ -33,7 +33,7 @@ class TuneResult(BaseModel):
             which reason; empty for rollouts.
         seconds: Wall time of the run, interrupted parts not counted.
         run_dir: The run directory; the paths below lie in it.
-        checkpoint: Hugging Face folder of the last weights.
+        checkpoint: Hugging Face folder of the last weights; None where nothing was trained.
         traces: Folder of the recorded traces.
         tensorboard: Folder of TensorBoard's files, or None when not logged there.
     """
@@ -49,7 +49,7 @@ class TuneResult(BaseModel):
     rows: dict[str, int] = Field(default_factory=dict)
     seconds: float
     run_dir: Path
-    checkpoint: Path
+    checkpoint: Path | None
     traces: Path
     tensorboard: Path | None = None
 

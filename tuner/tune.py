@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tuner.algorithm import AlgorithmConfig
 from tuner.config import RemoteModel, RunConfig, load_config
+from tuner.config.backend import chosen_backend
 from tuner.dataset import (
     DatasetConfig,
     Task,
@@ -98,7 +99,7 @@ def tune(
         experiment_name: Name of the run; a run of this name that was interrupted goes on.
         monitor_type: tensorboard, wandb, mlflow, swanlab, or several.
         config_path: YAML file in Trinity-RFT's form.
-        backend: "auto" or "local".
+        backend: "auto", "local" or "trinity".
         overrides: `key=value` strings with the file's keys, as on the command line.
 
     Returns:
@@ -110,7 +111,7 @@ def tune(
         DatasetError: A dataset is missing, empty or smaller than one batch.
         TrainingError: Training failed; the message is the diagnosis.
     """
-    run = prepare(
+    settings = settings_of(
         workflow_func,
         judge_func,
         train_dataset,
@@ -124,6 +125,28 @@ def tune(
         config_path=config_path,
         backend=backend,
         overrides=overrides,
+    )
+    if chosen_backend(config_path, settings, overrides) == "trinity":
+        from tuner.backends.trinity.run import run_trinity
+
+        if workflow_func is None:
+            raise FunctionError(
+                "there is no workflow, and Trinity-RFT trains on its rollouts: pass workflow_func, "
+                "or set tuner.backend to local to train on recorded data"
+            )
+        return outside_event_loop(
+            lambda: run_trinity(
+                config_path,
+                settings,
+                overrides,
+                workflow=workflow_func,
+                judge=judge_func,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+            )
+        )
+    run = _prepared(
+        workflow_func, judge_func, train_dataset, eval_dataset, config_path, settings, overrides
     )
     from tuner.backends.local import run_local
 
@@ -155,9 +178,73 @@ def prepare(
     backend: str | None = None,
     overrides: Sequence[str] = (),
 ) -> Run:
-    """Everything that `tune()` does before the backend starts: check, resolve, read.
+    """Everything that `tune()` does before the local backend starts: check, resolve, read.
 
-    Takes and raises what `tune()` does.
+    Takes and raises what `tune()` does; a configuration for another backend is a ConfigError.
+    """
+    settings = settings_of(
+        workflow_func,
+        judge_func,
+        train_dataset,
+        eval_dataset=eval_dataset,
+        model=model,
+        auxiliary_models=auxiliary_models,
+        algorithm=algorithm,
+        project_name=project_name,
+        experiment_name=experiment_name,
+        monitor_type=monitor_type,
+        config_path=config_path,
+        backend=backend,
+        overrides=overrides,
+    )
+    if chosen_backend(config_path, settings, overrides) == "trinity":
+        raise ConfigError(
+            "this configuration is for Trinity-RFT on Ray, whose own check it passes when the run "
+            "begins; `tuner check` tries the local backend: add tuner.backend=local"
+        )
+    return _prepared(
+        workflow_func, judge_func, train_dataset, eval_dataset, config_path, settings, overrides
+    )
+
+
+def _prepared(
+    workflow_func: Callable[..., Any] | None,
+    judge_func: Callable[..., Any] | None,
+    train_dataset: Any,
+    eval_dataset: Any,
+    config_path: str | Path | None,
+    settings: Mapping[str, Any],
+    overrides: Sequence[str],
+) -> Run:
+    config = load_config(config_path, settings=settings, overrides=overrides)
+    config = with_default_model(config)
+    _check_functions_are_there(config, workflow_func, judge_func)
+    train_tasks = _train_tasks(config, train_dataset)
+    return Run(config, workflow_func, judge_func, train_tasks, _eval_tasks(config, eval_dataset))
+
+
+def settings_of(
+    workflow_func: Callable[..., Any] | None,
+    judge_func: Callable[..., Any] | None = None,
+    train_dataset: Any = None,
+    *,
+    eval_dataset: Any = None,
+    model: TunerModelConfig | None = None,
+    auxiliary_models: Mapping[str, TunerModelConfig | RemoteModel | Mapping[str, Any]]
+    | None = None,
+    algorithm: AlgorithmConfig | None = None,
+    project_name: str | None = None,
+    experiment_name: str | None = None,
+    monitor_type: str | Sequence[str] | None = None,
+    config_path: str | Path | None = None,
+    backend: str | None = None,
+    overrides: Sequence[str] = (),
+) -> dict[str, Any]:
+    """What was given to `tune()`, as nested settings of the file; the functions are checked.
+
+    Raises:
+        FunctionError: A function cannot be called with what it would get.
+        ConfigError: An object has a setting that is of no use.
     """
     if workflow_func is not None:
         check_workflow_function(workflow_func)
@@ -181,13 +268,11 @@ def prepare(
     given["tuner.judge"] = None if judge_func is None else _reference(judge_func)
     if train_dataset is not None:
         # Where a dataset belongs depends on the algorithm, which the file or an override may name.
-        mode = load_config(config_path, settings=_nested(given), overrides=overrides).mode
+        mode = "both"
+        if chosen_backend(config_path, _nested(given), overrides) == "local":
+            mode = load_config(config_path, settings=_nested(given), overrides=overrides).mode
         given |= _train_settings(train_dataset, _source_key(mode))
-    config = load_config(config_path, settings=_nested(given), overrides=overrides)
-    config = with_default_model(config)
-    _check_functions_are_there(config, workflow_func, judge_func)
-    train_tasks = _train_tasks(config, train_dataset)
-    return Run(config, workflow_func, judge_func, train_tasks, _eval_tasks(config, eval_dataset))
+    return _nested(given)
 
 
 def _check_functions_are_there(

@@ -196,7 +196,7 @@ def test_wrong_types_name_key_value_and_meaning(write):
     assert "true or false" in refusal(overrides=["model.temperature=true"])
     assert "'sft' or 'dpo'" in refusal(overrides=["algorithm.algorithm_type=pppo"])
     assert "{penalize: value}" in refusal(overrides=["tuner.on_failure=explode"])
-    assert "'auto' or 'local'" in refusal(overrides=["tuner.backend=trinity"])
+    assert "'auto', 'local' or 'trinity'" in refusal(overrides=["tuner.backend=slurm"])
 
 
 def test_overrides_that_do_not_parse():

@@ -33,7 +33,9 @@ MAY_CHANGE = (
     "tuner.device",
     "tuner.layout",
     "tuner.max_slots",
+    "tuner.backend",
     "tuner.signal_patience",
+    "tuner.trinity",
 )
 
 

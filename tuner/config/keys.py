@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cache
@@ -61,8 +61,13 @@ def known_paths() -> tuple[str, ...]:
     return (*schema_paths(), *(row.path.removesuffix(".**") for row in FOREIGN))
 
 
-def nearest(path: str) -> str | None:
-    """The known key that `path` was probably meant to be: by its name, its path, its section."""
+def nearest(path: str, known_keys: Iterable[str] | None = None) -> str | None:
+    """The known key that `path` was probably meant to be: by its name, its path, its section.
+
+    Args:
+        path: Dotted path of a key that does not exist.
+        known_keys: Those that do, `*` for an index; None is what the local backend knows.
+    """
     parts = path.split(".")
     if parts[-1] in OTHER_NAMES:
         return OTHER_NAMES[parts[-1]]
@@ -75,7 +80,7 @@ def nearest(path: str) -> str | None:
         last = SequenceMatcher(None, leaf, known_leaf).ratio()
         return (whole + last) / 2 + (SAME_SECTION if section == known_section else 0)
 
-    best = max(known_paths(), key=similarity)
+    best = max(known_paths() if known_keys is None else known_keys, key=similarity)
     if similarity(best) < SIMILAR:
         return None
     for index in (part for part in parts if part.isdecimal()):

@@ -13,6 +13,7 @@ at the current folder. A model or dataset that is not found as a path is a name 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,64 @@ from tuner.errors import ConfigError
 
 TOTAL_STEPS = "buffer.total_steps"
 OTHER_TOTAL_STEPS = "trainer.total_steps"
+
+
+@dataclass(frozen=True)
+class Layers:
+    """A configuration before anything is checked.
+
+    Attributes:
+        tree: All layers as one nested dict, interpolations resolved and paths absolute.
+        problems: What went wrong until here; add to them, then `raise_problems`.
+    """
+
+    tree: dict[str, Any]
+    problems: list[Problem]
+    file: YamlFile | None
+    settings: Mapping[str, Any]
+    overrides: Sequence[Override]
+
+    def raise_problems(self) -> None:
+        """Report every problem with where its value came from.
+
+        Raises:
+            ConfigError: There is one.
+        """
+        if self.problems:
+            raise ConfigError(_report(self.problems, self.file, self.settings, self.overrides))
+
+
+def read_layers(
+    path: Path | str | None,
+    settings: Mapping[str, Any] | None,
+    overrides: Sequence[str],
+    *,
+    one_total_steps: bool = True,
+) -> Layers:
+    """Read and merge what `load_config` takes.
+
+    Args:
+        one_total_steps: `trainer.total_steps` is another name of `buffer.total_steps`, as it is
+            where one step is one update; on a cluster they are two.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
+    register_resolvers()
+    file = None if path is None else read_yaml(Path(path))
+    given = dict(settings or {})
+    problems: list[Problem] = []
+    parsed: list[Override] = []
+    for text in overrides:
+        try:
+            override = parse_override(text)
+        except ConfigError as error:
+            problems.append(Problem("", str(error)))
+        else:
+            renamed = one_total_steps and override.key == OTHER_TOTAL_STEPS
+            parsed.append(Override(TOTAL_STEPS if renamed else override.key, override.value, text))
+    tree = _merge(file, given, parsed, problems, one_total_steps)
+    return Layers(tree, problems, file, given, parsed)
 
 
 def load_config(
@@ -52,21 +111,9 @@ def load_config(
         ConfigError: One or more keys are unknown, unsupported, of the wrong type or in conflict;
             or the file or an override cannot be read.
     """
-    register_resolvers()
-    file = None if path is None else read_yaml(Path(path))
-    given = dict(settings or {})
-    problems: list[Problem] = []
-    parsed: list[Override] = []
-    for text in overrides:
-        try:
-            override = parse_override(text)
-        except ConfigError as error:
-            problems.append(Problem("", str(error)))
-        else:
-            key = TOTAL_STEPS if override.key == OTHER_TOTAL_STEPS else override.key
-            parsed.append(Override(key, override.value, text))
-    tree = _merge(file, given, parsed, problems)
-    split = split_keys(tree)
+    layers = read_layers(path, settings, overrides)
+    problems = layers.problems
+    split = split_keys(layers.tree)
     own, foreign = split.own, split.foreign
     for key in split.unknown:
         meant = nearest(key)
@@ -89,8 +136,8 @@ def load_config(
             if refusal is not None:
                 problems.append(Problem(key, f"{key} is {value!r}: {refusal}"))
         problems += conflicts(config, foreign)
-    if problems or config is None:
-        raise ConfigError(_report(problems, file, given, parsed))
+    layers.raise_problems()
+    assert config is not None
     return config
 
 
@@ -99,11 +146,13 @@ def _merge(
     settings: dict[str, Any],
     overrides: Sequence[Override],
     problems: list[Problem],
+    one_total_steps: bool,
 ) -> dict[str, Any]:
     """All layers as one nested dict, interpolations resolved and paths absolute."""
     here = Path.cwd()
     in_file = _without_empty_sections(file.tree) if file is not None else {}
-    in_file = _with_one_total_steps(in_file, problems)
+    if one_total_steps:
+        in_file = _with_one_total_steps(in_file, problems)
     merged = OmegaConf.merge(in_file, absolute_paths(_by_name(settings, in_file), here))
     decided: set[str] = set()
     for override in overrides:

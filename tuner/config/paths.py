@@ -15,6 +15,7 @@ PATHS_OR_NAMES = (
     "explorer.rollout_model.model_path",
     "explorer.auxiliary_models.*.model_path",
     "buffer.explorer_input.taskset.path",
+    "buffer.explorer_input.tasksets.*.path",
     "buffer.explorer_input.eval_tasksets.*.path",
     "buffer.trainer_input.experience_buffer.path",
 )

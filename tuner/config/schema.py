@@ -114,6 +114,16 @@ class NamedClass(Section):
         return {} if value is None else value
 
 
+class TrinitySection(Section):
+    """`tuner.trinity.*`: read by the backend `trinity` alone."""
+
+    experiences: Literal["merged", "calls"] = Field(
+        default="merged",
+        description="What Trinity-RFT trains on: a rollout's calls, merged where one continues the "
+        "other, or each call by itself. With `token-mean` the gradient is the same.",
+    )
+
+
 class TunerSection(Section):
     """`tuner.*`: keys of our own; Trinity-RFT does not know them."""
 
@@ -136,12 +146,15 @@ class TunerSection(Section):
         description="Modules that register agents and environments: `package.module`, or "
         "`path/file.py`.",
     )
-    backend: Literal["auto", "local"] = Field(
+    backend: Literal["auto", "local", "trinity"] = Field(
         default="auto",
-        description="Who runs the loop. `auto` is `local`, the only one in this version.",
+        description="Who runs the loop: this process, or [Trinity-RFT on Ray](trinity.md). `auto` "
+        "is `trinity` where `cluster.node_num` x `cluster.gpu_per_node` is more than 1.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="`auto` takes the GPU if there is one."
+        default="auto",
+        description="`auto` takes the GPU if there is one. On `trinity`, `cpu` says that the GPUs "
+        "which `cluster` declares are only counted, as in a test.",
     )
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
@@ -201,6 +214,7 @@ class TunerSection(Section):
         description="Frozen models behind OpenAI-compatible URLs, by name, each with the keys "
         "below.",
     )
+    trinity: TrinitySection = TrinitySection()
 
     @field_validator("on_failure", mode="before")
     @classmethod

@@ -131,7 +131,8 @@ def result_table(result: TuneResult) -> str:
     counted = f"{tokens.sampled} sampled = {tokens.trained} trained + {dropped or '0 dropped'}"
     table.add_row("tokens", f"{tokens.trained} trained" if result.rows else counted)
     table.add_row("time", _duration(result.seconds))
-    table.add_row("checkpoint", str(result.checkpoint))
+    if result.checkpoint is not None:
+        table.add_row("checkpoint", str(result.checkpoint))
     table.add_row("traces", str(result.traces))
     report = result.run_dir / "report.html"
     if report.exists():

@@ -1,0 +1,31 @@
+"""Errors are found in the logs of Trinity-RFT's processes."""
+
+import os
+
+from tuner.backends.trinity.logs import last_errors
+
+LOG = (
+    "INFO 11-21 18:09:54 [trainer.py:90] Sample data for step 1 started.\n"
+    "ERROR 11-21 18:09:55 [trainer.py:145] Error in Trainer:\n"
+    "\r\nERROR 11-21 18:09:55 [trainer.py:145] first failure\n"
+    "INFO 11-21 18:09:56 [trainer.py:90] going on\n"
+    "ERROR 11-21 18:09:57 [trainer.py:145] Error in Trainer:\n"
+    "ERROR 11-21 18:09:57 [trainer.py:145] ModuleNotFoundError: No module named 'flash_attn'\n"
+    "INFO 11-21 18:09:58 [trainer.py:170] Trainer finished.\n"
+)
+
+
+def test_the_last_error_of_a_log_is_quoted_without_its_prefixes(tmp_path):
+    (tmp_path / "trainer.log").write_text(LOG)
+    (tmp_path / "explorer.log").write_text("INFO 11-21 18:09:54 [a.py:1] fine\n")
+    said = last_errors(tmp_path)
+    assert "trainer.log:\n    Error in Trainer:\n    ModuleNotFoundError" in said
+    assert "first failure" not in said
+    assert "explorer.log" not in said
+
+
+def test_logs_of_an_earlier_run_are_left_out(tmp_path):
+    old = tmp_path / "trainer.log"
+    old.write_text(LOG)
+    os.utime(old, (1000, 1000))
+    assert last_errors(tmp_path, newer_than=2000) == ""

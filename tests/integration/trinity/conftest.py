@@ -1,0 +1,30 @@
+"""These tests need Trinity-RFT, in an environment of their own: `make test-trinity`."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+HERE = importlib.util.find_spec("trinity") is not None
+collect_ignore_glob = [] if HERE else ["test_*.py"]
+
+REPOSITORY = Path(__file__).parents[3]
+SHIM = Path(__file__).with_name("shim")
+TINY = REPOSITORY / "models" / "tiny_math"
+
+if HERE:
+    os.environ.update(
+        {
+            # Before any worker starts: they read it when they do.
+            "PYTHONPATH": os.pathsep.join([str(SHIM), os.environ.get("PYTHONPATH", "")]).strip(":"),
+            "VERL_USE_EXTERNAL_MODULES": "trinity_cpu_shim_verl",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "AGENTSCOPE_DISABLE_CONSOLE_OUTPUT": "true",
+            "OMP_NUM_THREADS": "1",
+            # On a few busy cores workers take long to start, and idle ones are in the way.
+            "RAY_prestart_worker_first_driver": "0",
+            "RAY_worker_register_timeout_seconds": "900",
+        }
+    )

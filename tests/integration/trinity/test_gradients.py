@@ -1,0 +1,101 @@
+"""What Trinity-RFT computes from our experiences is what our own trainer computes from the traces.
+
+Trinity-RFT's own advantage and policy loss, over the experiences that a run would hand over; the
+model's log-probs are computed here, as its trainers do, from the experiences' tokens.
+"""
+
+import copy
+import random
+
+import pytest
+import torch
+from trinity.algorithm.advantage_fn.multi_step_grpo_advantage import StepWiseGRPOAdvantageFn
+from trinity.algorithm.policy_loss_fn.ppo_policy_loss import PPOPolicyLossFn
+
+from tests.builders import call, trace
+from tests.training.exact import all_float64
+from tests.training.test_trainer import VOCABULARY, gradient_of, tiny_model
+from tuner.backends.trinity.experience import merged, one_per_call
+from tuner.backends.trinity.workflow import _experience
+from tuner.training import PolicyTrainer, TrainerSettings
+
+TURNS = 6
+
+
+def conversations(seed):
+    """2 groups of 3 rollouts of a tool agent: 6 turns, each of which continues the one before."""
+    rng = random.Random(seed)
+    model = tiny_model()
+    traces = []
+    for task in range(2):
+        opening = [rng.randrange(VOCABULARY) for _ in range(8)]
+        for rollout in range(3):
+            calls, history = [], list(opening)
+            for turn in range(TURNS):
+                answer = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 5))]
+                with torch.no_grad():
+                    logits = model(torch.tensor([history + answer])).logits[0]
+                logp = logits.log_softmax(-1)[len(history) - 1 : -1]
+                exact = logp.gather(1, torch.tensor(answer)[:, None])[:, 0].tolist()
+                logprobs = [value + rng.gauss(0, 0.2) for value in exact]
+                calls.append(call(f"{task}{rollout}{turn}", history, answer, logprobs))
+                history = history + answer + [rng.randrange(VOCABULARY) for _ in range(3)]
+            traces.append(trace(task, rollout, calls, reward=rng.random()))
+    return traces
+
+
+def experiences_of(traces, make):
+    found = []
+    for one in traces:
+        for step, sequence in enumerate(make(one.calls)):
+            experience = _experience(one, sequence, step, reward=one.reward)
+            experience.eid.batch, experience.eid.task = 1, one.id.task
+            found.append(experience)
+    return found
+
+
+def trinitys_gradient(model, experiences):
+    experiences, _ = StepWiseGRPOAdvantageFn().process(experiences)
+    width = max(len(e.tokens) - e.prompt_length for e in experiences)
+    size = (len(experiences), width)
+    old, new = torch.zeros(size, dtype=torch.float64), []
+    advantages, mask = torch.zeros(size, dtype=torch.float64), torch.zeros(size, dtype=torch.bool)
+    for row, e in enumerate(experiences):
+        start, length = e.prompt_length, len(e.tokens) - e.prompt_length
+        old[row, :length], mask[row, :length] = e.logprobs.double(), e.action_mask
+        advantages[row, :length] = e.advantages.double()
+        tokens = e.tokens.long()
+        logp = model(tokens[None]).logits[0].log_softmax(-1)[start - 1 : -1]
+        taken = logp.gather(1, tokens[start:, None])[:, 0]
+        new.append(torch.nn.functional.pad(taken, (0, width - length)))
+    loss, _ = PPOPolicyLossFn(**PPOPolicyLossFn.default_args())(
+        torch.stack(new), old, mask, advantages
+    )
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([p.grad.flatten().double() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_merged_and_single_calls_give_the_gradient_of_our_own_trainer(seed):
+    traces = conversations(seed)
+    model = all_float64(tiny_model())
+    settings = TrainerSettings(
+        total_steps=1, kl_coef=0.0, entropy_coef=0.0, grad_clip=1e9, max_tokens_per_micro_batch=4096
+    )
+    trained = copy.deepcopy(model)
+    _, ours = gradient_of(trained, PolicyTrainer(trained, settings), traces)
+    assert ours.norm() > 0
+    for make in (merged, one_per_call):
+        theirs = trinitys_gradient(model, experiences_of(traces, make))
+        # Experiences carry log-probs and advantages as float32.
+        assert (theirs - ours).norm() / ours.norm() < 1e-5
+
+
+def test_merging_six_turns_trains_a_third_of_the_tokens_or_less():
+    traces = conversations(0)
+    tokens = {
+        make: sum(len(e.tokens) for e in experiences_of(traces, make))
+        for make in (merged, one_per_call)
+    }
+    assert tokens[one_per_call] / tokens[merged] > 3

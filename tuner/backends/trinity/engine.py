@@ -1,0 +1,232 @@
+"""Trinity-RFT's inference engine behind our gateway: token ids in, token ids and log-probs out.
+
+vLLM's completions API takes prompts as token ids, returns the sampled ids (`return_token_ids`), and
+names alternatives by id (`return_tokens_as_token_ids`). Trinity-RFT starts it with
+`logprobs_mode="processed_logprobs"`: log-probs of the distribution that was sampled from. Every
+completion is streamed, so that what was sampled is known even if it is cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import httpx
+
+from tuner.engines.base import (
+    EngineCapabilities,
+    EngineError,
+    FinishReason,
+    Generation,
+    SamplingParams,
+    TokenSink,
+)
+from tuner.errors import ContextLengthError
+
+_TOKEN_ID = "token_id:"
+
+
+class ServedEngine:
+    """An `Engine` over one vLLM server that Trinity-RFT runs.
+
+    Args:
+        address: The server's URL, without `/v1`.
+        model_name: What the server calls its model.
+        api_key: Its key.
+        max_model_len: Tokens of prompt and completion together.
+        model_version: Asks Trinity-RFT which version of the weights the server has.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        model_name: str,
+        api_key: str,
+        max_model_len: int,
+        model_version: Callable[[], Awaitable[int]],
+    ) -> None:
+        self._model_name = model_name
+        self._model_version = model_version
+        self._version = 0
+        # vLLM reads a grammar as another dialect of Lark than ours unless it is started otherwise.
+        self._capabilities = EngineCapabilities(max_model_len=max_model_len, grammars=False)
+        self._client = httpx.AsyncClient(
+            base_url=address,
+            headers={"authorization": f"Bearer {api_key}"},
+            # A completion may wait in line and take as long as its rollout may; connecting may not.
+            timeout=httpx.Timeout(None, connect=60),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            trust_env=False,
+        )
+
+    @property
+    def version(self) -> int:
+        """The version that was seen last."""
+        return self._version
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        return self._capabilities
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        session: str,
+        sink: TokenSink | None = None,
+    ) -> Generation:
+        """As `Engine.generate`. A token's version is the one that the completion began with."""
+        version = self._version = await self._model_version()
+        reading = _Reading(sampling, version, sink)
+        body = self._body(prompt_ids, sampling)
+        try:
+            async with self._client.stream("POST", "/v1/completions", json=body) as response:
+                if response.status_code != 200:
+                    raise _refusal(response.status_code, await response.aread())
+                async for event in _events(response):
+                    reading.read(event)
+        except httpx.HTTPError as error:
+            raise EngineError(
+                f"the connection to Trinity-RFT's engine at {self._client.base_url} broke: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        return reading.generation()
+
+    def _body(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self._model_name,
+            "prompt": list(prompt_ids),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "logprobs": sampling.top_logprobs,
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "seed": sampling.seed,
+        }
+        if sampling.stop:
+            body["stop"] = list(sampling.stop)
+        return body
+
+    def pause(self) -> AbstractAsyncContextManager[None]:
+        """Not ours to do.
+
+        Raises:
+            EngineError: Always.
+        """
+        raise EngineError("Trinity-RFT holds its engine while it changes the weights")
+
+    async def update_weights(self, version: int) -> None:
+        """Not ours to do.
+
+        Raises:
+            EngineError: Always.
+        """
+        raise EngineError("Trinity-RFT changes the weights of its engine")
+
+    async def close(self) -> None:
+        """Close the connections; requests in flight fail."""
+        await self._client.aclose()
+
+
+class _Reading:
+    """A completion as its events come in."""
+
+    def __init__(self, sampling: SamplingParams, version: int, sink: TokenSink | None) -> None:
+        self._sampling = sampling
+        self._version = version
+        self._sink = sink
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._top: list[tuple[tuple[int, float], ...]] = []
+        self._finish: str | None = None
+        self._cached = 0
+
+    def read(self, event: dict[str, Any]) -> None:
+        if "error" in event:
+            raise EngineError(f"Trinity-RFT's engine failed: {_message(event)}")
+        details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
+        self._cached = details.get("cached_tokens") or self._cached
+        for choice in event.get("choices", ()):
+            self._read_tokens(choice)
+            self._finish = choice.get("finish_reason") or self._finish
+
+    def _read_tokens(self, choice: dict[str, Any]) -> None:
+        ids = choice.get("token_ids") or []
+        found = choice.get("logprobs") or {}
+        logprobs = found.get("token_logprobs") or []
+        if len(ids) != len(logprobs):
+            raise EngineError(
+                f"Trinity-RFT's engine returned {len(ids)} token ids and {len(logprobs)} log-probs "
+                "together; vLLM of version 0.17 or later returns one for each"
+            )
+        for place, (token_id, logprob) in enumerate(zip(ids, logprobs, strict=True)):
+            if logprob is None or not math.isfinite(logprob):
+                raise EngineError(f"Trinity-RFT's engine gave token {token_id} no log-prob")
+            # A greedy token was certain; vLLM reports it as if it had been sampled at 1.
+            value = 0.0 if self._sampling.temperature == 0 else float(logprob)
+            self._ids.append(int(token_id))
+            self._logprobs.append(value)
+            if self._sampling.top_logprobs:
+                self._top.append(_alternatives(found["top_logprobs"][place], self._sampling))
+            if self._sink is not None and not self._sink.push(int(token_id), value, self._version):
+                raise asyncio.CancelledError
+
+    def generation(self) -> Generation:
+        reasons: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
+        if self._finish not in reasons:
+            raise EngineError(
+                f"Trinity-RFT's engine ended a completion after {len(self._ids)} tokens with "
+                f"{self._finish or 'no reason'}: it was stopped or is overloaded"
+            )
+        return Generation(
+            completion_ids=tuple(self._ids),
+            logprobs=tuple(self._logprobs),
+            versions=(self._version,) * len(self._ids),
+            finish_reason=reasons[self._finish],
+            top_logprobs=tuple(self._top),
+            cached_tokens=self._cached,
+        )
+
+
+def _alternatives(
+    found: dict[str, float], sampling: SamplingParams
+) -> tuple[tuple[int, float], ...]:
+    """The most probable tokens of one place; the sampled one is among them only by its rank."""
+    pairs = [(int(name.removeprefix(_TOKEN_ID)), value) for name, value in found.items()]
+    pairs.sort(key=lambda pair: -pair[1])
+    return tuple(pairs[: sampling.top_logprobs])
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """The events of a stream up to its `[DONE]`."""
+    async for line in response.aiter_lines():
+        if not line.startswith("data:"):
+            continue
+        data = line.removeprefix("data:").strip()
+        if data == "[DONE]":
+            return
+        yield json.loads(data)
+
+
+def _refusal(status: int, body: bytes) -> Exception:
+    try:
+        message = _message(json.loads(body))
+    except ValueError:
+        message = body.decode(errors="replace")[:300]
+    if status == 400 and "maximum context length" in message:
+        return ContextLengthError(message)
+    return EngineError(f"Trinity-RFT's engine refused a completion with {status}: {message}")
+
+
+def _message(answer: dict[str, Any]) -> str:
+    error = answer.get("error", answer)
+    return str(error.get("message", error)) if isinstance(error, dict) else str(error)

@@ -1,0 +1,37 @@
+"""Whether Trinity-RFT is here."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+from tuner.errors import MissingDependencyError
+
+SUPPORTED = "0.6"
+
+
+def require_trinity() -> None:
+    """Refuse to go on without a Trinity-RFT that this backend was written for.
+
+    Raises:
+        MissingDependencyError: It is not installed, in another version, or does not import.
+    """
+    how = 'pip install "agentscope-tuner[trinity]"'
+    try:
+        version = metadata.version("trinity-rft")
+    except metadata.PackageNotFoundError:
+        raise MissingDependencyError(
+            "this run is for Trinity-RFT (tuner.backend is trinity, or `cluster` declares more "
+            f"than one GPU), which is not installed: {how}, or set tuner.backend to local"
+        ) from None
+    if not version.startswith(f"{SUPPORTED}."):
+        raise MissingDependencyError(
+            f"this version of tuner works with Trinity-RFT {SUPPORTED}, and {version} is "
+            f"installed: {how}"
+        )
+    try:
+        import trinity.common.config  # noqa: F401
+    except Exception as error:
+        raise MissingDependencyError(
+            f"Trinity-RFT {version} is installed, but importing it fails: "
+            f"{type(error).__name__}: {error}"
+        ) from error
