@@ -161,8 +161,8 @@ def test_objects_ask_for_nothing_that_one_machine_cannot_do(backend):
         tune(workflow, judge, ROWS, model=model)
     with pytest.raises(ConfigError, match=r"AlgorithmConfig\.lr is unknown"):
         AlgorithmConfig(lr=3)  # type: ignore[call-arg]
-    with pytest.raises(ConfigError, match=r"set in Python: tuner.backend is 'trinity'"):
-        tune(workflow, judge, ROWS, model=MODEL, backend="trinity")
+    with pytest.raises(ConfigError, match=r"set in Python: tuner.backend is 'slurm'"):
+        tune(workflow, judge, ROWS, model=MODEL, backend="slurm")
 
 
 def test_dataset_given_in_python_replaces_the_files(backend, write, tmp_path):

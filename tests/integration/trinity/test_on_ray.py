@@ -178,3 +178,38 @@ def test_a_dataset_smaller_than_a_batch_is_refused_before_ray_starts(tmp_path):
             backend="trinity",
             overrides=[f"checkpoint_root_dir={tmp_path}", *ON_A_CPU],
         )
+
+
+@pytest.mark.parametrize("reason", [None, FunctionError("judge returned None")])
+def test_a_dead_actor_is_told_from_one_that_we_ended(reason, tmp_path, monkeypatch):
+    """What Trinity-RFT raises when an actor is gone, without Ray."""
+    import contextlib
+
+    from trinity.cli import launcher
+
+    from tuner.backends.trinity import cluster
+    from tuner.backends.trinity.journal import Journal
+    from tuner.errors import TrainingError
+
+    @contextlib.contextmanager
+    def joined(address, **_):
+        yield "127.0.0.1:1"
+
+    def died(config):
+        if reason is not None:
+            Journal(Path(config.checkpoint_job_dir)).stop(reason)
+        raise RuntimeError("the actor died unexpectedly")
+
+    monkeypatch.setattr(cluster, "joined", joined)
+    monkeypatch.setattr(launcher, "run_stage", died)
+    expected = TrainingError if reason is None else FunctionError
+    message = "It said: RuntimeError: the actor died" if reason is None else "judge returned None"
+    with pytest.raises(expected, match=message):
+        tune(
+            two_turns,
+            by_length,
+            ROWS,
+            backend="trinity",
+            experiment_name="dead",
+            overrides=[f"checkpoint_root_dir={tmp_path}", *ON_A_CPU],
+        )

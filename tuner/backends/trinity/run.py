@@ -127,10 +127,17 @@ class _Run:
                 log.open("a", encoding="utf-8") as out,
                 contextlib.redirect_stdout(out),
             ):
-                status = run_stage(self._config)
+                try:
+                    status = run_stage(self._config)
+                except Exception as error:
+                    # So it ends when one of its actors has died, of itself or by our hand.
+                    self._error = f"{type(error).__name__}: {error}"
+                    return
         if not status.success:
-            error = status.error
-            self._error = f"{error.type_name}: {error.message}" if error else "it did not say why"
+            failure = status.error
+            self._error = (
+                f"{failure.type_name}: {failure.message}" if failure else "it did not say why"
+            )
 
     def result(self) -> TuneResult:
         """What was done.
