@@ -97,7 +97,9 @@ def test_a_checkpoint_is_a_peft_adapter_that_plain_scripts_load(
     # docs/training.md: merging
     merged = AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
-    again = logits(load_model(str(tmp_path / "merged"), device=torch.device("cpu")))
+    again = logits(
+        load_model(str(tmp_path / "merged"), device=torch.device("cpu"), dtype=torch.float32)
+    )
     torch.testing.assert_close(again, adapted, atol=1e-4, rtol=0)
 
 
