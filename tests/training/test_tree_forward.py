@@ -25,7 +25,7 @@ from tests.training.exact import (
 )
 from tuner.engines import SamplingParams
 from tuner.traces import TokenTree
-from tuner.training import tree_attention, tree_forward
+from tuner.training import flex_mask, tree_attention, tree_forward
 from tuner.training.forward import Forward
 
 IDS = VOCABULARY
@@ -160,6 +160,37 @@ def test_flex_attention_follows_the_same_rule(window):
     with mock.patch.object(tree_attention, "BLOCKS", (16, 16)):
         found = attention.attend(*states, 0.25)
     assert torch.allclose(attention.flex(*states, 0.25, compiled=False), found, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_tiles_of_flex_attention_are_those_of_every_pair(window):
+    rows = [row(prompt(30), prompt(40, seed)) for seed in (1, 2, 3)]
+    rows += [row([*rows[0].prompt_ids, *rows[0].completion_ids[:9]], prompt(60, 9))]
+    tree = TokenTree.build(rows)
+    attention = tree_attention.TreeAttention(tree, window, torch.device("cpu"))
+    nodes, size = tree.unique_tokens, 8
+    tiles = -(-nodes // size)
+    pairs = torch.zeros(tiles * size, tiles * size, dtype=torch.bool)
+    pairs[:nodes, :nodes] = attention.allowed(0, nodes, torch.arange(nodes))
+    by_tile = pairs.reshape(tiles, size, tiles, size).transpose(1, 2).flatten(2)
+    with mock.patch.object(flex_mask, "TILE", size):
+        found = attention._block_mask
+
+    def tiles_of(counts, indices):
+        chosen = torch.zeros(tiles, tiles, dtype=torch.bool)
+        for query, count in enumerate(counts[0, 0].tolist()):
+            chosen[query, indices[0, 0, query, :count].long()] = True
+        return chosen
+
+    partial = tiles_of(found.kv_num_blocks, found.kv_indices)
+    full = tiles_of(found.full_kv_num_blocks, found.full_kv_indices)
+    assert not (partial & full).any()
+    assert ((partial | full) >= by_tile.any(-1)).all()
+    assert (full <= by_tile.all(-1)).all()
+    if window is None:
+        assert torch.equal(full, by_tile.all(-1))
+        assert torch.equal(partial, by_tile.any(-1) & ~by_tile.all(-1))
+        assert full.any()
 
 
 def test_masks_that_are_not_kept_between_layers_are_made_again():

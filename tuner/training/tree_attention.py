@@ -32,6 +32,7 @@ from torch.nn import functional as F
 from tuner.engines.transfer import to_device
 from tuner.errors import TrainingError
 from tuner.traces.tree import IntArray, TokenTree
+from tuner.training.flex_mask import flex_mask
 
 BLOCKS = 64, 256
 """Nodes of a block, at least and at most: few enough to add little to the paths, enough for a
@@ -183,8 +184,6 @@ class TreeAttention:
 
     @cached_property
     def _block_mask(self) -> Any:
-        from torch.nn.attention.flex_attention import create_block_mask
-
         end_N, depth_N, window = self._end_N, self._depth_N, self._window
 
         def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -193,8 +192,7 @@ class TreeAttention:
                 allowed = allowed & (depth_N[query] - depth_N[key] < window)
             return allowed
 
-        count = self._tree.unique_tokens
-        return create_block_mask(attends, None, None, count, count, device=str(self._device))
+        return flex_mask(self._tree, window, self._device, attends)
 
 
 def _runs(nodes: IntArray) -> tuple[slice, ...]:
