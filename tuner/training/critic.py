@@ -14,6 +14,7 @@ is drawn.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -110,19 +111,24 @@ class Critic:
             losses.append(loss.detach())
             clips.append(clipped_T.sum())
         norm = self.optimizer.clip_grad_norm(self._settings.grad_clip)
-        total = float(torch.stack(losses).sum())
-        if not torch.isfinite(norm + total):
+        # The one place where Python waits for the device before the step.
+        total, clipped, grad_norm = (
+            torch.stack([torch.stack(losses).sum(), torch.stack(clips).sum(), norm])
+            .double()
+            .tolist()
+        )
+        if not math.isfinite(grad_norm + total):
             self.optimizer.zero_grad()
             raise TrainingError(
-                f"the critic's loss {total} with gradient norm {float(norm)} is not finite; lower "
+                f"the critic's loss {total} with gradient norm {grad_norm} is not finite; lower "
                 "tuner.critic.lr or trainer.grad_clip"
             )
         self.optimizer.step()
         self.optimizer.zero_grad()
         return {
             "value_loss": total,
-            "value_clip_fraction": float(torch.stack(clips).sum()) / batch.trained_tokens,
-            "critic_grad_norm": float(norm),
+            "value_clip_fraction": clipped / batch.trained_tokens,
+            "critic_grad_norm": grad_norm,
             **_fit(torch.cat(list(old)).cpu().double(), torch.cat(list(returns)).cpu().double()),
         }
 
