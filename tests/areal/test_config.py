@@ -182,3 +182,8 @@ def test_help_comes_from_the_fields(capsys):
 def test_a_gconfig_is_made_of_a_dict(write):
     config, _ = load_expr_config(write("gconfig: {stop: [a, b], n_samples: 2}\n"), GRPOConfig)
     assert config.gconfig == GenerationHyperparameters(stop=("a", "b"), n_samples=2)
+
+
+def test_a_configuration_without_its_agent_says_what_to_add():
+    with pytest.raises(ConfigError, match="give it a property `agent` that returns an AgentAbstr"):
+        AgentExperiment().workflow()

@@ -564,3 +564,15 @@ def test_attempts_that_were_tried_again_are_counted(make_loop):
     batch = rollout.rollout_batch(ROWS[:1], Flaky(), group_size=2)
     assert batch.account.dropped == {"retried_attempt": 5}
     assert batch.account.sampled == 15
+
+
+@pytest.mark.parametrize(
+    ("tuner", "named"),
+    [
+        ({"algorithm": {"algorithm_type": "ppo"}}, "whose critic the loop in the open does not"),
+        ({"model": {"lora_configs": [{"lora_rank": 2}]}}, "model.lora_configs is set"),
+    ],
+)
+def test_what_only_tune_trains_is_refused(make_loop, tuner, named):
+    with pytest.raises(ConfigError, match=named):
+        make_loop(tuner=tuner)

@@ -16,27 +16,12 @@ from tuner.areal.run import Run
 from tuner.areal.weights import FinetuneSpec, WeightUpdateMeta
 from tuner.backends.models import load_model, save_model
 from tuner.backends.run_directory import TRAINER_STATE
-from tuner.backends.stack import make_trainer, selection
+from tuner.backends.stack import build_trainer, selection
 from tuner.engines.base import SamplingParams
 from tuner.errors import ConfigError, TrainingError
 from tuner.training import Batch, PolicyTrainer, ScoredBatch
 
 Tensors = MutableMapping[str, Tensor]
-
-
-class _Trainer(PolicyTrainer):
-    """Takes the log-probs of the policy that a step begins with from the user, where there are.
-
-    Attributes:
-        given: One tensor [T] for each row of the batch that is trained next, or None.
-    """
-
-    given: tuple[Tensor, ...] | None = None
-
-    def _proximal(self, batch: Batch) -> tuple[Tensor, ...] | None:
-        if self.given is None or self.settings.ratio_to != "proximal":
-            return super()._proximal(batch)
-        return self.given
 
 
 class PPOActor:
@@ -57,7 +42,7 @@ class PPOActor:
 
     def __init__(self, config: PPOActorConfig | Run) -> None:
         self._run = config if isinstance(config, Run) else config.run
-        self._trainer: _Trainer | None = None
+        self._trainer: PolicyTrainer | None = None
 
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
         """Load the model, unless the rollout engine did, and make the optimizer.
@@ -67,11 +52,22 @@ class PPOActor:
             ft_spec: How long the run is, where the learning rate follows a schedule.
 
         Raises:
-            ConfigError: An address is given, or a schedule without its length.
+            ConfigError: An address is given, a schedule without its length, or the run has a critic
+                or an adapter, which only `tune()` trains.
         """
         if addr is not None:
             raise ConfigError(f"addr is {addr!r}, but training runs in this process: leave it out")
         config = self._run.config
+        if config.algorithm.advantage_fn == "ppo":
+            raise ConfigError(
+                "algorithm.advantage_fn is ppo, whose critic the loop in the open does not train: "
+                "use tune(), or an algorithm without a critic"
+            )
+        if config.model.lora is not None:
+            raise ConfigError(
+                "model.lora_configs is set, but the loop in the open trains and saves all weights: "
+                "use tune(), or leave it out"
+            )
         kind = config.algorithm.optimizer.lr_scheduler_type
         if ft_spec is None and kind != "constant":
             raise ConfigError(
@@ -79,10 +75,10 @@ class PPOActor:
                 "pass initialize(ft_spec=FinetuneSpec(...))"
             )
         steps = 1 if ft_spec is None else ft_spec.total_train_steps
-        self._trainer = make_trainer(_Trainer, config, self._run.stack, total_steps=steps)
+        self._trainer = build_trainer(config, self._run.stack, total_steps=steps)
 
     @property
-    def trainer(self) -> _Trainer:
+    def trainer(self) -> PolicyTrainer:
         """The trainer behind it.
 
         Raises:
@@ -140,11 +136,12 @@ class PPOActor:
         found, places = self._read(batch)
         device = self.device
         ref = gathered(batch["ref_logp"].to(device), places) if "ref_logp" in batch else None
-        scored = ScoredBatch(found, gathered(batch["advantages"].double().cpu(), places), ref)
-        trainer = self.trainer
-        trainer.given = None
+        proximal = None
         if "prox_logp" in batch:
-            trainer.given = gathered(batch["prox_logp"].to(device), places)
+            proximal = gathered(batch["prox_logp"].to(device), places)
+        advantages = gathered(batch["advantages"].double().cpu(), places)
+        scored = ScoredBatch(found, advantages, ref, proximal)
+        trainer = self.trainer
         self._run.weights_will_change()
         try:
             metrics = trainer.ppo_update(trainer.compute_ref_logp(scored))

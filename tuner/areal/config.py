@@ -185,12 +185,12 @@ class AgentExperiment:
     @property
     def agent(self) -> AgentAbstraction:
         """The agent by its registered name."""
-        raise NotImplementedError(f"{type(self).__name__} has no property `agent`")
+        raise _missing(self, "agent", "AgentAbstraction")
 
     @property
     def env(self) -> EnvServiceAbstraction:
         """The environment by its registered name."""
-        raise NotImplementedError(f"{type(self).__name__} has no property `env`")
+        raise _missing(self, "env", "EnvServiceAbstraction")
 
     def workflow(self) -> QueueWorkflow:
         """Both as a workflow.
@@ -199,6 +199,13 @@ class AgentExperiment:
             ConfigError: There is no such agent or environment, or it does not take the arguments.
         """
         return QueueWorkflow(self.agent, self.env)
+
+
+def _missing(config: AgentExperiment, name: str, kind: str) -> ConfigError:
+    return ConfigError(
+        f"{type(config).__name__} does not say its {name}: give it a property `{name}` that "
+        f"returns an {kind}"
+    )
 
 
 ConfigT = TypeVar("ConfigT")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -24,7 +24,7 @@ from tuner.chat_models import ChatModelKind, chat_model, default_kind
 from tuner.config import RunConfig
 from tuner.config.algorithm_conflicts import longest_answer
 from tuner.engines.transformers import TransformersEngine
-from tuner.errors import ConfigError, ModelLoadError
+from tuner.errors import ConfigError
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults, SessionLimits
 from tuner.rollout import RolloutRunner, RolloutSettings
 from tuner.training import (
@@ -35,8 +35,6 @@ from tuner.training import (
     TrainerSettings,
 )
 from tuner.training.reference import Reference
-
-TrainerT = TypeVar("TrainerT", bound=PolicyTrainer)
 
 
 @dataclass
@@ -160,13 +158,6 @@ def rollout_settings(config: RunConfig) -> RolloutSettings:
 
 def build_trainer(config: RunConfig, stack: Stack, *, total_steps: int) -> PolicyTrainer:
     """The trainer over the stack's model; its reference is always the model the run began with."""
-    return make_trainer(PolicyTrainer, config, stack, total_steps=total_steps)
-
-
-def make_trainer(
-    kind: type[TrainerT], config: RunConfig, stack: Stack, *, total_steps: int
-) -> TrainerT:
-    """As `build_trainer`, of a class derived from `PolicyTrainer`."""
     budget = config.trainer.max_token_len_per_gpu or 2 * stack.engine.capabilities.max_model_len
     settings = trainer_settings(config, total_steps, budget)
     reference: Reference | None = None
@@ -177,7 +168,7 @@ def make_trainer(
             config.model.model_path, device=stack.model.device, dtype=stack.model.dtype
         )
     policy = stack.model if stack.adapter is None else stack.adapter.model
-    return kind(
+    return PolicyTrainer(
         policy,
         settings,
         reference=reference,
@@ -193,12 +184,8 @@ def _critic(config: RunConfig, stack: Stack) -> PreTrainedModel:
     path, setting = config.model.critic_model_path, "model.critic_model_path"
     if not path:
         return load_model(config.model.model_path, device=device, dtype=dtype)
-    if load_tokenizer(path, setting=setting).get_vocab() != stack.tokenizer.get_vocab():
-        raise ModelLoadError(
-            f"{setting} = {path!r}: its tokenizer is not that of model.model_path "
-            f"{config.model.model_path!r}, so it would read other text than the policy wrote; "
-            "choose a model of the same family, or leave it out"
-        )
+    tokenizer = load_tokenizer(path, setting=setting)
+    check_same_vocabulary(stack.tokenizer, tokenizer, what=f"{setting} = {path!r}")
     return load_model(path, device=device, dtype=dtype, setting=setting)
 
 

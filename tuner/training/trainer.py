@@ -64,12 +64,15 @@ class ScoredBatch:
     Attributes:
         advantages: One tensor [T_row] for each of the N rows.
         ref_logp: N tensors of the reference's log-probs, one per row, of shape [T_row].
+        proximal: Those of the policy that the step begins with, likewise, where they are known
+            and not to be computed.
         values, returns: The critic's values and what they are trained towards, likewise; PPO's.
     """
 
     batch: Batch
     advantages: tuple[Tensor, ...]
     ref_logp: tuple[Tensor, ...] | None = None
+    proximal: tuple[Tensor, ...] | None = None
     values: tuple[Tensor, ...] = ()
     returns: tuple[Tensor, ...] = ()
 
@@ -200,7 +203,7 @@ class PolicyTrainer:
         values = self.compute_values(batch)
         penalties = kl_penalties(batch, self.settings, ref_logp)
         advantages, returns = critic_advantages(batch, self.settings, values, penalties)
-        return ScoredBatch(batch, advantages, ref_logp, values, returns)
+        return ScoredBatch(batch, advantages, ref_logp, values=values, returns=returns)
 
     def compute_values(self, batch: Batch) -> tuple[Tensor, ...]:
         """The critic's values of the states in which each row's tokens were sampled, no gradient.
@@ -246,7 +249,7 @@ class PolicyTrainer:
 
     def _update_policy(self, scored: ScoredBatch) -> dict[str, float]:
         """As many updates of the policy as a step has."""
-        proximal = self._proximal(scored.batch)
+        proximal = self._proximal(scored)
         metrics: dict[str, float] = {}
         speed: dict[str, float] = {}
         with self._throughput.of(scored.batch.rows, self.settings.updates, speed):
@@ -265,11 +268,13 @@ class PolicyTrainer:
         self._watch_mismatch(metrics)
         return metrics
 
-    def _proximal(self, batch: Batch) -> tuple[Tensor, ...] | None:
+    def _proximal(self, scored: ScoredBatch) -> tuple[Tensor, ...] | None:
         """Log-probs of the policy that the step begins with, where they are not those recorded."""
-        settings = self.settings
+        settings, batch = self.settings, scored.batch
         if settings.ratio_to != "proximal":
             return None
+        if scored.proximal is not None:
+            return scored.proximal
         stale = any(version != self.step for row in batch.rows for version in row.versions)
         if settings.proximal == "recompute" or (settings.proximal == "auto" and stale):
             return self.compute_logp(batch)
