@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from tuner.algorithm import AlgorithmConfig
 from tuner.config import RemoteModel, RunConfig, load_config
@@ -22,9 +21,8 @@ from tuner.dataset import (
     load_tasks,
 )
 from tuner.errors import ConfigError, DatasetError, FunctionError
-from tuner.judge import check_judge_function
+from tuner.given import Given, is_by_name, settings_of, source_key
 from tuner.model import TunerModelConfig
-from tuner.workflow import FILE_MODULE, check_workflow_function, unwrapped
 
 if TYPE_CHECKING:
     from tuner.result import TuneResult
@@ -32,12 +30,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 TINY_MODEL = Path(__file__).resolve().parent.parent / "models" / "tiny_math"
-# What AgentScope's tune() starts from when it gets no file; the rest is in the schema.
-WITHOUT_FILE = {
-    "explorer.runner_per_model": 16,
-    "explorer.max_timeout": 3600,
-    "trainer.save_interval": 100,
-}
 
 
 @dataclass(frozen=True)
@@ -165,45 +157,27 @@ def prepare(
     workflow_func: Callable[..., Any] | None = None,
     judge_func: Callable[..., Any] | None = None,
     train_dataset: Any = None,
-    *,
-    eval_dataset: Any = None,
-    model: TunerModelConfig | None = None,
-    auxiliary_models: Mapping[str, TunerModelConfig | RemoteModel | Mapping[str, Any]]
-    | None = None,
-    algorithm: AlgorithmConfig | None = None,
-    project_name: str | None = None,
-    experiment_name: str | None = None,
-    monitor_type: str | Sequence[str] | None = None,
-    config_path: str | Path | None = None,
-    backend: str | None = None,
-    overrides: Sequence[str] = (),
+    **given: Unpack[Given],
 ) -> Run:
     """Everything that `tune()` does before the local backend starts: check, resolve, read.
 
     Takes and raises what `tune()` does; a configuration for another backend is a ConfigError.
     """
-    settings = settings_of(
-        workflow_func,
-        judge_func,
-        train_dataset,
-        eval_dataset=eval_dataset,
-        model=model,
-        auxiliary_models=auxiliary_models,
-        algorithm=algorithm,
-        project_name=project_name,
-        experiment_name=experiment_name,
-        monitor_type=monitor_type,
-        config_path=config_path,
-        backend=backend,
-        overrides=overrides,
-    )
+    settings = settings_of(workflow_func, judge_func, train_dataset, **given)
+    config_path, overrides = given.get("config_path"), given.get("overrides", ())
     if chosen_backend(config_path, settings, overrides) == "trinity":
         raise ConfigError(
             "this configuration is for Trinity-RFT on Ray, whose own check it passes when the run "
             "begins; `tuner check` tries the local backend: add tuner.backend=local"
         )
     return _prepared(
-        workflow_func, judge_func, train_dataset, eval_dataset, config_path, settings, overrides
+        workflow_func,
+        judge_func,
+        train_dataset,
+        given.get("eval_dataset"),
+        config_path,
+        settings,
+        overrides,
     )
 
 
@@ -221,58 +195,6 @@ def _prepared(
     _check_functions_are_there(config, workflow_func, judge_func)
     train_tasks = _train_tasks(config, train_dataset)
     return Run(config, workflow_func, judge_func, train_tasks, _eval_tasks(config, eval_dataset))
-
-
-def settings_of(
-    workflow_func: Callable[..., Any] | None,
-    judge_func: Callable[..., Any] | None = None,
-    train_dataset: Any = None,
-    *,
-    eval_dataset: Any = None,
-    model: TunerModelConfig | None = None,
-    auxiliary_models: Mapping[str, TunerModelConfig | RemoteModel | Mapping[str, Any]]
-    | None = None,
-    algorithm: AlgorithmConfig | None = None,
-    project_name: str | None = None,
-    experiment_name: str | None = None,
-    monitor_type: str | Sequence[str] | None = None,
-    config_path: str | Path | None = None,
-    backend: str | None = None,
-    overrides: Sequence[str] = (),
-) -> dict[str, Any]:
-    """What was given to `tune()`, as nested settings of the file; the functions are checked.
-
-    Raises:
-        FunctionError: A function cannot be called with what it would get.
-        ConfigError: An object has a setting that is of no use.
-    """
-    if workflow_func is not None:
-        check_workflow_function(workflow_func)
-    if judge_func is not None:
-        check_judge_function(judge_func)
-    given: dict[str, Any] = {} if config_path is not None else dict(WITHOUT_FILE)
-    if algorithm is not None:
-        given |= algorithm.settings()
-    if model is not None:
-        given |= model.policy_settings()
-    given |= _eval_settings(eval_dataset)
-    given |= _auxiliary_settings(auxiliary_models or {})
-    named = {
-        "project": project_name,
-        "name": experiment_name,
-        "monitor.monitor_type": [monitor_type] if isinstance(monitor_type, str) else monitor_type,
-        "tuner.backend": backend,
-    }
-    given |= {key: value for key, value in named.items() if value is not None}
-    given["tuner.workflow"] = None if workflow_func is None else _reference(workflow_func)
-    given["tuner.judge"] = None if judge_func is None else _reference(judge_func)
-    if train_dataset is not None:
-        # Where a dataset belongs depends on the algorithm, which the file or an override may name.
-        mode = "both"
-        if chosen_backend(config_path, _nested(given), overrides) == "local":
-            mode = load_config(config_path, settings=_nested(given), overrides=overrides).mode
-        given |= _train_settings(train_dataset, _source_key(mode))
-    return _nested(given)
 
 
 def _check_functions_are_there(
@@ -343,76 +265,6 @@ def outside_event_loop(call: Callable[[], T]) -> T:
     return results[0]
 
 
-def _source_key(mode: str) -> str:
-    """Where the configuration says what is trained on."""
-    if mode == "train":
-        return "buffer.trainer_input.experience_buffer"
-    return "buffer.explorer_input.taskset"
-
-
-def _train_settings(dataset: Any, section: str) -> dict[str, Any]:
-    settings = {f"{section}.{key}": value for key, value in _location(dataset).items()}
-    fields: frozenset[str] = getattr(dataset, "model_fields_set", frozenset())
-    if "total_epochs" in fields:
-        # Steps from the file would win over these epochs.
-        settings |= {"buffer.total_epochs": dataset.total_epochs, "buffer.total_steps": None}
-    if "total_steps" in fields:
-        settings["buffer.total_steps"] = dataset.total_steps
-    return settings
-
-
-def _eval_settings(dataset: Any) -> dict[str, Any]:
-    if dataset is None:
-        return {}
-    named = dataset if _is_by_name(dataset) else {"": dataset}
-    for one in named.values():
-        for field in ("total_epochs", "total_steps"):
-            if field in getattr(one, "model_fields_set", frozenset()):
-                raise ConfigError(
-                    f"eval_dataset: {field} is set, but an evaluation goes through its rows once; "
-                    "remove it"
-                )
-    return {
-        "buffer.explorer_input.eval_tasksets": {name: _location(one) for name, one in named.items()}
-    }
-
-
-def _location(dataset: Any) -> dict[str, Any]:
-    """Where a dataset is, as settings of a taskset; nowhere for rows in memory."""
-    if isinstance(dataset, (str, Path)):
-        dataset = DatasetConfig(path=str(dataset))
-    if hasattr(dataset, "path") and hasattr(dataset, "split"):
-        return {"path": dataset.path, "split": dataset.split, "subset_name": dataset.name}
-    return {"path": None, "subset_name": None}
-
-
-def _is_by_name(dataset: Any) -> bool:
-    return isinstance(dataset, dict)
-
-
-def _auxiliary_settings(models: Mapping[str, Any]) -> dict[str, Any]:
-    served: dict[str, Any] = {}
-    remote: dict[str, Any] = {}
-    for name, model in models.items():
-        if isinstance(model, TunerModelConfig):
-            served[name] = model.auxiliary_settings()
-        elif isinstance(model, RemoteModel):
-            remote[name] = model.model_dump()
-        elif isinstance(model, Mapping):
-            remote[name] = dict(model)
-        else:
-            raise ConfigError(
-                f"auxiliary_models[{name!r}] is {model!r:.80} ({type(model).__name__}); pass a "
-                "TunerModelConfig, or a RemoteModel(base_url=..., model_name=...)"
-            )
-    settings: dict[str, Any] = {}
-    if served:
-        settings["explorer.auxiliary_models"] = served
-    if remote:
-        settings["tuner.auxiliary_models"] = remote
-    return settings
-
-
 def _train_tasks(config: RunConfig, dataset: Any) -> list[Task]:
     recorded = config.mode == "train"
     buffer = config.buffer
@@ -422,7 +274,7 @@ def _train_tasks(config: RunConfig, dataset: Any) -> list[Task]:
     if dataset is None:
         raise DatasetError(
             "there is nothing to train on: pass train_dataset, or set "
-            f"{_source_key(config.mode)}.path"
+            f"{source_key(config.mode)}.path"
         )
     tasks = load_tasks(dataset, role="train_dataset")
     check_fills_a_batch(tasks, config.buffer.batch_size, described(dataset))
@@ -430,7 +282,7 @@ def _train_tasks(config: RunConfig, dataset: Any) -> list[Task]:
 
 
 def _eval_tasks(config: RunConfig, dataset: Any) -> dict[str, list[Task]]:
-    in_memory = dataset if _is_by_name(dataset) else None
+    in_memory = dataset if is_by_name(dataset) else None
     tasks = {}
     for taskset in config.buffer.explorer_input.eval_tasksets:
         source: Any = dataset if in_memory is None else in_memory.get(taskset.name)
@@ -443,26 +295,3 @@ def _eval_tasks(config: RunConfig, dataset: Any) -> dict[str, list[Task]]:
             )
         tasks[taskset.name] = load_tasks(source, role=f"eval_dataset {taskset.name!r}")
     return tasks
-
-
-def _reference(func: Callable[..., Any]) -> str | None:
-    """How a configuration names a function, or None for one that a file cannot name."""
-    inner = unwrapped(func)
-    name = getattr(inner, "__qualname__", "")
-    if inner is not func or not name.isidentifier():
-        return None
-    if inner.__module__ != "__main__" and not inner.__module__.startswith(FILE_MODULE):
-        return f"{inner.__module__}:{name}"
-    file = inspect.getsourcefile(inner)
-    return f"{file}:{name}" if file is not None and Path(file).suffix == ".py" else None
-
-
-def _nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for key, value in dotted.items():
-        node = tree
-        *sections, last = key.split(".")
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[last] = value
-    return tree

@@ -9,7 +9,7 @@ from tests.integration.trinity.conftest import REPOSITORY, TINY
 from tuner import AlgorithmConfig, Dataset, TunerModelConfig
 from tuner.backends.trinity.config import WORKFLOW, checked, install, resolve
 from tuner.errors import ConfigError
-from tuner.tune import settings_of
+from tuner.given import settings_of
 
 CLUSTER = ["cluster.node_num=1", "cluster.gpu_per_node=2"]
 SMALL = [f"model.model_path={TINY}", "model.max_model_len=512", *CLUSTER]
