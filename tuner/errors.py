@@ -29,5 +29,13 @@ class ContextLengthError(TunerError, ValueError):
     """A prompt leaves no room for an answer within `model.max_model_len`."""
 
 
+class RewardError(TunerError, RuntimeError):
+    """A reward function failed, or its process died. The rollout is a `judge_error`."""
+
+
+class RewardTimeout(RewardError):
+    """A reward function took longer than it may. The rollout is a `judge_timeout`."""
+
+
 class TrainingError(TunerError, RuntimeError):
     """Training cannot go on; the message is the diagnosis."""

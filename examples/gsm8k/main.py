@@ -29,7 +29,8 @@ require_agentscope1()  # says what to install if AgentScope 1.x is missing
 from agentscope.agent import ReActAgent
 from agentscope.formatter import OpenAIChatFormatter
 from agentscope.message import Msg
-from math_answers import final_answer, is_equal
+
+from tuner.rewards import final_answer, math_equal
 
 HERE = Path(__file__).resolve().parent
 
@@ -63,7 +64,7 @@ async def judge_function(
     truth = final_answer(task["answer"])
     # A reply of only reasoning or tool calls has no text.
     answer = final_answer(response.get_text_content() or "")
-    return JudgeOutput(reward=1.0 if is_equal(truth, answer) else 0.0)
+    return JudgeOutput(reward=math_equal(answer, truth))
 
 
 def main() -> None:

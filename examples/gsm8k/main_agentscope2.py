@@ -28,7 +28,8 @@ from agentscope.message import Msg, UserMsg
 from agentscope.permission import PermissionContext, PermissionMode
 from agentscope.state import AgentState
 from agentscope.tool import Toolkit
-from math_answers import final_answer, is_equal
+
+from tuner.rewards import final_answer, math_equal
 
 HERE = Path(__file__).resolve().parent
 
@@ -67,7 +68,7 @@ async def judge_function(
     truth = final_answer(task["answer"])
     # A reply of only reasoning or tool calls has no text.
     answer = final_answer(response.get_text_content() or "")
-    return JudgeOutput(reward=1.0 if is_equal(truth, answer) else 0.0)
+    return JudgeOutput(reward=math_equal(answer, truth))
 
 
 def main() -> None:

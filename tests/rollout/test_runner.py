@@ -7,12 +7,14 @@ import threading
 
 import pytest
 
+from tests.rewards import functions
 from tuner.backends.models import load_model, load_tokenizer
 from tuner.chat_models import chat_model
 from tuner.engines.transformers import TransformersEngine
 from tuner.errors import FunctionError, TrainingError
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults
 from tuner.judge import JudgeOutput
+from tuner.rewards import in_process
 from tuner.rollout import RolloutRunner, RolloutSettings, StepPlan, collect
 from tuner.traces import Outcome, RolloutId, TraceStore
 from tuner.workflow import Rejected, WorkflowOutput
@@ -201,6 +203,26 @@ async def test_judge_that_keeps_failing_is_a_judge_error(make_runner):
     (trace,) = await run(make_runner(good_workflow, judge, retries=1))
     assert trace.outcome is Outcome.JUDGE_ERROR
     assert trace.error == "ConnectionError: down"
+    assert len(trace.calls) == 1
+
+
+async def test_a_reward_function_that_hangs_or_dies_is_the_judges_failure(make_runner):
+    """Whoever calls it: the judge, or the workflow itself; the agent is not run again for it."""
+    hang, die = in_process(functions.hang, timeout=0.1), in_process(functions.die)
+
+    async def judge(task, response):
+        return JudgeOutput(reward=await hang("a"))
+
+    async def judges_itself(task, model):
+        output = await good_workflow(task, model)
+        return WorkflowOutput(response=output.response, reward=await die("a"))
+
+    (trace,) = await run(make_runner(good_workflow, judge))
+    assert trace.outcome is Outcome.JUDGE_TIMEOUT
+    assert trace.error == "RewardTimeout: judge timed out: hang took more than 0.1 s"
+    (trace,) = await run(make_runner(judges_itself, retries=3))
+    assert trace.outcome is Outcome.JUDGE_ERROR
+    assert trace.reward is None
     assert len(trace.calls) == 1
 
 

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from tuner.errors import FunctionError
+from tuner.errors import FunctionError, RewardError, RewardTimeout
 from tuner.gateway import Gateway, SamplingDefaults, Session, SessionLimits
 from tuner.judge import call_judge
 from tuner.rollout.seeds import derive_seed, seed_everything
@@ -182,6 +182,9 @@ class RolloutRunner:
             state.outcome = Outcome.REJECTED
             state.error = str(rejection) or "the workflow rejected the rollout"
             return
+        except RewardError as error:
+            state.outcome, state.error = _of_judge(error), _describe(error, None)
+            return
         except Exception as error:
             state.outcome, state.error = Outcome.WORKFLOW_ERROR, _describe(error, session)
             logger.debug("%s failed", session.id, exc_info=True)
@@ -221,7 +224,7 @@ class RolloutRunner:
             except Exception as error:
                 if tries_left:
                     continue
-                state.outcome, state.error = Outcome.JUDGE_ERROR, _describe(error, None)
+                state.outcome, state.error = _of_judge(error), _describe(error, None)
             else:
                 state.reward = verdict.reward
                 metrics.update(verdict.metrics or {})
@@ -241,6 +244,11 @@ def _check_reward(state: _Attempt, *, judged: bool, needed: bool) -> None:
         who = "judge" if judged else "workflow"
         state.outcome = Outcome.INVALID_REWARD
         state.error = f"the {who} gave reward {state.reward}; a reward must be a finite number"
+
+
+def _of_judge(error: Exception) -> Outcome:
+    """A reward function that failed is the judge's failure, whoever called it."""
+    return Outcome.JUDGE_TIMEOUT if isinstance(error, RewardTimeout) else Outcome.JUDGE_ERROR
 
 
 def _superseded(trace: Trace) -> Trace:

@@ -15,6 +15,7 @@ class Outcome(StrEnum):
     COMPLETED = "completed"
     WORKFLOW_ERROR = "workflow_error"
     JUDGE_ERROR = "judge_error"
+    JUDGE_TIMEOUT = "judge_timeout"
     TIMEOUT = "timeout"
     NO_CALLS = "no_calls"
     INVALID_REWARD = "invalid_reward"

@@ -19,7 +19,13 @@ from tuner.training.selection import Selection
 
 # An outcome that leaves calls behind and may be given a penalty instead of being dropped.
 PENALIZABLE = frozenset(
-    {Outcome.WORKFLOW_ERROR, Outcome.JUDGE_ERROR, Outcome.TIMEOUT, Outcome.INVALID_REWARD}
+    {
+        Outcome.WORKFLOW_ERROR,
+        Outcome.JUDGE_ERROR,
+        Outcome.JUDGE_TIMEOUT,
+        Outcome.TIMEOUT,
+        Outcome.INVALID_REWARD,
+    }
 )
 
 AS_GIVEN = Selection()

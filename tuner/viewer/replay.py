@@ -21,7 +21,12 @@ from tuner.traces import Outcome, Trace, TraceStore, read_traces
 logger = logging.getLogger("tuner")
 
 # The workflow returned a response in these; in the others there is nothing to judge.
-JUDGED = (Outcome.COMPLETED, Outcome.JUDGE_ERROR, Outcome.INVALID_REWARD)
+JUDGED = (
+    Outcome.COMPLETED,
+    Outcome.JUDGE_ERROR,
+    Outcome.JUDGE_TIMEOUT,
+    Outcome.INVALID_REWARD,
+)
 MAX_RUNNING = 16
 
 

@@ -1,8 +1,12 @@
 """The answer inside a solution, and whether two answers are the same."""
 
+from __future__ import annotations
+
 import logging
 import re
 from decimal import Decimal
+
+from tuner.errors import MissingDependencyError
 
 NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 LONGEST_EXPRESSION = 50
@@ -18,22 +22,35 @@ def final_answer(text: str) -> str:
     return numbers[-1] if numbers else ""
 
 
-def is_equal(truth: str, answer: str) -> bool:
-    """Whether two answers are the same number or expression."""
+def math_equal(answer: str, truth: str) -> float:
+    """1.0 if two answers are the same number or expression, else 0.0.
+
+    Numbers are compared as decimals; anything else by math-verify, which may take long:
+    `in_process` gives it a time limit.
+
+    Raises:
+        MissingDependencyError: There is more to compare than numbers, without math-verify.
+    """
     if not truth or not answer:
-        return False
+        return 0.0
     numbers = _number(truth), _number(answer)
     if None not in numbers:  # nearly always, and a thousand times faster than symbolic algebra
-        return numbers[0] == numbers[1]
+        return float(numbers[0] == numbers[1])
     # Towers of powers can keep symbolic algebra busy for ever.
     if len(answer) > LONGEST_EXPRESSION or re.search(r"\^|\*\*|!", answer):
-        return False
-    from math_verify import parse, verify
+        return 0.0
+    try:
+        from math_verify import parse, verify
+    except ImportError:
+        raise MissingDependencyError(
+            "math-verify compares expressions and is not installed: "
+            'pip install "agentscope-tuner[math]"'
+        ) from None
 
     # Its timeouts are signals, which only the main thread can receive; it warns without them.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     expressions = [parse(f"${side}$", parsing_timeout=None) for side in (truth, answer)]
-    return bool(verify(*expressions, timeout_seconds=None))
+    return float(verify(*expressions, timeout_seconds=None))
 
 
 def _number(text: str) -> Decimal | None:

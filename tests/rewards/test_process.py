@@ -1,0 +1,78 @@
+import asyncio
+import os
+import pickle
+
+import psutil
+import pytest
+
+from tests.rewards import functions
+from tuner.errors import FunctionError, RewardError, RewardTimeout
+from tuner.rewards import in_process
+
+
+async def test_the_function_runs_in_another_process():
+    score = in_process(functions.length)
+    assert await score("abc", scale=0.5) == 1.5
+    assert await in_process(functions.process_id)() != os.getpid()
+
+
+async def test_what_takes_too_long_is_a_timeout_and_the_next_call_works():
+    hang = in_process(functions.hang, timeout=0.2, workers=1)
+    with pytest.raises(RewardTimeout, match=r"judge timed out: hang took more than 0\.2 s"):
+        await hang("a")
+    with pytest.raises(RewardTimeout):  # its process was replaced
+        await hang("b")
+
+
+async def test_a_process_that_dies_takes_no_other_call_along():
+    die, length = in_process(functions.die, workers=1), in_process(functions.length)
+    outcomes = await asyncio.gather(die("a"), length("abcd"), die("b"), return_exceptions=True)
+    assert isinstance(outcomes[0], RewardError)
+    assert "the process of die died with exit code -9" in str(outcomes[0])
+    assert outcomes[1] == 4
+    assert isinstance(outcomes[2], RewardError)
+
+
+async def test_an_error_says_which_function_and_why():
+    with pytest.raises(RewardError, match=r"fail raised ValueError: no reward for 'x'"):
+        await in_process(functions.fail)("x")
+
+
+async def test_a_cancelled_call_ends_its_process(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    hang = in_process(functions.hang_after, timeout=600, workers=1)
+    call = asyncio.ensure_future(hang(str(tmp_path / "pipe")))
+    process = psutil.Process(int(await asyncio.to_thread((tmp_path / "pipe").read_text)))
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert psutil.wait_procs([process], timeout=30)[0]
+
+
+async def test_what_cannot_be_sent_is_an_error_too():
+    with pytest.raises(RewardError, match="length raised"):
+        await in_process(functions.length)(lambda: None)
+
+
+async def test_processes_end_with_the_function():
+    score = in_process(functions.process_id, workers=1)
+    process = psutil.Process(await score())
+    del score
+    assert psutil.wait_procs([process], timeout=30)[0]
+
+
+@pytest.mark.parametrize("function", [lambda answer: 1.0, asyncio.sleep])
+def test_what_another_process_cannot_run_is_refused_when_it_is_made(function):
+    with pytest.raises(FunctionError, match=r"top of a module|call it directly"):
+        in_process(function)
+
+
+def test_limits_must_be_above_zero():
+    with pytest.raises(ValueError, match="must be above 0"):
+        in_process(functions.length, timeout=0)
+
+
+async def test_it_travels_without_its_processes():
+    score = in_process(functions.length)
+    await score("a")
+    assert await pickle.loads(pickle.dumps(score))("abc") == 3
