@@ -1,18 +1,19 @@
 """The tiny model that ships with the SDK: its problems, its files, its template, what it can do."""
 
-import importlib.util
 import json
 import random
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from examples.gsm8k import make_data
+from models.build import build
+from models.tiny_math import corpus
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "tiny_math"
@@ -30,17 +31,6 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 
 
 @pytest.fixture(scope="module")
-def build() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tiny_math_build", MODEL / "build.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(MODEL)
 
@@ -53,8 +43,8 @@ def read(split: str) -> list[dict[str, str]]:
 # The problems
 
 
-def test_generator_reproduces_the_shipped_problems(build: ModuleType, tmp_path: Path) -> None:
-    build.make_data.write(tmp_path)
+def test_generator_reproduces_the_shipped_problems(tmp_path: Path) -> None:
+    make_data.write(tmp_path)
     for name in ("train.jsonl", "test.jsonl"):
         assert (tmp_path / name).read_bytes() == (DATA / name).read_bytes()
 
@@ -84,20 +74,20 @@ def test_problems_load_as_a_dataset(tmp_path: Path) -> None:
     assert loaded[0] == read("train")[0]
 
 
-def test_supervised_problems_are_in_no_shipped_split(build: ModuleType, tokenizer: Any) -> None:
+def test_supervised_problems_are_in_no_shipped_split(tokenizer: Any) -> None:
     shipped = {row["question"] for row in read("train") + read("test")}
     # In so many problems the generator does come back to shipped ones, so the check can fail.
-    free = build.make_data.problems(build.SEED)
+    free = make_data.problems(corpus.SEED)
     assert any(next(free).question in shipped for _ in range(15_000))
-    rows = build.Rows(tokenizer)
+    rows = corpus.Rows(tokenizer)
     assert not any(next(rows.problems).question in shipped for _ in range(15_000))
 
 
 # The files
 
 
-def test_short_build_makes_the_shipped_files(build: ModuleType, tmp_path: Path) -> None:
-    losses = build.build(tmp_path, updates=20)
+def test_short_build_makes_the_shipped_files(tmp_path: Path) -> None:
+    losses = build(corpus.CORPUS, tmp_path, updates=20)
     assert losses[-1] < 0.7 * losses[0]
     for name in (
         "config.json",
@@ -125,20 +115,20 @@ def test_model_is_small_and_in_float32() -> None:
     assert "auto_map" not in config
 
 
-def test_model_starts_between_terse_and_worked(build: ModuleType, tokenizer: Any) -> None:
+def test_model_starts_between_terse_and_worked(tokenizer: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(MODEL)
-    problems = build.make_data.make_splits()["test"]
+    problems = make_data.make_splits()["test"]
     torch.manual_seed(0)
-    assert 0.35 <= build.accuracy(model, tokenizer, problems) <= 0.60
-    worked = build.accuracy(model, tokenizer, problems, answer_start="<think>\n")
+    assert 0.35 <= corpus.accuracy(model, tokenizer, problems) <= 0.60
+    worked = corpus.accuracy(model, tokenizer, problems, answer_start="<think>\n")
     assert worked >= 0.85  # what RL can find
 
 
-def test_a_cut_off_answer_has_no_number(build: ModuleType) -> None:
+def test_a_cut_off_answer_has_no_number() -> None:
     work = "<think>\n1 + 2 = 3\n</think>\n\nThe answer is 3."
-    assert build.final_number(work + "<|im_end|>") == 3
-    assert build.final_number(work) is None
-    assert build.final_number("<think>\n\n</think>\n\nNo idea.<|im_end|>") is None
+    assert corpus.final_number(work + "<|im_end|>") == 3
+    assert corpus.final_number(work) is None
+    assert corpus.final_number("<think>\n\n</think>\n\nNo idea.<|im_end|>") is None
 
 
 # The tokenizer

@@ -1,0 +1,48 @@
+"""The tiny models beside `tiny_math`: they begin where there is something for RL to find."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.gsm8k import make_data
+from models.build import build, corpus_of, load
+from models.tiny_retry import corpus as retry
+from models.tiny_search import corpus as search
+
+MODELS = Path(__file__).parents[2] / "models"
+
+
+@pytest.mark.parametrize("name", ["tiny_retry", "tiny_search"])
+def test_a_short_build_makes_the_shipped_files(name, tmp_path):
+    losses = build(corpus_of(name), tmp_path, updates=4)
+    assert len(losses) == 4
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / file).read_bytes() == (MODELS / name / file).read_bytes(), file
+    assert (MODELS / name / "model.safetensors").stat().st_size <= 4_000_000
+
+
+def test_what_a_row_learns_is_what_the_agent_writes():
+    """All else is the prompt or what a search found, and each search finds what it looks for."""
+    rows = search.Rows().rows(64, search.ALWAYS)
+    for row in rows:
+        assert [learned for _, learned in row] == [bool(i % 2) for i in range(len(row))]
+        for (written, _), (found, _) in zip(row[1::2], row[2::2], strict=False):
+            assert f'<p title="{written.split("<search> ")[1].split(" <")[0]}">' in found
+    assert {len(row) for row in rows} == {4, 6}
+
+
+def test_no_supervised_question_of_a_second_answer_is_in_a_shipped_split():
+    tokenizer, _ = load(MODELS / "tiny_retry")
+    shipped = {p.question for split in make_data.make_splits().values() for p in split}
+    rows = retry.Retries(tokenizer).rows(500, lambda problem: 0.5)
+    asked = [re.search(r"user\n(.*?)<\|im_end\|>", row[0][0], re.DOTALL)[1] for row in rows]
+    assert not shipped & set(asked)
+
+
+def test_the_search_model_can_look_up_and_often_guesses():
+    tokenizer, model = load(MODELS / "tiny_search")
+    torch.manual_seed(0)
+    assert 0.1 <= search.accuracy(model, tokenizer) <= 0.6
+    assert search.accuracy(model, tokenizer, first=" I think I know it.") <= 0.2
