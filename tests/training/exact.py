@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from tests.engines.models import VOCABULARY, make_model
 from tuner.engines import SamplingParams
 from tuner.engines.grammar import Grammars
-from tuner.training import Batch, PolicyTrainer, Row, TrainerSettings, head, tree_attention
+from tuner.training import Batch, PolicyTrainer, Row, TrainerSettings, head, tree_blocks
 from tuner.training.forward import Forward
 from tuner.training.settings import Layout
 
@@ -97,7 +97,7 @@ def _rms_norm(self: nn.Module, states: Tensor) -> Tensor:
 def small_parts(tokens: int = 3) -> Iterator[None]:
     """Trees of a few nodes have several blocks, and their logits are made in several parts."""
     with (
-        mock.patch.multiple(tree_attention, BLOCKS=(5, 5), RUNS=2),
+        mock.patch.multiple(tree_blocks, BLOCKS=(5, 5), RUNS=2),
         mock.patch.dict(head.LOGITS, cpu=tokens * VOCABULARY),
     ):
         yield

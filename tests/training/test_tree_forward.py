@@ -25,7 +25,7 @@ from tests.training.exact import (
 )
 from tuner.engines import SamplingParams
 from tuner.traces import TokenTree
-from tuner.training import flex_mask, tree_attention, tree_forward
+from tuner.training import flex_mask, tree_attention, tree_blocks, tree_forward
 from tuner.training.forward import Forward
 
 IDS = VOCABULARY
@@ -139,26 +139,54 @@ def test_each_distinct_token_goes_through_the_layers_once():
     assert seen == [TokenTree.build(rows).unique_tokens] == [130]
 
 
+def blocks_of(rows):
+    tree = TokenTree.build(rows)
+    return tree, list(tree_blocks.blocks_of(tree, None, torch.device("cpu")))
+
+
 def test_attention_of_many_rollouts_grows_with_their_paths_and_not_with_the_square_of_the_tree():
-    def scores(rollouts):
-        rows = [row(prompt(300), prompt(600, seed)) for seed in range(1, rollouts + 1)]
-        tree = TokenTree.build(rows)
-        blocks = tree_attention.TreeAttention(tree, None, torch.device("cpu")).blocks
-        return sum((block.last - block.first) * block.count for block in blocks)
+    def scores(rollouts):  # of an agent whose turns branch every few tokens
+        rows = []
+        for seed in range(1, rollouts + 1):
+            said = prompt(600, seed)
+            rows += [row([*prompt(300), *said[:at]], prompt(9, at)) for at in range(0, 600, 20)]
+        _, blocks = blocks_of(rows)
+        return sum((b.last - b.first) * len(keys.node_K) for b in blocks for keys in b.keys)
 
     assert scores(16) < 17 * scores(1)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("window", [None, 7])
-def test_flex_attention_follows_the_same_rule(window):
+def test_long_runs_without_branches_need_no_mask_and_compute_the_pairs_of_their_paths_alone():
+    rows = [row(prompt(300), prompt(600, seed)) for seed in range(1, 9)]
+    rows.append(row([*rows[0].prompt_ids, *rows[0].completion_ids[:280]], prompt(290, 9)))
+    tree, blocks = blocks_of(rows)
+    pairs = 0
+    for block in blocks:
+        size = block.last - block.first
+        for keys in block.keys:
+            count = len(keys.node_K)
+            pairs += {"wholly": size * count, "causally": size * (size + 1) // 2}[keys.attended]
+    assert pairs == (tree.depth + 1).sum()
+
+
+def bush():
+    """Long runs, short ones beside each other, and some that branch again."""
     rows = [row(prompt(30), prompt(40, seed)) for seed in (1, 2, 3)]
     rows += [row([*rows[0].prompt_ids, *rows[0].completion_ids[:9]], prompt(20, 9))]
-    attention = tree_attention.TreeAttention(TokenTree.build(rows), window, torch.device("cpu"))
-    count = TokenTree.build(rows).unique_tokens
-    states = [torch.randn(1, 2, count, 16, generator=seeded(i)) for i in range(3)]
-    with mock.patch.object(tree_attention, "BLOCKS", (16, 16)):
+    rows += [row([*rows[1].prompt_ids, *prompt(4, 10)], prompt(3, seed)) for seed in range(11, 21)]
+    return [*rows, *(row(prompt(20), prompt(5, seed)) for seed in range(21, 26))]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window", [None, 7, 20])
+def test_flex_attention_follows_the_same_rule(window):
+    tree = TokenTree.build(bush())
+    attention = tree_attention.TreeAttention(tree, window, torch.device("cpu"))
+    states = [torch.randn(1, 2, tree.unique_tokens, 16, generator=seeded(i)) for i in range(3)]
+    with mock.patch.object(tree_blocks, "BLOCKS", (16, 16)):
+        kinds = {keys.attended for block in attention.blocks for keys in block.keys}
         found = attention.attend(*states, 0.25)
+    assert kinds == {"wholly", "in part"} | ({"causally"} if window != 7 else set())
     assert torch.allclose(attention.flex(*states, 0.25, compiled=False), found, atol=1e-5)
 
 
@@ -194,11 +222,21 @@ def test_tiles_of_flex_attention_are_those_of_every_pair(window):
 
 
 def test_masks_that_are_not_kept_between_layers_are_made_again():
-    tree = TokenTree.build([row(prompt(30), prompt(40, seed)) for seed in (1, 2)])
+    tree = TokenTree.build(bush())
     states = [torch.randn(1, 2, tree.unique_tokens, 16, generator=seeded(i)) for i in range(3)]
-    outputs = []
+    outputs, kept = [], []
     for room in (0, 2000, 1 << 20):  # none, some and all of them
-        with mock.patch.multiple(tree_attention, BLOCKS=(16, 16), KEPT_MASKS=room):
+        with (
+            mock.patch.object(tree_blocks, "BLOCKS", (16, 16)),
+            mock.patch.object(tree_attention, "KEPT_MASKS", room),
+            mock.patch.object(
+                tree_attention, "_additive", side_effect=tree_attention._additive
+            ) as made,
+        ):
             attention = tree_attention.TreeAttention(tree, None, torch.device("cpu"))
-            outputs += [attention.attend(*states, 0.25), attention.attend(*states, 0.25)]
+            outputs.append(attention.attend(*states, 0.25))
+            first = made.call_count
+            outputs.append(attention.attend(*states, 0.25))
+            kept.append(2 * first - made.call_count)
     assert all(torch.equal(output, outputs[0]) for output in outputs)
+    assert 0 == kept[0] < kept[1] < kept[2] == first

@@ -1,15 +1,11 @@
 """Attention over a token tree, exact, and without the square of the tree as a mask.
 
 Node q of a tree in depth-first order attends to its ancestors and itself: `k <= q < end[k]`, in a
-layer with a sliding window only to those of the last `window` depths. The nodes are taken in blocks
-[first, last) of consecutive ones. An ancestor of any of them that is before the block is an
-ancestor of its first node as well, so the keys of a block are these few and the block itself:
+layer with a sliding window only to those of the last `window` depths. On a CPU this is computed in
+blocks of nodes (`tree_blocks`): with the keys that all nodes of a block attend to, with the rest,
+and of both, by their log-sum-exps L, the output over all keys:
 
-    keys of block 2        x x . . . . x x x . . . . | x x x x      x  taken     .  other branches
-    nodes                  0 1 2 3 4 5 6 7 8 9 ...   | first ... last - 1
-
-and only [last - first, keys] is computed and masked. That is little more than what the paths from
-the root to each node ask for (depth + block instead of depth), however many rollouts a tree holds.
+    output = w * output_shared + (1 - w) * output_rest        w = sigmoid(L_shared - L_rest)
 
 It reaches the model as an attention mask: a `TreeMask` stands where a 4-D mask would be, is carried
 through transformers' code as it is, and takes over when `scaled_dot_product_attention` meets it.
@@ -19,11 +15,10 @@ the same rule is a FlexAttention block mask; that path has not been measured.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -33,51 +28,10 @@ from tuner.engines.transfer import to_device
 from tuner.errors import TrainingError
 from tuner.traces.tree import IntArray, TokenTree
 from tuner.training.flex_mask import flex_mask
-
-BLOCKS = 64, 256
-"""Nodes of a block, at least and at most: few enough to add little to the paths, enough for a
-matrix product. A block adds half of its nodes to each path."""
-
-RUNS = 16
-"""Keys in so many runs of consecutive nodes are copied run by run, in more one by one."""
+from tuner.training.tree_blocks import Block, Keys, blocks_of
 
 KEPT_MASKS = 1 << 28
 """Bytes of block masks that are kept from one layer to the next; others are made again."""
-
-
-@dataclass(frozen=True)
-class Block:
-    """Nodes [first, last) and the K keys that any of them attends to, in order.
-
-    Attributes:
-        count: K.
-        keys: The K in runs of consecutive nodes, where they are few, else their indices, shape [K].
-        partial_P: Which of the K some node of the block does not attend to, shape [P].
-        partial_node_P: The nodes that these are, shape [P].
-    """
-
-    first: int
-    last: int
-    count: int
-    keys: tuple[slice, ...] | Tensor
-    partial_P: Tensor
-    partial_node_P: Tensor
-
-    def select(self, states: Tensor) -> Tensor:
-        """Keys or values of this block: [1, heads, N, width] -> [1, heads, K, width]."""
-        if isinstance(self.keys, Tensor):
-            return states.index_select(2, self.keys)
-        runs = [states[:, :, run] for run in self.keys]
-        return runs[0] if len(runs) == 1 else torch.cat(runs, 2)
-
-    def add(self, gradient: Tensor, part: Tensor) -> None:
-        """Add the gradient [1, heads, K, width] of what `select` gave to that of all nodes."""
-        if isinstance(self.keys, Tensor):
-            gradient.index_add_(2, self.keys, part.to(gradient.dtype))
-            return
-        widths = [run.stop - run.start for run in self.keys]
-        for run, own in zip(self.keys, part.split(widths, 2), strict=True):
-            gradient[:, :, run] += own
 
 
 class TreeAttention:
@@ -114,14 +68,16 @@ class TreeAttention:
             allowed &= self._depth_N[first:last, None] - self._depth_N[key_K] < self._window
         return allowed
 
-    def additive(self, block: Block, dtype: torch.dtype) -> Tensor:
-        """A block's mask to be added to scores, shape [1, 1, last - first, K]."""
+    def mask_of(self, block: Block, keys: Keys, dtype: torch.dtype) -> Tensor | None:
+        """What is added to the scores of those keys of a block that are attended to in part,
+        shape [1, 1, last - first, K]; None for others."""
+        if keys.attended != "in part":
+            return None
         kept = self._masks.get(block.first)
         if kept is not None and kept.dtype == dtype:
             return kept
-        allowed = self.allowed(block.first, block.last, block.partial_node_P)
-        mask = torch.zeros(1, 1, len(allowed), block.count, dtype=dtype, device=self._device)
-        mask[0, 0, :, block.partial_P] = _additive(allowed, dtype)
+        allowed = self.allowed(block.first, block.last, keys.node_K)
+        mask = _additive(allowed, dtype)[None, None]
         if kept is None and mask.nbytes <= self._room:
             self._room -= mask.nbytes
             self._masks[block.first] = mask
@@ -135,32 +91,8 @@ class TreeAttention:
 
     @cached_property
     def blocks(self) -> list[Block]:
-        """The nodes in blocks: large ones where paths are long."""
-        tree, blocks = self._tree, []
-        size = BLOCKS[0] if tree.depth.mean() < BLOCKS[1] else BLOCKS[1]
-        for first in range(0, tree.unique_tokens, size):
-            last = min(first + size, tree.unique_tokens)
-            before = np.flatnonzero(tree.end[:first] > first)
-            if self._window is not None:
-                # A node of the block may be higher in the tree than the first one, and sees more.
-                highest = tree.depth[first:last].min()
-                before = before[highest - tree.depth[before] < self._window]
-            nodes = np.concatenate((before, np.arange(first, last)))
-            partial = np.arange(len(nodes))
-            if self._window is None:
-                partial = np.flatnonzero((nodes >= first) | (tree.end[nodes] < last))
-            runs = _runs(nodes)
-            blocks.append(
-                Block(
-                    first,
-                    last,
-                    len(nodes),
-                    runs if len(runs) <= RUNS else self._tensor(nodes),
-                    self._tensor(partial),
-                    self._tensor(nodes[partial]),
-                )
-            )
-        return blocks
+        """What is computed at once."""
+        return list(blocks_of(self._tree, self._window, self._device))
 
     def _tensor(self, array: IntArray) -> Tensor:
         return to_device(array, self._device)
@@ -193,12 +125,6 @@ class TreeAttention:
             return allowed
 
         return flex_mask(self._tree, window, self._device, attends)
-
-
-def _runs(nodes: IntArray) -> tuple[slice, ...]:
-    """Rising numbers as the slices of consecutive ones."""
-    ends = np.flatnonzero(np.diff(nodes) != 1) + 1
-    return tuple(slice(int(run[0]), int(run[-1]) + 1) for run in np.split(nodes, ends))
 
 
 def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
@@ -261,14 +187,19 @@ class _BlockAttention(torch.autograd.Function):
         result = query.new_empty(1, count, heads, width).transpose(1, 2)
         sums = []
         for block in attention.blocks:
-            output, logsumexp = _flash(
-                query[:, :, block.first : block.last],
-                block.select(key),
-                block.select(value),
-                attn_mask=attention.additive(block, query.dtype),
-                scale=scale,
+            nodes = slice(block.first, block.last)
+            output, logsumexp = _join(
+                _flash(
+                    query[:, :, nodes],
+                    keys.select(key),
+                    keys.select(value),
+                    is_causal=keys.attended == "causally",
+                    attn_mask=attention.mask_of(block, keys, query.dtype),
+                    scale=scale,
+                )
+                for keys in block.keys
             )
-            result[:, :, block.first : block.last] = output
+            result[:, :, nodes] = output
             sums.append(logsumexp)
         ctx.save_for_backward(query, key, value, result, *sums)
         ctx.attention, ctx.scale = attention, scale
@@ -279,28 +210,43 @@ class _BlockAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, result, *sums = ctx.saved_tensors
         attention: TreeAttention = ctx.attention
-        of_query = torch.empty_like(query)
         # A shared prefix adds up the parts of every block behind it, too many for bfloat16.
         exact = torch.promote_types(key.dtype, torch.float32)
-        of_key = torch.zeros_like(key, dtype=exact)
-        of_value = torch.zeros_like(value, dtype=exact)
+        of_query, of_key, of_value = (
+            torch.zeros_like(states, dtype=exact) for states in (query, key, value)
+        )
         for block, logsumexp in zip(attention.blocks, sums, strict=True):
             nodes = slice(block.first, block.last)
-            of_query[:, :, nodes], key_part, value_part = _flash_backward(
-                gradient[:, :, nodes],
-                query[:, :, nodes],
-                block.select(key),
-                block.select(value),
-                result[:, :, nodes],
-                logsumexp,
-                0.0,
-                False,
-                attn_mask=attention.additive(block, query.dtype),
-                scale=ctx.scale,
-            )
-            block.add(of_key, key_part)
-            block.add(of_value, value_part)
-        return of_query, of_key.to(key.dtype), of_value.to(value.dtype), None, None
+            for keys in block.keys:
+                # Output and log-sum-exp of all keys make this the gradient of these keys' part.
+                query_part, key_part, value_part = _flash_backward(
+                    gradient[:, :, nodes],
+                    query[:, :, nodes],
+                    keys.select(key),
+                    keys.select(value),
+                    result[:, :, nodes],
+                    logsumexp,
+                    0.0,
+                    keys.attended == "causally",
+                    attn_mask=attention.mask_of(block, keys, query.dtype),
+                    scale=ctx.scale,
+                )
+                of_query[:, :, nodes] += query_part
+                keys.add(of_key, key_part)
+                keys.add(of_value, value_part)
+        dtype = key.dtype
+        return of_query.to(dtype), of_key.to(dtype), of_value.to(dtype), None, None
+
+
+def _join(parts: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Outputs [1, heads, B, width] over several keys and their log-sum-exps [1, heads, B] as those
+    over all of them."""
+    (output, total), *others = parts
+    for other, logsumexp in others:
+        share = torch.sigmoid(logsumexp - total)[..., None]
+        output = output.to(share.dtype).lerp(other.to(share.dtype), share)
+        total = torch.logaddexp(total, logsumexp)
+    return output, total
 
 
 _compiled: list[Any] = []
