@@ -19,14 +19,12 @@ trainer's own for the same weights; the difference is reported each step
 from __future__ import annotations
 
 import copy
-import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -35,53 +33,21 @@ from tuner.engines.base import Engine
 from tuner.engines.grammar import Grammars
 from tuner.engines.transfer import to_device
 from tuner.errors import TrainingError
-from tuner.traces.tree import IntArray
 from tuner.training.advantages import kl_penalties, row_advantages
 from tuner.training.batch import Batch, HasRows, Row
 from tuner.training.critic import Critic
 from tuner.training.episodes import critic_advantages
 from tuner.training.forward import Forward
 from tuner.training.head import causal_model
-from tuner.training.loss import Tokens, micro_batch_loss
+from tuner.training.loss import micro_batch_loss
+from tuner.training.mismatch import MismatchAlarm
 from tuner.training.optimizer import make_optimizer
 from tuner.training.reference import Reference, acting, frozen_start
 from tuner.training.schedule import lr_factor
+from tuner.training.scored import ScoredBatch, tokens_of
 from tuner.training.settings import TrainerSettings
 from tuner.training.teacher import Teacher
 from tuner.training.throughput import Throughput
-
-logger = logging.getLogger("tuner")
-
-# Engine and trainer differ by 1e-6 nat in float32 and by up to 1e-2 in bfloat16; a mean beyond this
-# is another distribution than the recorded one.
-MISMATCH_ALARM = 0.05
-
-
-@dataclass(frozen=True)
-class ScoredBatch:
-    """A batch with what the loss needs.
-
-    Attributes:
-        advantages: One tensor [T_row] for each of the N rows.
-        ref_logp: N tensors of the reference's log-probs, one per row, of shape [T_row].
-        proximal: Those of the policy that the step begins with, likewise, where they are known
-            and not to be computed.
-        values, returns: The critic's values and what they are trained towards, likewise; PPO's.
-    """
-
-    batch: Batch
-    advantages: tuple[Tensor, ...]
-    ref_logp: tuple[Tensor, ...] | None = None
-    proximal: tuple[Tensor, ...] | None = None
-    values: tuple[Tensor, ...] = ()
-    returns: tuple[Tensor, ...] = ()
-
-    @property
-    def advantages_N(self) -> Tensor:
-        """The mean advantage of each row's tokens, shape [N]; most algorithms give all the same."""
-        if not self.advantages:
-            return self.batch.rewards_R.new_zeros(0)
-        return torch.stack([advantage_T.mean() for advantage_T in self.advantages])
 
 
 class PolicyTrainer:
@@ -123,7 +89,7 @@ class PolicyTrainer:
         self.model = model.eval()  # no dropout: sampling and training see the same function
         self.settings = settings
         self.step = 0
-        self._alarmed = False
+        self._alarm = MismatchAlarm()
         self._forward = Forward.of(
             model,
             grammars,
@@ -265,7 +231,7 @@ class PolicyTrainer:
         if self.settings.advantage == "on_policy_distill":
             # In the mean over the student's samples, the KL of student and teacher.
             metrics["kl_teacher"] = -float(advantages_T.mean()) / self.settings.distill_coef
-        self._watch_mismatch(metrics)
+        self._alarm.check(metrics, self.step + 1)
         return metrics
 
     def _proximal(self, scored: ScoredBatch) -> tuple[Tensor, ...] | None:
@@ -292,7 +258,14 @@ class PolicyTrainer:
         totals: dict[str, Tensor] = {}
         largest: list[Tensor] = []
         for indices in self._micro_batches(batch):
-            tokens = self._tokens(scored, proximal, weights_N, indices)
+            current = self._forward.logprobs(
+                self.model,
+                [batch.rows[i] for i in indices],
+                with_entropy=settings.entropy_coef != 0,
+            )
+            tokens = tokens_of(
+                scored, indices, current, weights_N=weights_N, proximal=proximal, step=self.step
+            )
             loss, parts, sums = micro_batch_loss(settings, tokens)
             loss.backward()
             means = {name: value / batch.trained_tokens for name, value in sums.items()}
@@ -365,59 +338,6 @@ class PolicyTrainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def _tokens(
-        self,
-        scored: ScoredBatch,
-        proximal: tuple[Tensor, ...] | None,
-        weights_N: Tensor,
-        indices: list[int],
-    ) -> Tokens:
-        """What the loss of one micro-batch needs. Weights are those of the whole step, so the sum
-        over micro-batches does not depend on where they were cut."""
-        rows = [scored.batch.rows[i] for i in indices]
-        current = self._forward.logprobs(
-            self.model, rows, with_entropy=self.settings.entropy_coef != 0
-        )
-        logp_T, device = current.logp_T, current.logp_T.device
-        lengths = [len(row.completion_ids) for row in rows]
-
-        def gathered(values: tuple[Tensor, ...] | None) -> Tensor | None:
-            return None if values is None else torch.cat([values[i] for i in indices]).to(logp_T)
-
-        def moved(values: Any) -> Tensor:
-            return to_device(np.asarray(values, dtype=np.float64), device).to(logp_T.dtype)
-
-        return Tokens(
-            logp_T=logp_T,
-            entropy_T=current.entropy_T,
-            recorded_T=moved([p for row in rows for p in row.logprobs]),
-            advantages_T=moved(torch.cat([scored.advantages[i] for i in indices])),
-            weights_T=moved(np.repeat(weights_N.numpy()[indices], lengths)),
-            row_T=to_device(np.repeat(np.arange(len(rows)), lengths), device),
-            rows=len(rows),
-            staleness_T=to_device(
-                np.concatenate([_staleness(row, self.step) for row in rows]), device
-            ),
-            proximal_T=gathered(proximal),
-            ref_T=gathered(scored.ref_logp),
-        )
-
-    def _watch_mismatch(self, metrics: dict[str, float]) -> None:
-        """Say once that the recorded log-probs are not those of the weights that are trained."""
-        mismatch = metrics["logprob_mismatch_mean"]
-        if self._alarmed or metrics["stale_fraction"] or mismatch <= MISMATCH_ALARM:
-            return
-        self._alarmed = True
-        logger.warning(
-            "step %d: recorded and recomputed log-probs of the same weights differ by %.3g nat in "
-            "the mean (more than %g), so updates are not those of the policy that sampled; is the "
-            "engine's precision, chat template or sampling another? tuner.algorithm.proximal: "
-            "recompute corrects for it",
-            self.step + 1,
-            mismatch,
-            MISMATCH_ALARM,
-        )
-
     def _micro_batches(self, batch: Batch) -> list[list[int]]:
         return self._forward.micro_batches(batch.rows, self.settings.max_tokens_per_micro_batch)
 
@@ -470,10 +390,3 @@ class PolicyTrainer:
             self.critic.load_state_dict(state["critic"])
         self.step = int(state["step"])
         self._set_lr()
-
-
-def _staleness(row: Row, step: int) -> IntArray:
-    """Steps between the policy that sampled each token and the one of `step`, shape [T]."""
-    if not row.versions:
-        return np.zeros(len(row.completion_ids), dtype=np.int64)
-    return step - np.array(row.versions, dtype=np.int64)
