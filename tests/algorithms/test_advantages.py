@@ -186,6 +186,15 @@ def test_weights_of_tokens_are_those_of_the_aggregation(mode):
     assert result.tolist() == pytest.approx(WEIGHTS[mode], rel=1e-12)
 
 
+@pytest.mark.parametrize("mode", WEIGHTS)
+def test_a_call_in_several_rows_weighs_what_it_weighs_in_one(mode):
+    """The first call's three tokens as one row and two."""
+    whole = row_weights(mode, torch.tensor(TOKENS), torch.tensor(ROLLOUTS), longest=20)
+    tokens, rollouts = torch.tensor([1, *TOKENS[1:], 2]), torch.tensor([*ROLLOUTS, ROLLOUTS[0]])
+    parts = row_weights(mode, tokens, rollouts, torch.tensor([7, 1, 2, 3, 7]), longest=20)
+    assert parts.tolist() == pytest.approx([*whole.tolist(), float(whole[0])], rel=1e-12)
+
+
 def test_a_constant_normaliser_must_be_given():
     with pytest.raises(ValueError, match="most tokens"):
         row_weights("seq-mean-token-sum-norm", torch.tensor([1]), torch.tensor([0]))

@@ -69,11 +69,11 @@ def sequence_clip(
     logp_T: Tensor,
     old_logp_T: Tensor,
     advantages_T: Tensor,
-    row_T: Tensor,
+    sequence_T: Tensor,
     *,
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
-    rows: int | None = None,
+    sequences: int | None = None,
 ) -> PolicyLoss:
     """GSPO: the ratio of a sequence is the geometric mean of its tokens' ratios.
 
@@ -84,17 +84,17 @@ def sequence_clip(
     same value and, for one advantage in a sequence, the same gradient.
 
     Args:
-        row_T: Index of each token's sequence; all tokens of a sequence must be there.
-        rows: Number of sequences, where the caller knows it; else `row_T` is looked at, for which
-            Python waits for the device.
+        sequence_T: Index of each token's sequence; all tokens of a sequence must be there.
+        sequences: Their number, where the caller knows it; else `sequence_T` is looked at, for
+            which Python waits for the device.
     """
-    if rows is None:
-        rows = int(row_T.max()) + 1
-    zeros_N = logp_T.new_zeros(rows)
-    count_N = zeros_N.index_add(0, row_T, torch.ones_like(logp_T)).clamp(min=1)
+    if sequences is None:
+        sequences = int(sequence_T.max()) + 1
+    zeros_N = logp_T.new_zeros(sequences)
+    count_N = zeros_N.index_add(0, sequence_T, torch.ones_like(logp_T)).clamp(min=1)
     difference_T = (logp_T - old_logp_T).detach()
-    mean_N = zeros_N.index_add(0, row_T, difference_T) / count_N
-    log_ratio_T = mean_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[row_T]
+    mean_N = zeros_N.index_add(0, sequence_T, difference_T) / count_N
+    log_ratio_T = mean_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[sequence_T]
     ratio_T = (logp_T - logp_T.detach() + log_ratio_T).exp()
     plain_T = -advantages_T * ratio_T
     clipped_T = -advantages_T * ratio_T.clamp(1 - clip_low, 1 + clip_high)

@@ -253,3 +253,23 @@ def micro_batches(rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
         else:
             cuts.append([i])
     return cuts
+
+
+def whole_calls(cuts: Sequence[Sequence[int]], call_N: Sequence[int]) -> list[list[int]]:
+    """Micro-batches in which no call is divided: the rows of one that was are a micro-batch of
+    their own.
+
+    Args:
+        cuts: Indices of rows.
+        call_N: The call of each row.
+    """
+    found: dict[int, set[int]] = defaultdict(set)
+    for place, indices in enumerate(cuts):
+        for i in indices:
+            found[call_N[i]].add(place)
+    divided: dict[int, list[int]] = {call: [] for call, at in found.items() if len(at) > 1}
+    whole = [[i for i in indices if call_N[i] not in divided] for indices in cuts]
+    for i, call in enumerate(call_N):
+        if call in divided:
+            divided[call].append(i)
+    return [indices for indices in [*whole, *divided.values()] if indices]

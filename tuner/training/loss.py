@@ -23,7 +23,7 @@ class Tokens:
         recorded_T: Log-probs under the policy that sampled.
         advantages_T: Advantages.
         weights_T: What each token weighs in the step's loss (`row_weights`).
-        row_T: Index of each token's row, 0 .. `rows` - 1.
+        call_T: Index of each token's call, 0 .. `calls` - 1, which is one sequence.
         staleness_T: Steps between the policy that sampled and the one that the step began with.
         proximal_T: Log-probs under the policy that the step began with, where a forward pass was
             taken for them.
@@ -35,8 +35,8 @@ class Tokens:
     recorded_T: Tensor
     advantages_T: Tensor
     weights_T: Tensor
-    row_T: Tensor
-    rows: int
+    call_T: Tensor
+    calls: int
     staleness_T: Tensor
     proximal_T: Tensor | None = None
     ref_T: Tensor | None = None
@@ -111,10 +111,10 @@ def policy_loss(settings: TrainerSettings, tokens: Tokens, old_T: Tensor) -> Pol
                 logp_T,
                 old_T,
                 advantages_T,
-                tokens.row_T,
+                tokens.call_T,
                 clip_low=settings.clip_low,
                 clip_high=settings.clip_high,
-                rows=tokens.rows,
+                sequences=tokens.calls,
             )
         case "cispo":
             return losses.cispo(

@@ -56,7 +56,7 @@ def tokens_of(
     """What the loss of one micro-batch needs.
 
     Args:
-        indices: Its rows.
+        indices: Its rows. Where the loss looks at sequences, all rows of a call are among them.
         current: Log-probs of their completions under the weights that are trained.
         weights_N: What each token of each row of the batch weighs. They are those of the whole
             step, so the sum over micro-batches does not depend on where they were cut.
@@ -67,6 +67,7 @@ def tokens_of(
     rows = [scored.batch.rows[i] for i in indices]
     logp_T, device = current.logp_T, current.logp_T.device
     lengths = [len(row.completion_ids) for row in rows]
+    calls, call_N = np.unique(scored.batch.call_N.numpy()[list(indices)], return_inverse=True)
 
     def gathered(values: Sequence[Tensor] | None) -> Tensor | None:
         return None if values is None else torch.cat([values[i] for i in indices]).to(logp_T)
@@ -80,8 +81,8 @@ def tokens_of(
         recorded_T=moved([p for row in rows for p in row.logprobs]),
         advantages_T=moved(torch.cat([scored.advantages[i] for i in indices])),
         weights_T=moved(np.repeat(weights_N.numpy()[list(indices)], lengths)),
-        row_T=to_device(np.repeat(np.arange(len(rows)), lengths), device),
-        rows=len(rows),
+        call_T=to_device(np.repeat(call_N, lengths), device),
+        calls=len(calls),
         staleness_T=to_device(np.concatenate([_staleness(row, step) for row in rows]), device),
         proximal_T=gathered(proximal),
         ref_T=gathered(scored.ref_logp),

@@ -34,7 +34,7 @@ from tuner.engines.grammar import Grammars
 from tuner.engines.transfer import to_device
 from tuner.errors import TrainingError
 from tuner.training.advantages import kl_penalties, row_advantages
-from tuner.training.batch import Batch, HasRows, Row
+from tuner.training.batch import Batch, HasRows, Row, whole_calls
 from tuner.training.critic import Critic
 from tuner.training.episodes import critic_advantages
 from tuner.training.forward import Forward
@@ -253,6 +253,7 @@ class PolicyTrainer:
             settings.aggregation,
             torch.tensor([len(row.completion_ids) for row in batch.rows]),
             torch.tensor([row.rollout for row in batch.rows]),
+            batch.call_N,
             longest=settings.max_completion,
         )
         totals: dict[str, Tensor] = {}
@@ -339,7 +340,11 @@ class PolicyTrainer:
         self.optimizer.zero_grad()
 
     def _micro_batches(self, batch: Batch) -> list[list[int]]:
-        return self._forward.micro_batches(batch.rows, self.settings.max_tokens_per_micro_batch)
+        settings = self.settings
+        cuts = self._forward.micro_batches(batch.rows, settings.max_tokens_per_micro_batch)
+        if settings.policy_loss == "gspo":  # the only loss of a token that depends on others
+            return whole_calls(cuts, batch.call_N.tolist())
+        return cuts
 
     def step_lr_scheduler(self) -> None:
         """Set the learning rate of the next update."""
