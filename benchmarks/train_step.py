@@ -4,11 +4,13 @@ An update is everything from a batch with rewards to new weights: advantages, lo
 clipping, AdamW; PPO clip, token mean, no KL. Tree, packed and padded rows are the same
 `PolicyTrainer` with another `layout`, on the same rows in the same run. The floor is what any
 training costs: the model's own forward pass with `labels`, and backward, over as many tokens as are
-distinct, in rows of about the length of a rollout; no optimizer, no advantages. TRL (single turn,
-one row per completion) gets the same rows in the shape of its own generation's output; its loss
-(`GRPOTrainer._compute_loss`), backward pass, clipping and AdamW are timed. The median of the
-repeats counts, taken in turn. Peak memory is what an update holds at most beyond what was there
-before it: weights and the optimizer's state.
+distinct, in rows of about the length of a rollout; no optimizer, no advantages. In such rows tokens
+have less behind them than in a tree, which does not begin anew that often. So there is a second
+such pass, in longer rows, with as many pairs of tokens that attend to each other as in the tree.
+TRL (single turn, one row per completion) gets the same rows in the shape of its own generation's
+output; its loss (`GRPOTrainer._compute_loss`), backward pass, clipping and AdamW are timed. The
+median of the repeats counts, taken in turn. Peak memory is what an update holds at most beyond what
+was there before it: weights and the optimizer's state.
 
 On a CPU the model has Qwen3's shape with 0.8M parameters in float32; on a GPU the shapes of
 Qwen3-0.6B and 1.7B in bfloat16 with float32 masters, and MFU.
@@ -150,21 +152,46 @@ def ours(batch: Batch, layout: Any, shape: Shape, device: str) -> Work:
     return lambda: trainer.ppo_update(trainer.compute_advantages(batch))
 
 
-def plain(batch: Batch, shape: Shape, device: str) -> Work:
-    """A language model's forward and backward pass over as many tokens as are distinct."""
+def plain(batch: Batch, shape: Shape, device: str, *, as_many_pairs: bool) -> Work:
+    """A language model's forward and backward pass over as many tokens as are distinct.
+
+    Args:
+        as_many_pairs: In rows so long that as many pairs of tokens attend to each other as in the
+            tree, one of them shorter; else in equal ones, about as long as the longest row.
+    """
     model = shape.model(device)
-    unique = TokenTree.build(batch.rows).unique_tokens
-    count = math.ceil(unique / max(len(row) for row in batch.rows))
-    ids = torch.randint(1, shape.vocabulary, (count, math.ceil(unique / count)))
-    ids = ids.to(device)
+    tree = TokenTree.build(batch.rows)
+    unique = tree.unique_tokens
+    if as_many_pairs:
+        wanted = int((tree.depth + 1).sum())
+        length = next(n for n in range(1, unique + 1) if causal_pairs(unique, n) >= wanted)
+        counts = [(unique // length, length), (1, unique % length)]
+        if unique % length < unique / 100:  # not worth a pass of its own: left out, in its favour
+            counts.pop()
+    else:
+        count = math.ceil(unique / max(len(row) for row in batch.rows))
+        counts = [(count, math.ceil(unique / count))]
+    parts = [
+        part.to(device)
+        for count, length in counts
+        for part in torch.randint(1, shape.vocabulary, (count, length)).split(
+            max(1, MAX_TOKENS // length)
+        )
+    ]
 
     def work() -> dict[str, float]:
         model.zero_grad(set_to_none=True)
-        for part in ids.split(max(1, MAX_TOKENS // ids.shape[1])):
+        for part in parts:
             model(input_ids=part, labels=part, use_cache=False).loss.backward()
         return {}
 
     return work
+
+
+def causal_pairs(tokens: int, length: int) -> int:
+    """Pairs of a token and one up to it in rows of this length, and what is left in a row."""
+    full, rest = divmod(tokens, length)
+    return full * length * (length + 1) // 2 + rest * (rest + 1) // 2
 
 
 def trl(batch: Batch, case: Case, shape: Shape, device: str) -> Work:
@@ -299,6 +326,7 @@ def rows_of(shape: Shape, case: Case, batch: Batch, found: dict[str, Cost]) -> l
         against("padded rows", "padded", case.target),
         against("packed rows", "packed", None),
         against("plain pass over the unique tokens", "plain", round(1 / 1.3, 3)),
+        against("plain pass, as many pairs attended", "plain_pairs", None),
     ]
     if "trl" in found:
         results.append(against("TRL GRPOTrainer", "trl", 1.0))
@@ -333,7 +361,8 @@ def main() -> None:
                 layout: partial(ours, batch, layout, shape, device)
                 for layout in ("tree", "packed", "padded")
             }
-            makers["plain"] = partial(plain, batch, shape, device)
+            makers["plain"] = partial(plain, batch, shape, device, as_many_pairs=False)
+            makers["plain_pairs"] = partial(plain, batch, shape, device, as_many_pairs=True)
             if case.turns == 1 and not arguments.no_trl:
                 makers["trl"] = partial(trl, batch, case, shape, device)
             results += rows_of(shape, case, batch, costs(makers, arguments.repeats, device))
