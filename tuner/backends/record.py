@@ -136,7 +136,7 @@ def open_directory(config: RunConfig, data: Mapping[str, list[Task]]) -> RunDire
     """
     path = config.run_dir if config.continue_from_checkpoint else free_name(config.run_dir)
     directory = RunDirectory(path)
-    fingerprint = {name: _fingerprint(tasks) for name, tasks in data.items()}
+    fingerprint = {name: fingerprint_of(tasks) for name, tasks in data.items()}
     if directory.has_begun():
         check_same_run(directory, config, fingerprint)
     directory.create()
@@ -168,7 +168,8 @@ def leave_report(directory: RunDirectory, *, stopped: str | None = None) -> Path
         return None
 
 
-def _fingerprint(tasks: Sequence[Task]) -> str:
+def fingerprint_of(tasks: Sequence[Task]) -> str:
+    """What tells the rows of a dataset from others."""
     digest = hashlib.blake2b(digest_size=16)
     for task in tasks:
         digest.update(json.dumps(task, sort_keys=True, default=repr).encode() + b"\n")

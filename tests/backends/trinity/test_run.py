@@ -25,19 +25,23 @@ def run(tmp_path):
         config = SimpleNamespace(
             mode=mode,
             checkpoint_job_dir=str(tmp_path),
-            algorithm=SimpleNamespace(repeat_times=2),
+            algorithm=SimpleNamespace(repeat_times=2, algorithm_type="multi_step_grpo"),
             buffer=SimpleNamespace(
                 batch_size=2,
                 train_batch_size=4,
                 total_steps=2,
                 total_epochs=1,
+                trainer_input=SimpleNamespace(
+                    experience_buffer=SimpleNamespace(max_read_timeout=1800)
+                ),
                 explorer_input=SimpleNamespace(eval_tasksets=[SimpleNamespace(name="held")]),
             ),
             explorer=SimpleNamespace(name="explorer"),
             trainer=SimpleNamespace(name="trainer", total_steps=trainer_steps),
+            synchronizer=SimpleNamespace(sync_timeout=3600),
         )
         settings = TrinitySettings({}, TunerSection(), {}, ("tensorboard",))
-        made = _Run(settings, config, rows=4)
+        made = _Run(settings, config, sizes=[4])
         made._error = error
         report(tmp_path, "trainer", [{"step": n + 1, **UPDATE} for n in range(trained)])
         report(

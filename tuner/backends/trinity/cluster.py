@@ -13,9 +13,12 @@ import secrets
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tuner.backends.trinity.functions import worker_path
+from tuner.backends.trinity.guardian import MARK, guarded
 from tuner.backends.trinity.tree import lookup
 from tuner.errors import ConfigError
 
@@ -26,6 +29,19 @@ FEWEST_CPUS = 8
 # first one it sees: one for the life of this process.
 _TOKEN = secrets.token_hex(32)
 _OWN = {"RAY_AUTH_TOKEN": _TOKEN, "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A Ray cluster that this process has joined.
+
+    Attributes:
+        address: `host:port`.
+        session: The folder with what its processes print, where that is on this machine.
+    """
+
+    address: str
+    session: Path | None
 
 
 def is_own(tree: Mapping[str, Any]) -> bool:
@@ -67,8 +83,10 @@ def with_sizes(tree: dict[str, Any], *, device: str) -> dict[str, Any]:
 
 
 @contextmanager
-def joined(address: str, *, gpus: int, namespace: str, env: Mapping[str, str]) -> Iterator[str]:
-    """Ray for the time of the block, from this process; gives the cluster's address.
+def joined(address: str, *, gpus: int, namespace: str, env: Mapping[str, str]) -> Iterator[Cluster]:
+    """Ray for the time of the block, from this process.
+
+    A cluster of our own ends with the block, or with this process if that is killed.
 
     Args:
         address: `host:port`, or "local" for a cluster of our own, which ends with the block.
@@ -93,19 +111,23 @@ def joined(address: str, *, gpus: int, namespace: str, env: Mapping[str, str]) -
         try:
             if own:
                 # Unix sockets live below it, and their paths are short or refused.
-                with tempfile.TemporaryDirectory(prefix="tr", ignore_cleanup_errors=True) as folder:
-                    cpus = max(FEWEST_CPUS, os.cpu_count() or 1)
-                    context = ray.init(
-                        address="local",
-                        num_cpus=cpus,
-                        num_gpus=gpus,
-                        include_dashboard=False,
-                        _temp_dir=folder,
-                        **quiet,
-                        **options,
-                    )
+                folder = Path(tempfile.mkdtemp(prefix="tr"))
+                with guarded(folder) as mark:
+                    os.environ[MARK] = mark  # inherited by all that Ray starts
                     try:
-                        yield str(context.address_info["address"])
+                        context = ray.init(
+                            address="local",
+                            num_cpus=max(FEWEST_CPUS, os.cpu_count() or 1),
+                            num_gpus=gpus,
+                            include_dashboard=False,
+                            _temp_dir=str(folder),
+                            **quiet,
+                            **options,
+                        )
+                    finally:
+                        del os.environ[MARK]
+                    try:
+                        yield _cluster(context)
                     finally:
                         ray.shutdown()
                 return
@@ -116,9 +138,14 @@ def joined(address: str, *, gpus: int, namespace: str, env: Mapping[str, str]) -
                     f"cluster.ray_address is {address!r}, where no Ray cluster can be joined: "
                     f"{str(error).splitlines()[0]}"
                 ) from error
-            yield address
+            yield _cluster(context)
         finally:
             ray.shutdown()
+
+
+def _cluster(context: Any) -> Cluster:
+    session = Path(context.address_info["session_dir"])
+    return Cluster(context.address_info["address"], session if session.is_dir() else None)
 
 
 @contextmanager

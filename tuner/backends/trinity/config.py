@@ -60,11 +60,12 @@ USED = frozenset(
         "max_calls",
         "max_tokens",
         "reasoning",
+        "signal_patience",
         "auxiliary_models",
         "trinity",
     }
 )
-WITHOUT_EFFECT = frozenset({"max_slots", "token_tree", "signal_patience"})
+WITHOUT_EFFECT = frozenset({"max_slots", "token_tree"})
 
 
 @dataclass(frozen=True)

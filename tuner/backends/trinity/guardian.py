@@ -78,9 +78,10 @@ def end(mark: str) -> None:
 
 def _wait_for_the_end(parent: int) -> None:
     """Until our parent closes its end of the pipe, or is gone (a fork of it may hold the pipe)."""
+    pipe = sys.stdin.fileno()
     while os.getppid() == parent:
-        ready, _, _ = select.select([sys.stdin], [], [], 1.0)
-        if ready and not sys.stdin.buffer.read1(1):
+        ready, _, _ = select.select([pipe], [], [], 1.0)
+        if ready and not os.read(pipe, 1):
             return
 
 

@@ -45,6 +45,24 @@ class Journal:
         reason: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return reason
 
+    def traces(self, step: int) -> Path:
+        """The file with the traces of a training step."""
+        return TraceStore(self._directory.traces).path("train", step)
+
+    def replay(self, files: Sequence[Path]) -> None:
+        """Say which files of traces a run that goes on has from before, and trains again."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        names = sorted(file.name for file in files)
+        write_atomically(self.folder / "replay.json", json.dumps(names))
+
+    def recorded(self, split: str, step: int) -> list[Trace]:
+        """What a run that goes on has of a step from before; empty for a new step."""
+        path = self.folder / "replay.json"
+        store = TraceStore(self._directory.traces)
+        if not path.exists() or store.path(split, step).name not in json.loads(path.read_text()):
+            return []
+        return store.read(split, step)
+
     def forget_reason(self) -> None:
         """A run that is started again begins without it."""
         (self.folder / "stop.json").unlink(missing_ok=True)

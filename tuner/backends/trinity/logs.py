@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trinity.common.config import Config
 
 _LINE = re.compile(r"^(DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d [\d:]+ \[[^\]]+\] ?(.*)$")
 _LONGEST = 30
@@ -36,3 +41,19 @@ def _last_error(path: Path) -> list[str]:
             block, inside = [], True
         block.append(found[2])
     return block[-_LONGEST:]
+
+
+def advice(said: str, config: Config) -> Iterator[str]:
+    """What to try, from what an error says."""
+    if "OutOfMemory" in said or "out of memory" in said or "SIGKILL" in said:
+        yield (
+            "Where memory ran out: lower trainer.max_token_len_per_gpu, "
+            "explorer.rollout_model.gpu_memory_utilization, or model.max_model_len."
+        )
+    if "wait_new_model_state_dict" in said or "TimeoutError" in said:
+        yield (
+            "Where one of the two waited for the other longer than it may: raise "
+            f"synchronizer.sync_timeout ({config.synchronizer.sync_timeout} s), "
+            "explorer.max_timeout or buffer.trainer_input.experience_buffer.max_read_timeout "
+            f"({config.buffer.trainer_input.experience_buffer.max_read_timeout} s)."
+        )

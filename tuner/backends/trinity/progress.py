@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tuner.backends.metrics import rollout_metrics
-from tuner.backends.run_directory import RunDirectory
+from tuner.backends.metrics import rollout_metrics, time_split
+from tuner.backends.run_directory import RunDirectory, write_atomically
 from tuner.backends.trinity.journal import report_file
-from tuner.traces import TraceStore
+from tuner.traces import Trace, TraceStore
+from tuner.training.batch import PENALIZABLE
+
+# What a turn of the trainer's loop is made of: waiting for rollouts, and the rest.
+_WAITING = "time/read_experience"
+_WORKING = ("time/train_step", "time/sync_weight", "time/save_checkpoint")
+# Algorithms that learn from the differences between the rewards of a group.
+COMPARE_GROUPS = frozenset(
+    {"multi_step_grpo", "grpo", "grpo_verl", "dapo", "gspo", "cispo", "sapo", "rloo"}
+)
 
 
 class Progress:
@@ -20,21 +30,40 @@ class Progress:
         directory: The run's folder.
         explorer, trainer: What the configuration calls the two processes.
         evaluations: Names of the evaluation sets.
+        compared: Whether rewards teach by their differences inside groups.
+        penalty: The reward of failed rollouts, or None where they are left out.
     """
 
     def __init__(
-        self, directory: RunDirectory, *, explorer: str, trainer: str, evaluations: list[str]
+        self,
+        directory: RunDirectory,
+        *,
+        explorer: str,
+        trainer: str,
+        evaluations: list[str],
+        compared: bool = True,
+        penalty: float | None = None,
     ) -> None:
         self._directory = directory
         self._names = {"explorer": explorer, "trainer": trainer}
         self._evaluations = evaluations
+        self._compared = compared
+        self._penalty = penalty
 
     def reports(self, role: str) -> dict[int, dict[str, float]]:
         """What "explorer" or "trainer" reported, by step; later reports of a step add to it."""
         rows: dict[int, dict[str, float]] = {}
-        for row in _rows(report_file(self._directory.path, self._names[role])):
+        for row in _rows(self._file(role)):
             rows.setdefault(int(row.pop("step")), {}).update(row)
         return rows
+
+    def forget_after(self, trained: int, explored: int) -> None:
+        """Leave out what was reported after these steps of the trainer and of the explorer."""
+        for role, last in (("trainer", trained), ("explorer", explored)):
+            path = self._file(role)
+            if path.exists():
+                kept = [row for row in _rows(path) if int(row["step"]) <= last]
+                write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def trained_steps(self) -> list[int]:
         """Updates of the weights that the trainer reported, rising."""
@@ -44,13 +73,35 @@ class Progress:
         """Steps of rollouts that were handed over, rising."""
         return sorted(step for step, row in self.reports("explorer").items() if _is_handover(row))
 
-    def experiences(self) -> int:
-        """Experiences handed over to the trainer, all steps together."""
+    def ended_steps(self) -> list[int]:
+        """Steps whose rollouts have all ended, handed over or not, rising."""
+        rows = self.reports("explorer").items()
+        return sorted(step for step, row in rows if "rollout/finished_task_count" in row)
+
+    def experiences(self, up_to: int | None = None) -> int:
+        """Experiences handed over to the trainer, of all steps or of those up to one."""
         return sum(
             int(row["experience_pipeline/experience_count"])
-            for row in self.reports("explorer").values()
-            if _is_handover(row)
+            for step, row in self.reports("explorer").items()
+            if _is_handover(row) and (up_to is None or step <= up_to)
         )
+
+    def traces(self, step: int) -> list[Trace]:
+        """What was recorded of a training step."""
+        return TraceStore(self._directory.traces).read("train", step)
+
+    def signal(self, traces: Sequence[Trace]) -> bool:
+        """Whether a step's rollouts have something to teach."""
+        rewards: dict[int, list[float]] = defaultdict(list)
+        for trace in traces:
+            reward = trace.reward
+            if reward is None and trace.outcome in PENALIZABLE and trace.calls:
+                reward = self._penalty
+            if trace.final and reward is not None:
+                rewards[trace.id.task].append(reward)
+        if self._compared and any(len(group) > 1 for group in rewards.values()):
+            return any(len(set(group)) > 1 for group in rewards.values())
+        return bool(rewards)
 
     def history(self) -> list[dict[str, float]]:
         """The run's metrics, a row per step, named as those of a local run.
@@ -59,23 +110,31 @@ class Progress:
         reported is under `explorer/` and `trainer/`.
         """
         explorer, trainer = self.reports("explorer"), self.reports("trainer")
-        store = TraceStore(self._directory.traces)
         rows = []
         for step in sorted({0, *explorer, *trainer}):
-            row: dict[str, float] = {}
-            if traces := store.read("train", step):
-                row |= rollout_metrics(traces)
-                sampled = sum(trace.sampled_tokens for trace in traces)
-                row["tokens/sampled"] = sampled
-            for name in self._evaluations:
-                row |= self._evaluation(store, name, step)
-            row |= {f"explorer/{name}": value for name, value in explorer.get(step, {}).items()}
-            row |= {f"trainer/{name}": value for name, value in trainer.get(step, {}).items()}
+            row = self.row(step, explorer.get(step, {}), trainer.get(step, {}))
             if row:
                 rows.append({"step": step, **row})
         return rows
 
-    def _evaluation(self, store: TraceStore, name: str, step: int) -> dict[str, float]:
+    def row(
+        self, step: int, explorer: Mapping[str, float], trainer: Mapping[str, float]
+    ) -> dict[str, float]:
+        """The metrics of one step from what the two processes reported of it."""
+        row: dict[str, float] = {}
+        if traces := self.traces(step):
+            row |= rollout_metrics(traces)
+            row["tokens/sampled"] = sum(trace.sampled_tokens for trace in traces)
+            row["signal"] = float(self.signal(traces))
+            row |= _times(traces, explorer, trainer)
+        for name in self._evaluations:
+            row |= self._evaluation(name, step)
+        row |= {f"explorer/{name}": value for name, value in explorer.items()}
+        row |= {f"trainer/{name}": value for name, value in trainer.items()}
+        return row
+
+    def _evaluation(self, name: str, step: int) -> dict[str, float]:
+        store = TraceStore(self._directory.traces)
         final = [trace for trace in store.read(name, step) if trace.final]
         if not final:
             return {}
@@ -84,6 +143,26 @@ class Progress:
         if rewards:
             row[f"eval/{name}/reward"] = sum(rewards) / len(rewards)
         return row
+
+    def _file(self, role: str) -> Path:
+        return report_file(self._directory.path, self._names[role])
+
+
+def _times(
+    traces: Sequence[Trace], explorer: Mapping[str, float], trainer: Mapping[str, float]
+) -> dict[str, float]:
+    """Wall seconds of a step by part, as Trinity-RFT measured them."""
+    collecting = trainer.get(_WAITING, explorer.get("explorer/time/wait_explore_step", 0.0))
+    training = sum(trainer.get(name, 0.0) for name in _WORKING)
+    seconds = collecting + training
+    if not seconds:
+        return {}
+    sampled = sum(trace.sampled_tokens for trace in traces)
+    return {
+        **time_split(traces, collecting, training),
+        "time/step": seconds,
+        "tokens_per_second": sampled / seconds,
+    }
 
 
 def _is_update(row: Mapping[str, float]) -> bool:

@@ -6,27 +6,32 @@ import contextlib
 import json
 import logging
 import sys
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from tuner.backends.record import fingerprint_of
 from tuner.backends.run_directory import RunDirectory, free_name, write_atomically
 from tuner.backends.trinity import cluster, functions
+from tuner.backends.trinity.actors import deaths
 from tuner.backends.trinity.config import TrinitySettings, checked, install, resolve
 from tuner.backends.trinity.dataset import readable_there, tasks_of, write_tasks
 from tuner.backends.trinity.journal import Journal
-from tuner.backends.trinity.logs import last_errors
-from tuner.backends.trinity.progress import Progress
+from tuner.backends.trinity.logs import advice, last_errors
+from tuner.backends.trinity.progress import COMPARE_GROUPS, Progress
+from tuner.backends.trinity.resume import check_same_run, last_checkpoint, rewind
+from tuner.backends.trinity.stage import POLL_SECONDS, Stage
+from tuner.backends.trinity.summary import summarize
+from tuner.backends.trinity.tree import lookup, tasksets
+from tuner.backends.trinity.watch import Watch, synchronizer_of
+from tuner.config.schema import Penalize
 from tuner.dataset import check_fills_a_batch
 from tuner.errors import ConfigError, FunctionError, TrainingError
-from tuner.result import TokenCounts, TuneResult
-from tuner.traces import Trace, TraceStore
-from tuner.training.batch import untrainable
+from tuner.monitors import ConsoleMonitor
+from tuner.result import TuneResult
 
 if TYPE_CHECKING:
     from trinity.common.config import Config
@@ -35,7 +40,7 @@ logger = logging.getLogger("tuner")
 
 # Modes that end by themselves and leave something to look at.
 MODES = ("both", "colocate", "explore")
-_POLL_SECONDS = 0.5
+_LOOKS_BACK = 6
 
 
 def run_trinity(
@@ -63,54 +68,88 @@ def run_trinity(
     _check_mode(resolved)
     sent = functions.ship(workflow, role="workflow")
     sent_judge = None if judge is None else functions.ship(judge, role="judge")
-    rows = _put_data(resolved, train_dataset, eval_dataset)
+    data = _Data(resolved, train_dataset, eval_dataset)
     tree = cluster.with_sizes(
         install(resolved, workflow=sent, judge=sent_judge), device=resolved.tuner.device
     )
     own = cluster.is_own(tree)
     if own:
         tree["cluster"].pop("ray_address", None)
+    directory = RunDirectory(resolved.run_dir)
+    if directory.has_begun():
+        check_same_run(directory, tree, data.fingerprint)
+    data.write(tree)
     config = checked(tree)
-    run = _Run(resolved, config, rows)
-    write_atomically(run.directory.config, _to_yaml(tree))
+    write_atomically(directory.config, _to_yaml(tree))
+    write_atomically(directory.path / "data.json", json.dumps(data.fingerprint, indent=2))
+    run = _Run(resolved, config, data.sizes)
+    if (finished := run.finished()) is not None:
+        logger.warning("%s is complete; returning its result", directory.path)
+        return finished
     address = cluster.LOCAL if own else config.cluster.ray_address
     try:
         run.execute(address)
         result = run.result()
     except (Exception, KeyboardInterrupt) as error:
-        report = _leave_report(run.directory.path, stopped=f"{type(error).__name__}: {error}")
+        report = _leave_report(directory.path, stopped=f"{type(error).__name__}: {error}")
         if report is not None:
             error.add_note(f"what the run did until then: {report}")
         raise
-    _leave_report(run.directory.path)
+    _leave_report(directory.path)
     return result
 
 
 class _Run:
-    """One start of a run: what was there before it, and what it did."""
+    """One start of a run: what was there before it, and what it did.
 
-    def __init__(self, settings: TrinitySettings, config: Config, rows: int) -> None:
+    Args:
+        settings: Everything that was set.
+        config: The same as Trinity-RFT's check left it.
+        sizes: Rows of each training set.
+    """
+
+    def __init__(
+        self, settings: TrinitySettings, config: Config, sizes: Sequence[int] = (0,)
+    ) -> None:
         self._settings = settings
         self._config = config
-        self._rows = rows
+        self._sizes = sizes
         self.directory = RunDirectory(Path(config.checkpoint_job_dir))
         self._journal = Journal(self.directory.path)
-        self._evaluations = [t.name for t in config.buffer.explorer_input.eval_tasksets]
+        failure = settings.tuner.on_failure
         self._progress = Progress(
             self.directory,
             explorer=config.explorer.name,
             trainer=config.trainer.name,
-            evaluations=self._evaluations,
+            evaluations=[t.name for t in config.buffer.explorer_input.eval_tasksets],
+            compared=config.algorithm.algorithm_type in COMPARE_GROUPS,
+            penalty=failure.penalize if isinstance(failure, Penalize) else None,
         )
-        self._trained_before = len(self._progress.trained_steps())
         self._started = time.time()
         self._error: str | None = None
+        self._reason: FunctionError | TrainingError | None = None
+
+    def finished(self) -> TuneResult | None:
+        """The result of a run that has been through, else None."""
+        if not self.directory.result.exists():
+            return None
+        if self._config.mode == "explore":
+            missing = self._planned_steps() - len(self._progress.explored_steps())
+        else:
+            missing = self._asked_steps() - last_checkpoint(self.directory.path)
+        if missing > 0:
+            return None
+        return TuneResult.model_validate_json(self.directory.result.read_text(encoding="utf-8"))
 
     def execute(self, address: str) -> None:
         """Start Trinity-RFT's stage and wait for its end, whatever that is."""
-        from trinity.cli.launcher import run_stage
-
         self._journal.forget_reason()
+        total = self._planned_steps() if self._config.mode == "explore" else self._asked_steps()
+        console = ConsoleMonitor(total, Console(file=sys.stdout, highlight=False, soft_wrap=True))
+        start = rewind(self._config, self._progress, self._sizes)
+        if (said := start.said(self.directory.path)) is not None:
+            console.say(said)
+        self._write_metrics()
         env = {name: value for name, value in self._config.get_envs().items() if value}
         log = self.directory.path / "tuner" / "driver.log"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -119,25 +158,39 @@ class _Run:
             gpus=self._config.cluster.gpu_per_node,
             namespace=self._config.ray_namespace,
             env=env,
-        ) as joined_address:
-            self._config.cluster.ray_address = joined_address
-            console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
-            with (
-                self._watched(console),
-                log.open("a", encoding="utf-8") as out,
-                contextlib.redirect_stdout(out),
-            ):
-                try:
-                    status = run_stage(self._config)
-                except Exception as error:
-                    # So it ends when one of its actors has died, of itself or by our hand.
-                    self._error = f"{type(error).__name__}: {error}"
-                    return
-        if not status.success:
-            failure = status.error
-            self._error = (
-                f"{failure.type_name}: {failure.message}" if failure else "it did not say why"
+        ) as joined:
+            self._config.cluster.ray_address = joined.address
+            watch = Watch(
+                self._config,
+                self._progress,
+                self._journal,
+                console,
+                self.directory.metrics,
+                patience=self._settings.tuner.signal_patience,
+                deaths=lambda: deaths(joined.session, self.directory.path / "log" / "ray"),
+                synchronizer=synchronizer_of(self._config),
             )
+            stage = Stage(self._config, look=watch.look, explored=self._has_explored)
+            with console, log.open("a", encoding="utf-8") as out, contextlib.redirect_stdout(out):
+                self._run(stage, watch)
+
+    def _run(self, stage: Stage, watch: Watch) -> None:
+        try:
+            stage.run()
+        except (FunctionError, TrainingError) as error:
+            self._reason = error
+        except Exception as error:
+            self._error = f"{type(error).__name__}: {error}"
+            # An actor's call fails a moment before Ray's table says why.
+            for _ in range(_LOOKS_BACK):
+                try:
+                    watch.look()
+                except (FunctionError, TrainingError) as reason:
+                    self._reason = reason
+                    break
+                time.sleep(POLL_SECONDS)
+        with contextlib.suppress(FunctionError, TrainingError):
+            watch.say()
 
     def result(self) -> TuneResult:
         """What was done.
@@ -146,34 +199,42 @@ class _Run:
             FunctionError: A function returned something of the wrong type.
             TrainingError: It is less than what was asked for.
         """
-        history = self._progress.history()
-        if history:
-            write_atomically(self.directory.metrics, "".join(_line(row) for row in history))
-        self._raise_reason()
+        history = self._write_metrics()
+        if isinstance(self._reason, FunctionError):
+            raise self._reason
+        if (reason := self._journal.reason()) is not None:
+            kind = FunctionError if reason["error"] == FunctionError.__name__ else TrainingError
+            raise kind(reason["message"])
         trained = self._progress.trained_steps()
-        explored = self._progress.explored_steps()
-        self._check_done(len(trained), len(explored))
-        result = self._summary(history, len(trained))
+        self._check_done(len(trained), len(self._progress.explored_steps()))
+        result = summarize(
+            history,
+            self.directory,
+            trained=len(trained),
+            seconds=time.time() - self._started,
+            tensorboard="tensorboard" in self._settings.trackers,
+        )
         write_atomically(self.directory.result, result.model_dump_json(indent=2))
         return result
 
-    def _raise_reason(self) -> None:
-        reason = self._journal.reason()
-        if reason is not None:
-            kind = FunctionError if reason["error"] == FunctionError.__name__ else TrainingError
-            raise kind(reason["message"])
+    def _write_metrics(self) -> list[dict[str, float]]:
+        history = self._progress.history()
+        if history:
+            write_atomically(self.directory.metrics, "".join(_line(row) for row in history))
+        return history
 
     def _check_done(self, trained: int, explored: int) -> None:
         config = self._config
         planned = self._planned_steps()
+        failed = self._error or self._reason
         if config.mode == "explore":
-            if self._error or explored < planned:
+            if failed or explored < planned:
                 raise self._failure(f"{explored} of {planned} steps of rollouts were done")
             return
         batch = config.buffer.train_batch_size
         experiences = self._progress.experiences()
-        asked = config.trainer.total_steps or planned * self._group_batch() // batch
-        if self._error or trained == 0 or trained < min(asked, experiences // batch):
+        asked = self._asked_steps()
+        if failed or trained == 0 or trained < min(asked, experiences // batch):
             raise self._failure(f"{trained} of {asked} steps were trained")
         if trained < asked:
             logger.warning(
@@ -190,83 +251,39 @@ class _Run:
         buffer = self._config.buffer
         if buffer.total_steps is not None:
             return int(buffer.total_steps)
-        return int(buffer.total_epochs * self._rows // buffer.batch_size)
+        return int(buffer.total_epochs * sum(self._sizes) // buffer.batch_size)
 
-    def _group_batch(self) -> int:
-        return int(self._config.buffer.batch_size * self._config.algorithm.repeat_times)
+    def _asked_steps(self) -> int:
+        """Updates of the weights that were asked for."""
+        config = self._config
+        experiences = (
+            self._planned_steps() * config.buffer.batch_size * config.algorithm.repeat_times
+        )
+        return int(config.trainer.total_steps or experiences // config.buffer.train_batch_size)
+
+    def _has_explored(self) -> bool:
+        return max(self._progress.ended_steps(), default=0) >= self._planned_steps()
 
     def _failure(self, what: str) -> TrainingError:
         parts = [f"Trinity-RFT ended before its time: {what}"]
-        if self._error:
+        if self._reason is not None:
+            parts.append(str(self._reason))
+        elif self._error:
             parts.append(f"It said: {self._error}")
         logs = self.directory.path / "log"
-        if said := last_errors(logs, newer_than=self._started):
+        said = last_errors(logs, newer_than=self._started)
+        if said:
             parts.append(f"Its logs say:\n{said}")
         else:
             parts.append(f"Its logs, in {logs}, name no error.")
-        parts.append(f"The run is in {self.directory.path}.")
-        return TrainingError("\n".join(parts))
-
-    @contextlib.contextmanager
-    def _watched(self, console: Console) -> Iterator[None]:
-        """While the block runs: say each step that is done, and end what must not go on."""
-        ended = threading.Event()
-
-        def watch() -> None:
-            said = set(self._progress.reports("trainer")) | set(self._progress.reports("explorer"))
-            while not ended.wait(_POLL_SECONDS):
-                if self._journal.reason() is not None:
-                    _kill([self._config.explorer.name, self._config.trainer.name], self._config)
-                    return
-                self._say(console, said)
-            self._say(console, said)
-
-        thread = threading.Thread(target=watch, name="tuner-trinity", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
-
-    def _say(self, console: Console, said: set[int]) -> None:
-        role = "explorer" if self._config.mode == "explore" else "trainer"
-        for step in sorted(set(self._progress.reports(role)) - said):
-            said.add(step)
-            rewards = [
-                trace.reward
-                for trace in TraceStore(self.directory.traces).read("train", step)
-                if trace.reward is not None and trace.final
-            ]
-            reward = f"  reward {sum(rewards) / len(rewards):.3f}" if rewards else ""
-            console.print(f"step {step}{reward}", markup=False)
-
-    def _summary(self, history: list[dict[str, float]], trained: int) -> TuneResult:
-        steps = {int(row["step"]): row for row in history}
-        evaluated = {
-            step: rewards for step, row in steps.items() if (rewards := _eval_rewards(row))
-        }
-        traces = [
-            t for step in steps for t in TraceStore(self.directory.traces).read("train", step)
-        ]
-        return TuneResult(
-            steps=trained,
-            eval_before=evaluated.get(0, {}),
-            eval_after=evaluated[max(evaluated)] if evaluated else {},
-            rewards=[row["reward/mean"] for row in history if "reward/mean" in row],
-            history=history,
-            outcomes=dict(Counter(str(trace.outcome) for trace in traces if trace.final)),
-            tokens=_token_counts(traces),
-            seconds=time.time() - self._started,
-            run_dir=self.directory.path,
-            checkpoint=_latest_checkpoint(self.directory.path),
-            traces=self.directory.traces,
-            tensorboard=(
-                self.directory.path / "monitor" / "tensorboard"
-                if "tensorboard" in self._settings.trackers
-                else None
-            ),
+        parts += advice("\n".join(parts), self._config)
+        checkpoint = last_checkpoint(self.directory.path)
+        goes_on = f"goes on after step {checkpoint}" if checkpoint else "begins again"
+        parts.append(
+            f"The run is in {self.directory.path}; the same command {goes_on}, and does not sample "
+            "the rollouts again that completed."
         )
+        return TrainingError("\n".join(parts))
 
 
 def _leave_report(run_dir: Path, *, stopped: str | None = None) -> Path | None:
@@ -282,56 +299,13 @@ def _leave_report(run_dir: Path, *, stopped: str | None = None) -> Path | None:
         return None
 
 
-def _token_counts(traces: Sequence[Trace]) -> TokenCounts:
-    """Where sampled tokens went; "trained" are those that Trinity-RFT was given."""
-    sampled = trained = 0
-    dropped: Counter[str] = Counter()
-    groups = Counter((t.id.step, t.id.task) for t in traces if t.final and t.reward is not None)
-    for trace in traces:
-        sampled += trace.sampled_tokens
-        reason = None
-        if not trace.final:
-            reason = "retried_attempt"
-        elif trace.reward is None:
-            reason = str(trace.outcome)
-        elif groups[trace.id.step, trace.id.task] < 2:
-            reason = "group_of_one"
-        for call in trace.calls:
-            why = reason or untrainable(call)
-            if why is None:
-                trained += len(call.completion_ids)
-            else:
-                dropped[why] += len(call.completion_ids)
-    return TokenCounts(sampled=sampled, trained=trained, dropped=dict(dropped))
-
-
-def _eval_rewards(row: Mapping[str, float]) -> dict[str, float]:
-    return {
-        name.removeprefix("eval/").removesuffix("/reward"): value
-        for name, value in row.items()
-        if name.startswith("eval/") and name.endswith("/reward")
-    }
-
-
-def _latest_checkpoint(run_dir: Path) -> Path | None:
-    """The Hugging Face folder of the newest checkpoint that has one."""
-    found = [
-        folder
-        for folder in run_dir.glob("global_step_*/actor/huggingface")
-        if any(folder.glob("*.safetensors"))
-    ]
-    return max(found, key=lambda folder: _step_of(folder.parents[1]), default=None)
-
-
-def _step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("global_step_"))
-
-
 def _with_own_name(settings: TrinitySettings) -> TrinitySettings:
     """A new run gets a free name beside one of the same name, as on the local backend."""
     if settings.get("continue_from_checkpoint", True):
         return settings
     settings.tree["name"] = free_name(settings.run_dir).name
+    # Trinity-RFT gives another name to a run whose folder is there, and ours has its data already.
+    settings.tree["continue_from_checkpoint"] = True
     return settings
 
 
@@ -344,36 +318,45 @@ def _check_mode(settings: TrinitySettings) -> None:
         )
 
 
-def _put_data(settings: TrinitySettings, train_dataset: Any, eval_dataset: Any) -> int:
-    """Put every dataset where Trinity-RFT reads it; gives the number of training rows."""
-    inputs = settings.tree["buffer"]["explorer_input"]
-    data = settings.run_dir / "tuner" / "data"
-    many = inputs.get("tasksets") or [inputs["taskset"]]
-    rows = 0
-    for index, taskset in enumerate(many):
-        tasks = tasks_of(taskset, train_dataset, role="train_dataset")
-        rows += len(tasks)
-        if not readable_there(taskset):
-            folder = data / f"train_{index}"
-            taskset.update(write_tasks(tasks, folder, role="train_dataset"))
-    batch = int(settings.get("buffer.batch_size"))
-    check_fills_a_batch([{}] * rows, batch, "the training data")
-    for index, taskset in enumerate(inputs.get("eval_tasksets") or ()):
-        name = taskset.setdefault("name", f"eval_{index}")
-        given = eval_dataset.get(name) if isinstance(eval_dataset, dict) else eval_dataset
-        role = f"eval_dataset {name!r}"
-        tasks = tasks_of(taskset, given, role=role)
-        if not readable_there(taskset):
-            taskset.update(write_tasks(tasks, data / f"eval_{index}", role=role))
-    return rows
+class _Data:
+    """Every dataset of a run, read; Trinity-RFT gets it where it reads it.
 
+    Attributes:
+        sizes: Rows of each training set.
+        fingerprint: What tells the rows of each dataset from others, by its name.
+    """
 
-def _kill(names: Sequence[str], config: Config) -> None:
-    import ray
+    def __init__(self, settings: TrinitySettings, train_dataset: Any, eval_dataset: Any) -> None:
+        inputs = settings.tree["buffer"]["explorer_input"]
+        self._folder = settings.run_dir / "tuner" / "data"
+        self._tasks: list[list[dict[str, Any]]] = []
+        self.fingerprint: dict[str, str] = {}
+        self.sizes: list[int] = []
+        for index, taskset in enumerate(inputs.get("tasksets") or [inputs["taskset"]]):
+            tasks = tasks_of(taskset, train_dataset, role="train_dataset")
+            self.sizes.append(len(tasks))
+            self._add(tasks, str(taskset.get("name") or f"train_{index}"))
+        batch = int(settings.get("buffer.batch_size"))
+        check_fills_a_batch([{}] * sum(self.sizes), batch, "the training data")
+        for index, taskset in enumerate(inputs.get("eval_tasksets") or ()):
+            name = taskset.setdefault("name", f"eval_{index}")
+            given = eval_dataset.get(name) if isinstance(eval_dataset, dict) else eval_dataset
+            self._add(tasks_of(taskset, given, role=f"eval_dataset {name!r}"), name)
 
-    for name in names:
-        with contextlib.suppress(Exception):  # it has ended, or was not there in this mode
-            ray.kill(ray.get_actor(name, namespace=config.ray_namespace))
+    def _add(self, tasks: list[dict[str, Any]], name: str) -> None:
+        self._tasks.append(tasks)
+        self.fingerprint[name] = fingerprint_of(tasks)
+
+    def write(self, tree: Mapping[str, Any]) -> None:
+        """Write what Trinity-RFT cannot read where it is, and put its place into the YAML."""
+        for taskset, tasks, name in zip(
+            tasksets(lookup(tree, "buffer.explorer_input")),
+            self._tasks,
+            self.fingerprint,
+            strict=True,
+        ):
+            if not readable_there(taskset):
+                taskset.update(write_tasks(tasks, self._folder / name, role=f"dataset {name!r}"))
 
 
 def _to_yaml(tree: Mapping[str, Any]) -> str:

@@ -83,9 +83,10 @@ class TunerWorkflow(Workflow):  # type: ignore[misc]
 
     async def _rollout(self, host: _Host, id: RolloutId) -> Trace:
         """One rollout's last attempt; all of them go to the trace store."""
-        attempts = await host.runner(self._settings).run(
-            task_of(self.task.raw_task), id, self._sampling()
-        )
+        task = task_of(self.task.raw_task)
+        if (before := _recorded(self._journal.folder, id)) is not None:
+            return before
+        attempts = await host.runner(self._settings).run(task, id, self._sampling())
         self._journal.write(attempts)
         final = attempts[-1]
         if (
@@ -207,6 +208,17 @@ def _metrics(trace: Trace, reward: float) -> dict[str, float]:
 
 def _failures(traces: Sequence[Trace]) -> str:
     return "; ".join(f"{trace.id} {trace.outcome}: {trace.error or 'no calls'}" for trace in traces)
+
+
+def _recorded(folder: Path, id: RolloutId) -> Trace | None:
+    """This very rollout, where a run that goes on has it from before: it is not sampled again."""
+    found = (trace for trace in _step_before(folder, id.split, id.step) if trace.id == id)
+    return next((trace for trace in found if trace.final), None)
+
+
+@lru_cache(maxsize=4)
+def _step_before(folder: Path, split: str, step: int) -> tuple[Trace, ...]:
+    return tuple(Journal(folder.parent).recorded(split, step))
 
 
 class _Host:

@@ -1,0 +1,105 @@
+"""The actors of a run as Ray sees them: which of them died of itself, and what it said last."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_LINES = 20
+# What ends an actor that nobody needs or that we ended: no failure.
+_ON_PURPOSE = ("RAY_KILL", "OUT_OF_SCOPE", "REF_DELETED", "OWNER_DIED")
+
+
+@dataclass(frozen=True)
+class Death:
+    """An actor that ended and was not meant to.
+
+    Attributes:
+        name: Its name, or its class where it has none.
+        pid: Its process.
+        node: Address of its machine.
+        cause: Ray's words, on one line.
+        quote: The last lines of what its process printed, where they can be read.
+    """
+
+    name: str
+    pid: int
+    node: str
+    cause: str
+    quote: str = ""
+
+    def __str__(self) -> str:
+        text = f"the actor {self.name} (process {self.pid} on {self.node}) died: {self.cause}"
+        return f"{text}\nIt printed last:\n{self.quote}" if self.quote else text
+
+
+def deaths(session: Path | None, keep: Path) -> list[Death]:
+    """The actors of this process's job that died of themselves, the first of them first.
+
+    Args:
+        session: Ray's session folder, where it is on this machine; what the dead printed is there.
+        keep: Where that is copied to, a file per actor; the session's folder ends with the cluster.
+    """
+    import ray
+    from ray._private.state import actors
+
+    table = actors(job_id=ray.get_runtime_context().job_id, actor_state_name="DEAD")
+    found = [info for info in table.values() if _cause(info["DeathCause"]) is not None]
+    found.sort(key=lambda info: info["EndTime"])
+    return [_death(info, session, keep) for info in found]
+
+
+def _death(info: Mapping[str, Any], session: Path | None, keep: Path) -> Death:
+    name = info["Name"] or info["ActorClassName"]
+    pid = int(info["Pid"])
+    printed = list(_printed(session, pid)) if session is not None and pid else []
+    quote: list[str] = []
+    for path in printed:
+        keep.mkdir(parents=True, exist_ok=True)
+        copy = keep / f"{name.replace('/', '_')}_{pid}{path.suffix}"
+        shutil.copyfile(path, copy)
+        lines = [line for line in copy.read_text(errors="replace").splitlines() if line.strip()]
+        if lines:
+            quote += [f"  {copy}:", *(f"    {line}" for line in lines[-_LINES:])]
+    return Death(
+        name=name,
+        pid=pid,
+        node=str(info["Address"]["IPAddress"]),
+        cause=_cause(info["DeathCause"]) or "",
+        quote="\n".join(quote),
+    )
+
+
+def _printed(session: Path, pid: int) -> Iterator[Path]:
+    """What a worker printed: Ray names the files `worker-<id>-<job>-<pid>.out` and `.err`."""
+    for suffix in ("err", "out"):
+        yield from (session / "logs").glob(f"worker-*-{pid}.{suffix}")
+
+
+def _cause(cause: Any) -> str | None:
+    """Why an actor died; None where that was meant."""
+    kind = cause.WhichOneof("context")
+    if kind is None:
+        return None
+    context = getattr(cause, kind)
+    if kind == "actor_died_error_context":
+        reasons = context.DESCRIPTOR.fields_by_name["reason"].enum_type.values_by_number
+        if reasons[context.reason].name in _ON_PURPOSE or _left_by_itself(context.error_message):
+            return None
+        return _one_line(context.error_message)
+    if kind == "creation_task_failure_context":
+        return _one_line(context.formatted_exception_string) or "it could not be made"
+    message = getattr(context, "error_message", "") or str(context)
+    return _one_line(message) or kind
+
+
+def _left_by_itself(message: str) -> bool:
+    """`exit_actor()`, as Trinity-RFT's synchronizer ends when nobody needs it any more."""
+    return "INTENDED" in message or "exit_actor" in message
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
