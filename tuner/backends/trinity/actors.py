@@ -46,8 +46,9 @@ def deaths(session: Path | None, keep: Path) -> list[Death]:
     import ray
     from ray._private.state import actors
 
-    table = actors(job_id=ray.get_runtime_context().job_id, actor_state_name="DEAD")
-    found = [info for info in table.values() if _cause(info["DeathCause"]) is not None]
+    ours = ray.get_runtime_context().get_job_id()
+    dead = actors(actor_state_name="DEAD").values()
+    found = [i for i in dead if i["JobID"] == ours and _cause(i["DeathCause"]) is not None]
     found.sort(key=lambda info: info["EndTime"])
     return [_death(info, session, keep) for info in found]
 

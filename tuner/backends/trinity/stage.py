@@ -22,6 +22,10 @@ POLL_SECONDS = 0.5
 _FAREWELL_SECONDS, _CLOSING_SECONDS = 10.0, 120.0
 
 
+class _TooLate(Exception):
+    """A deadline of ours has passed; Ray's and the actors' own are `TimeoutError`s."""
+
+
 class Stage:
     """The actors of one run, made when it is entered and sent home when it is left.
 
@@ -107,7 +111,7 @@ class Stage:
             waiting = [getattr(actor, call).remote() for actor in actors]
             try:
                 self._finish(waiting, deadline=deadline)
-            except TimeoutError:
+            except _TooLate:
                 raise TrainingError(
                     f"the models were not ready after {limit:g} s (synchronizer.sync_timeout); "
                     f"{_resources()}"
@@ -127,7 +131,7 @@ class Stage:
             if len(done) >= count:
                 return list(done)
             if deadline is not None and time.monotonic() > deadline:
-                raise TimeoutError
+                raise _TooLate
 
     @contextlib.contextmanager
     def _closing(self, actors: Sequence[Any]) -> Iterator[None]:

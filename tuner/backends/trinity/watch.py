@@ -93,7 +93,7 @@ class Watch:
         self._asked = time.monotonic()
         if dead := self._deaths():
             raise TrainingError("\n".join(str(death) for death in dead))
-        if self._synchronizer is not None:
+        if self._synchronizer is not None and self._signals:
             self._let_go_on(self._synchronizer)
 
     def say(self) -> None:
@@ -183,9 +183,11 @@ class Synchronizer:
             return None
 
     def _ask(self, method: Any) -> Any:
+        """The method's answer; None where it takes long, and is asked again the next time."""
         import ray
 
-        return ray.get(method.remote(), timeout=30)
+        done, _ = ray.wait([method.remote()], timeout=_ASK_RAY_EVERY)
+        return ray.get(done[0]) if done else None
 
 
 def synchronizer_of(config: Config) -> Synchronizer | None:

@@ -1,0 +1,170 @@
+"""What is seen while a run is going on, without Ray: its reports and traces are on disk."""
+
+import io
+import json
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from tests.builders import call, trace
+from tuner.backends.run_directory import RunDirectory
+from tuner.backends.trinity import watch as watching
+from tuner.backends.trinity.actors import Death
+from tuner.backends.trinity.journal import Journal, report_file
+from tuner.backends.trinity.progress import Progress
+from tuner.backends.trinity.watch import Watch
+from tuner.errors import FunctionError, TrainingError
+from tuner.monitors import ConsoleMonitor
+from tuner.traces import Outcome
+
+UPDATE = {"actor/grad_norm": 0.5, "time/read_experience": 3.0, "time/train_step": 1.0}
+
+
+class Explorer:
+    """Trinity-RFT's synchronizer as far as a waiting explorer is concerned."""
+
+    def __init__(self):
+        self.waits = False
+        self.let_go = 0
+
+    def explorer_waits(self):
+        return self.waits
+
+    def let_explorer_go_on(self):
+        self.let_go += 1
+        self.waits = False
+
+
+class Run:
+    def __init__(self, folder, monkeypatch, *, patience=2):
+        monkeypatch.setattr(watching, "_ASK_RAY_EVERY", 0.0)
+        self.folder = folder
+        self.dead = []
+        self.explorer = Explorer()
+        self.journal = Journal(folder)
+        self.journal.forget_reason()
+        self.out = io.StringIO()
+        config = SimpleNamespace(
+            mode="both",
+            buffer=SimpleNamespace(batch_size=2, train_batch_size=4),
+            algorithm=SimpleNamespace(repeat_times=2),
+        )
+        progress = Progress(
+            RunDirectory(folder), explorer="explorer", trainer="trainer", evaluations=[]
+        )
+        self.watch = Watch(
+            config,
+            progress,
+            self.journal,
+            ConsoleMonitor(3, Console(file=self.out, highlight=False, soft_wrap=True)),
+            folder / "metrics.jsonl",
+            patience=patience,
+            deaths=lambda: self.dead,
+            synchronizer=self.explorer,
+        )
+
+    def report(self, role, **row):
+        path = report_file(self.folder, role)
+        path.parent.mkdir(exist_ok=True)
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def rollouts(self, step, rewards, *, handed=None):
+        """Rollouts of two tasks; None is one that failed."""
+        calls = [call("c", [1, 2], [3, 4], [-1.0] * 2)]
+        for number, reward in enumerate(rewards):
+            made = trace(
+                number // 2,
+                number % 2,
+                calls,
+                reward=reward,
+                step=step,
+                outcome=Outcome.WORKFLOW_ERROR if reward is None else Outcome.COMPLETED,
+                error="ValueError: no such tool" if reward is None else None,
+            )
+            self.journal.write([made])
+        count = {} if handed is None else {"experience_pipeline/experience_count": handed}
+        self.report("explorer", step=step, **{"rollout/finished_task_count": 2}, **count)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    return Run(tmp_path, monkeypatch)
+
+
+def test_a_step_is_shown_with_its_reward_and_the_time_left_and_its_metrics_are_kept(run):
+    run.rollouts(1, [0.0, 1.0, 1.0, 1.0], handed=4)
+    run.watch.look()
+    assert run.out.getvalue() == ""
+    run.report("trainer", step=1, **UPDATE)
+    run.watch.look()
+    run.watch.look()
+    [line] = run.out.getvalue().splitlines()
+    assert line.startswith("step 1/3  reward 0.750  2 tokens/call  2 tokens/s  4.0 s")
+    assert line.endswith("8 s left")
+    [row] = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert (row["step"], row["reward/mean"], row["time/step"], row["signal"]) == (1, 0.75, 4.0, 1.0)
+
+
+def test_a_mistake_in_a_function_ends_the_run_with_its_own_words(run):
+    run.journal.stop(FunctionError("judge returned None"))
+    with pytest.raises(FunctionError, match="judge returned None"):
+        run.watch.look()
+
+
+def test_a_dead_actor_ends_the_run_with_what_it_printed(run):
+    run.dead = [Death("trainer", 7, "10.0.0.1", "killed", "  trainer.err:\n    loading")]
+    with pytest.raises(TrainingError) as caught:
+        run.watch.look()
+    assert str(caught.value) == (
+        "the actor trainer (process 7 on 10.0.0.1) died: killed\n"
+        "It printed last:\n  trainer.err:\n    loading"
+    )
+
+
+def test_steps_without_signal_end_the_run_with_a_diagnosis(run):
+    run.rollouts(1, [1.0, 1.0, 0.0, 0.0], handed=4)
+    run.watch.look()
+    run.rollouts(2, [None] * 4)
+    with pytest.raises(TrainingError) as caught:
+        run.watch.look()
+    message = str(caught.value)
+    assert message.startswith("2 steps in a row gave nothing to learn from")
+    assert "4 of 4 rollouts of the last step failed" in message
+    assert "ValueError: no such tool" in message
+
+
+def test_a_step_with_signal_begins_the_count_anew(run):
+    run.rollouts(1, [1.0] * 4, handed=4)
+    run.rollouts(2, [1.0, 0.0, 0.0, 0.0], handed=4)
+    run.rollouts(3, [1.0] * 4, handed=4)
+    run.watch.look()
+
+
+def test_an_explorer_that_waits_for_a_batch_which_cannot_fill_is_let_go_on(run, caplog):
+    run.rollouts(1, [1.0, 0.0, None, None], handed=2)
+    run.explorer.waits = True
+    run.watch.look()
+    assert run.explorer.let_go == 0  # a report of the trainer may be late
+    run.watch.look()
+    assert run.explorer.let_go == 1
+    assert "leave the trainer with 2 of 4 experiences" in caplog.text
+
+
+def test_an_explorer_that_waits_for_a_trainer_at_work_is_left_waiting(run):
+    run.rollouts(1, [1.0, 0.0, 1.0, 0.0], handed=4)
+    run.explorer.waits = True
+    for _ in range(4):
+        run.watch.look()
+    assert run.explorer.let_go == 0
+
+
+def test_experiences_that_were_trained_are_not_counted_for_the_next_batch(run):
+    run.rollouts(1, [1.0, 0.0, 1.0, 0.0], handed=4)
+    run.report("trainer", step=1, **UPDATE)
+    run.rollouts(2, [1.0, 0.0, None, None], handed=2)
+    run.explorer.waits = True
+    run.watch.look()
+    run.watch.look()
+    assert run.explorer.let_go == 1
