@@ -2,53 +2,38 @@
 
 Three things that need a GPU are replaced (`shim/`): the base of vLLM's worker, the transfer of
 weights, and verl's device. What NCCL, CUDA kernels or several engines do is not seen here. Each run
-takes minutes.
+takes minutes, so each proves what it can.
 """
 
+import contextlib
 import json
 import os
-import sqlite3
-import subprocess
 from pathlib import Path
 
 import pytest
-from trinity.common.experience import Experience
 
-from tests.integration.trinity.conftest import TINY
+from tests.integration.trinity.on_ray import (
+    ON_A_CPU,
+    RUN,
+    check_exact,
+    handed_over,
+    none_is_left,
+)
 from tuner import Dataset, JudgeOutput, WorkflowOutput, tune
-from tuner.errors import FunctionError
+from tuner.errors import DatasetError, FunctionError, TrainingError
 from tuner.traces import TraceStore
 
 ROWS = [{"question": f"What is {a} plus 4?", "answer": str(a + 4)} for a in range(8)]
+EVAL = [{"question": f"What is {a} plus 5?", "answer": str(a + 5)} for a in range(2)]
 
-# Two GPUs are declared and none is used. The two actors of a CPU need no compiled kernels.
-ON_A_CPU = [
-    "tuner.device=cpu",
-    "tuner.reasoning=keep",
-    f"model.model_path={TINY}",
-    "model.max_model_len=512",
-    "model.max_response_tokens=32",
-    "cluster.node_num=1",
-    "cluster.gpu_per_node=2",
-    "buffer.batch_size=2",
-    "algorithm.repeat_times=2",
-    "algorithm.optimizer.lr=1e-2",
-    "buffer.total_steps=2",
-    "explorer.runner_per_model=1",
-    "explorer.rollout_model.engine_num=1",
-    "explorer.rollout_model.enforce_eager=true",
-    "explorer.rollout_model.dtype=float32",
-    "explorer.rollout_model.gpu_memory_utilization=0.2",
-    "explorer.eval_on_startup=false",
-    "synchronizer.sync_method=checkpoint",
-    "synchronizer.sync_timeout=900",
-    "trainer.use_remove_padding=false",
-    "trainer.trainer_config={model: {override_config: {attn_implementation: sdpa}}, "
-    "actor: {fsdp_config: {use_torch_compile: false}}, "
-    "ref: {fsdp_config: {use_torch_compile: false}}}",
-    "buffer.trainer_input.experience_buffer={name: handed, storage_type: sql, "
-    "max_read_timeout: 600}",
-]
+
+@pytest.fixture(autouse=True)
+def run(tmp_path):
+    """Nothing that a run has started may be left."""
+    os.environ[RUN] = str(tmp_path)
+    yield
+    del os.environ[RUN]
+    assert none_is_left(str(tmp_path), seconds=20)
 
 
 async def two_turns(task, model):
@@ -75,141 +60,183 @@ async def forgets(task, model):
     )
 
 
-def handed_over(run_dir: Path) -> list[Experience]:
-    """The experiences in the buffer between rollouts and training."""
-    database = sqlite3.connect(run_dir / "buffer" / "handed.db")
-    names = [name for (name,) in database.execute("SELECT name FROM sqlite_master") if name]
-    found = []
-    for name in names:
-        columns = [row[1] for row in database.execute(f"PRAGMA table_info('{name}')")]
-        if "experience_bytes" in columns:
-            rows = database.execute(f"SELECT experience_bytes FROM '{name}' ORDER BY id")
-            found += [Experience.deserialize(blob) for (blob,) in rows]
-    return found
+async def always_fails(task, model):
+    raise ValueError("no such tool: calculator")
 
 
-def check_exact(run_dir: Path, steps: int) -> None:
-    """Experiences are the recorded calls: their ids, their log-probs, each of them once."""
-    store = TraceStore(run_dir / "traces")
-    traces = [trace for step in range(1, steps + 1) for trace in store.read("train", step)]
-    calls = {(str(trace.id), call.id): call for trace in traces for call in trace.calls}
-    trained = []
-    for experience in handed_over(run_dir):
-        keys = [(experience.info["rollout"], id) for id in experience.info["calls"]]
-        parts = [calls[key] for key in keys]
-        last = parts[-1]
-        assert tuple(experience.tokens.tolist()) == last.prompt_ids + last.completion_ids
-        mask = experience.action_mask
-        sampled = experience.tokens[experience.prompt_length :][mask].tolist()
-        assert sampled == [id for call in parts for id in call.completion_ids]
-        assert experience.logprobs[mask].tolist() == pytest.approx(
-            [logprob for call in parts for logprob in call.logprobs], abs=1e-5
-        )
-        trained += keys
-    assert sorted(trained) == sorted(calls)
-    assert len(calls) == 8 * steps
-    assert sum(call.streamed for call in calls.values()) == 4 * steps
-
-
-def no_ray_is_left() -> bool:
-    listed = subprocess.run(
-        ["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True
-    )
-    return not any("raylet" in line or "gcs_server" in line for line in listed.stdout.splitlines())
-
-
-@pytest.mark.parametrize("mode", ["explore", "both"])
-def test_a_run_does_what_was_asked_for(mode, tmp_path):
-    result = tune(
-        two_turns,
-        by_length,
-        ROWS,
+def started(folder: Path, workflow, judge, *overrides: str, rows=ROWS, **given):
+    return tune(
+        workflow,
+        judge,
+        rows,
         backend="trinity",
-        experiment_name=mode,
-        overrides=[f"mode={mode}", f"checkpoint_root_dir={tmp_path}", *ON_A_CPU],
+        overrides=[f"checkpoint_root_dir={folder}", *ON_A_CPU, *overrides],
+        **given,
     )
-    assert result.run_dir == tmp_path / "AgentScope" / mode
+
+
+def test_exploring_hands_over_what_was_recorded(tmp_path):
+    result = started(tmp_path, two_turns, by_length, "mode=explore", experiment_name="explore")
+    assert result.run_dir == tmp_path / "AgentScope" / "explore"
     assert result.outcomes == {"completed": 8}
+    assert (result.steps, result.checkpoint) == (0, None)
     assert len(result.rewards) == 2
     check_exact(result.run_dir, steps=2)
-    # A conversation whose second call continues the first is one experience.
-    first = [e for e in handed_over(result.run_dir) if e.eid.batch == 1]
-    assert [len(e.info["calls"]) for e in first] == [2, 2, 2, 2]
-    assert no_ray_is_left()
-    if mode == "explore":
-        assert (result.steps, result.checkpoint) == (0, None)
-        return
-    assert result.steps == 2
+    # A conversation whose second call, a streamed one, continues the first is one experience.
+    assert [len(e.info["calls"]) for e in handed_over(result.run_dir)] == [2] * 8
+    calls = [c for s in (1, 2) for t in TraceStore(result.traces).read("train", s) for c in t.calls]
+    assert [sum(call.streamed for call in calls), len(calls)] == [8, 16]
+
+
+def test_the_tutorials_agent_with_a_tool_is_trained(tmp_path, capsys):
+    from tests.integration.trinity.tool_agent import by_length, run_react_agent
+    from tests.integration.trinity.tool_agent import taught_to_call_the_tool as taught
+
+    model = taught(tmp_path / "taught")
+    result = started(
+        tmp_path,
+        run_react_agent,
+        by_length,
+        f"model.model_path={model}",
+        "model.max_model_len=1024",
+        "model.max_response_tokens=64",
+        "explorer.eval_on_startup=true",
+        "explorer.eval_interval=2",
+        experiment_name="tool",
+        eval_dataset=EVAL,
+    )
+    run_dir = result.run_dir
+    assert (result.steps, result.outcomes) == (2, {"completed": 8})
+    check_exact(run_dir, steps=2)
+    # A call of the tool and the answer after it are one experience, where the tool was called.
+    store = TraceStore(result.traces)
+    with_tool = [t for s in (1, 2) for t in store.read("train", s) if len(t.calls) > 1]
+    assert with_tool
+    assert all(trace.calls[0].response.get("tool_calls") for trace in with_tool)
+    merged = [e for e in handed_over(run_dir) if len(e.info["calls"]) > 1]
+    assert len(merged) == len(with_tool)
+    for experience in merged:
+        assert 0 < int(experience.action_mask.sum()) < len(experience.action_mask)
+    # The second step was sampled by the weights of the first, and the log-probs are right.
+    assert {
+        tuple(e.info["weights_versions"]) for e in handed_over(run_dir) if e.eid.batch == 2
+    } == {(1,)}
     rows = {int(row["step"]): row for row in result.history}
     for step in (1, 2):
         assert rows[step]["trainer/actor/grad_norm"] > 0
         assert abs(rows[step]["trainer/actor/ppo_kl"]) < 0.01
-    # The second step was sampled by the weights of the first.
-    for experience in handed_over(result.run_dir):
-        assert experience.info["weights_versions"] == [experience.eid.batch - 1]
+    check_places(result)
+    said = capsys.readouterr().out
+    assert "step 1/2  reward" in said
+    assert " left" in said
+
+
+def check_places(result) -> None:
+    """Everything is where a local run has it."""
+    run_dir = result.run_dir
+    kept = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in kept] == [0, 1, 2]
+    assert all("reward/mean" in row and "time/step" in row for row in kept[1:])
+    assert json.loads((run_dir / "result.json").read_text())["steps"] == 2
+    assert (run_dir / "report.html").stat().st_size > 1000
+    assert (run_dir / "config.yaml").exists()
     assert any(result.checkpoint.glob("*.safetensors"))
-    saved = json.loads((result.run_dir / "result.json").read_text())
-    assert saved["steps"] == 2
+    assert result.checkpoint.is_relative_to(run_dir)
+    assert any(result.tensorboard.rglob("events.out.tfevents.*"))
+    assert set(result.eval_before) == set(result.eval_after) == {"eval"}
+    assert len(TraceStore(result.traces).read("eval", 0)) == 2
 
 
 def test_a_mistake_in_the_workflow_ends_the_run_with_its_own_words(tmp_path):
     with pytest.raises(FunctionError, match="is a return statement missing"):
-        tune(
-            forgets,
+        started(tmp_path, forgets, by_length, "mode=explore", experiment_name="wrong")
+
+
+def test_rollouts_that_all_fail_end_the_run_with_a_diagnosis(tmp_path, caplog):
+    with pytest.raises(TrainingError) as caught:
+        started(
+            tmp_path,
+            always_fails,
             by_length,
-            ROWS,
-            backend="trinity",
-            experiment_name="wrong",
-            overrides=["mode=explore", f"checkpoint_root_dir={tmp_path}", *ON_A_CPU],
+            "tuner.signal_patience=2",
+            "explorer.max_retry_times=0",
+            "buffer.total_steps=3",
+            experiment_name="fails",
         )
-    assert no_ray_is_left()
+    message = str(caught.value)
+    assert "2 steps in a row gave nothing to learn from" in message
+    assert "ValueError: no such tool: calculator" in message
+    # The second step was reached although the first one gave the trainer nothing.
+    assert "leave the trainer with 0 of 4 experiences" in caplog.text
 
 
 def test_a_dataset_smaller_than_a_batch_is_refused_before_ray_starts(tmp_path):
-    from tuner.errors import DatasetError
-
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS[:1]))
     with pytest.raises(DatasetError, match="has 1 rows but batch_size is 2"):
-        tune(
-            two_turns,
-            by_length,
-            Dataset(path=str(file)),
-            backend="trinity",
-            overrides=[f"checkpoint_root_dir={tmp_path}", *ON_A_CPU],
-        )
+        started(tmp_path, two_turns, by_length, rows=Dataset(path=str(file)))
 
 
-@pytest.mark.parametrize("reason", [None, FunctionError("judge returned None")])
-def test_a_dead_actor_is_told_from_one_that_we_ended(reason, tmp_path, monkeypatch):
-    """What Trinity-RFT raises when an actor is gone, without Ray."""
-    import contextlib
-
-    from trinity.cli import launcher
-
+@pytest.fixture
+def without_ray(monkeypatch):
+    """A stage that does nothing, and a cluster that is none."""
     from tuner.backends.trinity import cluster
-    from tuner.backends.trinity.journal import Journal
-    from tuner.errors import TrainingError
+    from tuner.backends.trinity.stage import Stage
 
     @contextlib.contextmanager
     def joined(address, **_):
-        yield "127.0.0.1:1"
+        yield cluster.Cluster("127.0.0.1:1", None)
+
+    def stage(run):
+        monkeypatch.setattr(Stage, "run", lambda self: run(self._config))
+
+    monkeypatch.setattr(cluster, "joined", joined)
+    monkeypatch.setattr("tuner.backends.trinity.run.deaths", lambda *_: [])
+    return stage
+
+
+@pytest.mark.parametrize("reason", [None, FunctionError("judge returned None")])
+def test_a_dead_actor_is_told_from_a_mistake(reason, tmp_path, without_ray):
+    """What Trinity-RFT raises when an actor is gone."""
+    from tuner.backends.trinity.journal import Journal
 
     def died(config):
         if reason is not None:
             Journal(Path(config.checkpoint_job_dir)).stop(reason)
         raise RuntimeError("the actor died unexpectedly")
 
-    monkeypatch.setattr(cluster, "joined", joined)
-    monkeypatch.setattr(launcher, "run_stage", died)
+    without_ray(died)
     expected = TrainingError if reason is None else FunctionError
     message = "It said: RuntimeError: the actor died" if reason is None else "judge returned None"
     with pytest.raises(expected, match=message):
-        tune(
-            two_turns,
-            by_length,
-            ROWS,
-            backend="trinity",
-            experiment_name="dead",
-            overrides=[f"checkpoint_root_dir={tmp_path}", *ON_A_CPU],
+        started(tmp_path, two_turns, by_length, experiment_name="dead")
+
+
+def test_a_new_run_beside_one_of_the_same_name_gets_the_next_name(tmp_path, without_ray):
+    without_ray(lambda config: None)
+    for name in ("again", "again-2", "again-3"):
+        with pytest.raises(TrainingError) as caught:
+            started(
+                tmp_path,
+                two_turns,
+                by_length,
+                "continue_from_checkpoint=false",
+                experiment_name="again",
+            )
+        assert f"The run is in {tmp_path / 'AgentScope' / name};" in str(caught.value)
+        found = sorted(path.name for path in (tmp_path / "AgentScope").iterdir())
+        assert found[-1] == name
+
+
+def test_another_setting_is_not_gone_on_with(tmp_path, without_ray):
+    from tuner.errors import ConfigError
+
+    without_ray(lambda config: (Path(config.checkpoint_job_dir) / "metrics.jsonl").touch())
+    with pytest.raises(TrainingError):
+        started(tmp_path, two_turns, by_length, experiment_name="same")
+    with pytest.raises(TrainingError):
+        started(tmp_path, two_turns, by_length, "buffer.total_steps=3", experiment_name="same")
+    with pytest.raises(ConfigError, match=r"algorithm\.optimizer\.lr was 0\.01 and is 0\.5"):
+        started(
+            tmp_path, two_turns, by_length, "algorithm.optimizer.lr=0.5", experiment_name="same"
         )
