@@ -69,10 +69,11 @@ $(VENV3)/.installed: pyproject.toml constraints-frameworks.txt
 test-frameworks: $(VENV3)/.installed
 	$(BIN3)/pytest tests/integration/frameworks
 
+# Compiled: each run starts a dozen processes that import nearly all of it.
 $(VENV4)/.installed: constraints-trinity.txt
 	$(PYTHON) -m venv $(VENV4)
 	$(BIN4)/python -m pip install --quiet --upgrade pip
-	$(BIN4)/python -m pip install --quiet --no-compile --no-deps --requirement constraints-trinity.txt
+	$(BIN4)/python -m pip install --quiet --no-deps --requirement constraints-trinity.txt
 	$(BIN4)/python -m pip install --quiet --no-compile --no-deps --editable .
 	touch $@
 

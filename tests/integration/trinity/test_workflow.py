@@ -177,6 +177,22 @@ async def test_rollouts_of_a_group_are_different_samples(tmp_path):
     assert len({tuple(e.tokens.tolist()) for e in experiences}) > 1
 
 
+async def test_recorded_rollouts_of_a_run_that_goes_on_are_not_sampled_again(tmp_path):
+    async with opened(tmp_path) as bench:
+        _, before = await bench.run(talk, repeat=2, batch=3)
+        first = bench.traces(step=3)
+        Journal(tmp_path).replay([tmp_path / "traces" / "step_000003.jsonl"])
+        _, after = await bench.run(talk, repeat=3, batch=3)
+        traces = bench.traces(step=3)
+        _, others = await bench.run(talk, repeat=2, batch=4)
+    assert traces[:2] == first
+    assert len(traces) == 3  # only the third rollout was run
+    assert [e.tokens.tolist() for e in after[:2]] == [e.tokens.tolist() for e in before]
+    assert [e.info["calls"] for e in after[:2]] == [e.info["calls"] for e in before]
+    assert {e.eid.batch for e in others} == {4}
+    assert len(bench.traces(step=4)) == 2
+
+
 async def test_a_failed_rollout_is_left_out_and_counted(tmp_path):
     started = []
 
