@@ -45,15 +45,15 @@ RUN = "TUNER_TEST_RUN"
 
 
 def processes(run: str, title: str = "") -> list[int]:
-    """The processes that a run has started and that live, by the start of their titles."""
+    """The processes that a run has started and that live, or those with this in their titles."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             environment = (entry / "environ").read_bytes().split(b"\0")
-            called = (entry / "cmdline").read_bytes()
+            called = (entry / "cmdline").read_bytes().decode(errors="replace")
         except OSError:
             continue
-        if f"{RUN}={run}".encode() in environment and called.startswith(title.encode()):
+        if f"{RUN}={run}".encode() in environment and title in called:
             found.append(int(entry.name))
     return found
 

@@ -92,9 +92,9 @@ def test_a_run_that_loses_its_driver_trainer_and_engine_trains_every_step_once(k
 
     # The trainer, at the same place.
     driver = killed.start()
-    killed.wait(driver, lambda: processes(killed.name, "ray::Trainer"))
+    killed.wait(driver, lambda: processes(killed.name, ":Trainer"))
     killed.wait(driver, lambda: "Sample data for step 2" in log(killed, "trainer"))
-    [trainer] = processes(killed.name, "ray::Trainer")
+    [trainer] = processes(killed.name, ":Trainer")
     os.kill(trainer, signal.SIGKILL)
     said = killed.ended(driver)
     assert driver.returncode == 1
@@ -113,7 +113,7 @@ def test_a_run_that_loses_its_driver_trainer_and_engine_trains_every_step_once(k
     killed.release(3)
     driver = killed.start()
     killed.wait(driver, lambda: killed.checkpoint() == 2 and len(killed.recorded(3)) == 2)
-    [engine] = processes(killed.name, "ray::vLLMRolloutModel")
+    [engine] = processes(killed.name, ":vLLMRolloutModel")
     os.kill(engine, signal.SIGKILL)
     said = killed.ended(driver)
     assert driver.returncode == 1

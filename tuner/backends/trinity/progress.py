@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ COMPARE_GROUPS = frozenset(
 
 
 class Progress:
-    """The reports of one run, read again whenever they are asked for.
+    """The reports of one run; what was added to them is read whenever they are asked for.
 
     Args:
         directory: The run's folder.
@@ -45,25 +46,22 @@ class Progress:
         penalty: float | None = None,
     ) -> None:
         self._directory = directory
-        self._names = {"explorer": explorer, "trainer": trainer}
+        self._reports = {
+            role: _Report(report_file(directory.path, name))
+            for role, name in (("explorer", explorer), ("trainer", trainer))
+        }
         self._evaluations = evaluations
         self._compared = compared
         self._penalty = penalty
 
-    def reports(self, role: str) -> dict[int, dict[str, float]]:
+    def reports(self, role: str) -> Mapping[int, Mapping[str, float]]:
         """What "explorer" or "trainer" reported, by step; later reports of a step add to it."""
-        rows: dict[int, dict[str, float]] = {}
-        for row in _rows(self._file(role)):
-            rows.setdefault(int(row.pop("step")), {}).update(row)
-        return rows
+        return self._reports[role].read()
 
     def forget_after(self, trained: int, explored: int) -> None:
         """Leave out what was reported after these steps of the trainer and of the explorer."""
-        for role, last in (("trainer", trained), ("explorer", explored)):
-            path = self._file(role)
-            if path.exists():
-                kept = [row for row in _rows(path) if int(row["step"]) <= last]
-                write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
+        self._reports["trainer"].forget_after(trained)
+        self._reports["explorer"].forget_after(explored)
 
     def trained_steps(self) -> list[int]:
         """Updates of the weights that the trainer reported, rising."""
@@ -144,9 +142,6 @@ class Progress:
             row[f"eval/{name}/reward"] = sum(rewards) / len(rewards)
         return row
 
-    def _file(self, role: str) -> Path:
-        return report_file(self._directory.path, self._names[role])
-
 
 def _times(
     traces: Sequence[Trace], explorer: Mapping[str, float], trainer: Mapping[str, float]
@@ -174,10 +169,36 @@ def _is_handover(row: Mapping[str, float]) -> bool:
     return "experience_pipeline/experience_count" in row
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield json.loads(line)
+class _Report:
+    """A file that a process of Trinity-RFT adds a line to for each of its reports."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._rows: dict[int, dict[str, float]] = {}
+        self._place = 0
+
+    def read(self) -> Mapping[int, Mapping[str, float]]:
+        """Everything reported so far, by step; a torn last line is left for the next time."""
+        for row in self._added():
+            self._rows.setdefault(int(row.pop("step")), {}).update(row)
+        return self._rows
+
+    def forget_after(self, last: int) -> None:
+        if not self._path.exists():
+            return
+        self._rows, self._place = {}, 0
+        kept = [row for row in self._added() if int(row["step"]) <= last]
+        write_atomically(self._path, "".join(json.dumps(row) + "\n" for row in kept))
+        self._place = 0
+
+    def _added(self) -> Iterator[dict[str, Any]]:
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            if file.seek(0, os.SEEK_END) < self._place:  # it was written anew
+                self._rows, self._place = {}, 0
+            file.seek(self._place)
+            for line in file:
+                if line.endswith(b"\n"):
+                    self._place += len(line)
+                    yield json.loads(line)

@@ -57,7 +57,9 @@ MAY_CHANGE = (
     "trainer.total_steps",
 )
 # Of a set of tasks: its rows are compared by themselves, and functions may be mended.
-_OF_A_TASKSET = re.compile(r"\.(path|workflow_args\.tuner\.(workflow|judge|timeout|max_retries))$")
+_OF_A_TASKSET = re.compile(
+    r"\.(path|split|subset_name|workflow_args\.tuner\.(workflow|judge|timeout|max_retries))$"
+)
 _STEP_FILE = re.compile(r"^(?:(?P<split>.+)_)?step_(?P<step>\d+)\.jsonl$")
 
 

@@ -26,7 +26,7 @@ from tuner.backends.trinity.resume import check_same_run, last_checkpoint, rewin
 from tuner.backends.trinity.stage import POLL_SECONDS, Stage
 from tuner.backends.trinity.summary import summarize
 from tuner.backends.trinity.tree import lookup, tasksets
-from tuner.backends.trinity.watch import Watch, synchronizer_of
+from tuner.backends.trinity.watch import NothingToLearn, Watch, synchronizer_of
 from tuner.config.schema import Penalize
 from tuner.dataset import check_fills_a_batch
 from tuner.errors import ConfigError, FunctionError, TrainingError
@@ -200,7 +200,7 @@ class _Run:
             TrainingError: It is less than what was asked for.
         """
         history = self._write_metrics()
-        if isinstance(self._reason, FunctionError):
+        if isinstance(self._reason, (FunctionError, NothingToLearn)):
             raise self._reason
         if (reason := self._journal.reason()) is not None:
             kind = FunctionError if reason["error"] == FunctionError.__name__ else TrainingError

@@ -31,6 +31,10 @@ logger = logging.getLogger("tuner")
 _ASK_RAY_EVERY = 2.0
 
 
+class NothingToLearn(TrainingError):
+    """Step after step taught nothing: the message is the diagnosis, no log says more."""
+
+
 class Watch:
     """Looks at one start of a run.
 
@@ -73,7 +77,7 @@ class Watch:
         self._signals: list[bool] = []
         self._asked = 0.0
         self._shown = 0
-        self._rollouts = 0
+        self._rollouts = self._place = 0
         self._short_since: int | None = None
 
     def look(self) -> None:
@@ -117,13 +121,18 @@ class Watch:
         config = self._config
         total = int(config.buffer.batch_size * config.algorithm.repeat_times)
         if step != self._shown:
-            self._shown, self._rollouts = step, 0
+            self._shown, self._rollouts, self._place = step, 0, 0
             self._console.begin(f"step {step}", total, step=step)
         path = self._journal.traces(step)
-        done = path.read_bytes().count(b"\n") if path.exists() else 0
-        for _ in range(self._rollouts, min(done, total)):
+        if not path.exists():
+            return
+        with path.open("rb") as file:
+            file.seek(self._place)
+            added = file.read()
+        self._place += len(added)
+        for _ in range(min(added.count(b"\n"), total - self._rollouts)):
+            self._rollouts += 1
             self._console.rollout_done()
-        self._rollouts = done
 
     def _check_signal(self) -> None:
         ended = self._progress.ended_steps()
@@ -133,7 +142,7 @@ class Watch:
             traces = self._progress.traces(step)
             self._signals.append(self._progress.signal(traces))
             if len(self._signals) >= self._patience and not any(self._signals[-self._patience :]):
-                raise TrainingError(diagnosis(traces, self._patience))
+                raise NothingToLearn(diagnosis(traces, self._patience))
         self._ended = ended
 
     def _let_go_on(self, synchronizer: Synchronizer) -> None:
