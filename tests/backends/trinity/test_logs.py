@@ -1,8 +1,11 @@
 """Errors are found in the logs of Trinity-RFT's processes."""
 
 import os
+from types import SimpleNamespace
 
-from tuner.backends.trinity.logs import last_errors
+import pytest
+
+from tuner.backends.trinity.logs import advice, last_errors
 
 LOG = (
     "INFO 11-21 18:09:54 [trainer.py:90] Sample data for step 1 started.\n"
@@ -29,3 +32,22 @@ def test_logs_of_an_earlier_run_are_left_out(tmp_path):
     old.write_text(LOG)
     os.utime(old, (1000, 1000))
     assert last_errors(tmp_path, newer_than=2000) == ""
+
+
+@pytest.mark.parametrize(
+    ("said", "advised"),
+    [
+        ("File synchronizer.py, in wait_new_model_state_dict", "synchronizer.sync_timeout (900 s)"),
+        ("TimeoutError: Read incomplete batch (2/4)", "max_read_timeout (60 s)"),
+        ("torch.OutOfMemoryError: CUDA out of memory", "lower trainer.max_token_len_per_gpu"),
+    ],
+)
+def test_what_to_try_follows_from_what_the_logs_say(said, advised):
+    config = SimpleNamespace(
+        synchronizer=SimpleNamespace(sync_timeout=900),
+        buffer=SimpleNamespace(
+            trainer_input=SimpleNamespace(experience_buffer=SimpleNamespace(max_read_timeout=60))
+        ),
+    )
+    assert advised in "".join(advice(said, config))
+    assert list(advice("ValueError: no such tool", config)) == []

@@ -102,7 +102,7 @@ class Watch:
 
     def say(self) -> None:
         """Show the steps that were done since the last time, and add them to `metrics.jsonl`."""
-        role = "explorer" if self._config.mode == "explore" else "trainer"
+        role = "trainer" if self._config.mode in ("both", "colocate", "train") else "explorer"
         done = self._progress.reports(role)
         fresh = sorted(set(done) - self._said[role])
         for step in fresh:
