@@ -57,21 +57,29 @@ def _death(info: Mapping[str, Any], session: Path | None, keep: Path) -> Death:
     name = info["Name"] or info["ActorClassName"]
     pid = int(info["Pid"])
     printed = list(_printed(session, pid)) if session is not None and pid else []
-    quote: list[str] = []
+    quotes = []
     for path in printed:
         keep.mkdir(parents=True, exist_ok=True)
         copy = keep / f"{name.replace('/', '_')}_{pid}{path.suffix}"
         shutil.copyfile(path, copy)
-        lines = [line for line in copy.read_text(errors="replace").splitlines() if line.strip()]
-        if lines:
-            quote += [f"  {copy}:", *(f"    {line}" for line in lines[-_LINES:])]
+        quotes += _end(copy)
+    for path in [] if quotes else keep.parent.rglob(f"{name}.log"):
+        quotes += _end(path)  # its machine is another one, and it had printed nothing
     return Death(
         name=name,
         pid=pid,
         node=str(info["Address"]["IPAddress"]),
         cause=_cause(info["DeathCause"]) or "",
-        quote="\n".join(quote),
+        quote="\n".join(quotes),
     )
+
+
+def _end(path: Path) -> list[str]:
+    """The last lines of a file with its name above them; empty where it says nothing."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    # Ray begins each file with lines like ":job_id:01000000" for itself.
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith(":")]
+    return [f"  {path}:", *(f"    {line}" for line in lines[-_LINES:])] if lines else []
 
 
 def _printed(session: Path, pid: int) -> Iterator[Path]:
@@ -103,4 +111,5 @@ def _left_by_itself(message: str) -> bool:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    """Ray's words without what it guesses of the causes."""
+    return " ".join(text.partition("Some common causes")[0].split())

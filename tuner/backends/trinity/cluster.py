@@ -12,7 +12,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,12 @@ from typing import Any
 from tuner.backends.trinity.functions import worker_path
 from tuner.backends.trinity.guardian import MARK, guarded
 from tuner.backends.trinity.tree import lookup
-from tuner.errors import ConfigError
+from tuner.errors import ConfigError, TrainingError
+
+logger = logging.getLogger("tuner")
 
 LOCAL = "local"
+_STARTS = 3
 # Trinity-RFT's actors each ask for a CPU, and mostly wait.
 FEWEST_CPUS = 8
 # Ray makes a cluster of our own ask for a token unless RAY_AUTH_MODE says otherwise, and keeps the
@@ -96,6 +99,7 @@ def joined(address: str, *, gpus: int, namespace: str, env: Mapping[str, str]) -
 
     Raises:
         ConfigError: There is no cluster at the address, or this process is in one already.
+        TrainingError: Ray did not start on this machine.
     """
     import ray
 
@@ -110,26 +114,8 @@ def joined(address: str, *, gpus: int, namespace: str, env: Mapping[str, str]) -
     with _environment(_OWN if own else {}):
         try:
             if own:
-                # Unix sockets live below it, and their paths are short or refused.
-                folder = Path(tempfile.mkdtemp(prefix="tr"))
-                with guarded(folder) as mark:
-                    os.environ[MARK] = mark  # inherited by all that Ray starts
-                    try:
-                        context = ray.init(
-                            address="local",
-                            num_cpus=max(FEWEST_CPUS, os.cpu_count() or 1),
-                            num_gpus=gpus,
-                            include_dashboard=False,
-                            _temp_dir=str(folder),
-                            **quiet,
-                            **options,
-                        )
-                    finally:
-                        del os.environ[MARK]
-                    try:
-                        yield _cluster(context)
-                    finally:
-                        ray.shutdown()
+                with _own_cluster(gpus, **quiet, **options) as found:
+                    yield found
                 return
             try:
                 context = ray.init(address=address, **quiet, **options)
@@ -141,6 +127,43 @@ def joined(address: str, *, gpus: int, namespace: str, env: Mapping[str, str]) -
             yield _cluster(context)
         finally:
             ray.shutdown()
+
+
+@contextmanager
+def _own_cluster(gpus: int, **options: Any) -> Iterator[Cluster]:
+    import ray
+
+    with ExitStack() as stack:
+        for attempt in range(1, _STARTS + 1):
+            # Unix sockets live below it, and their paths are short or refused.
+            folder = Path(tempfile.mkdtemp(prefix="tr"))
+            try:
+                with ExitStack() as guard:
+                    os.environ[MARK] = guard.enter_context(guarded(folder))
+                    # Inherited by all that Ray starts.
+                    guard.callback(os.environ.pop, MARK, None)
+                    context = ray.init(
+                        address="local",
+                        num_cpus=max(FEWEST_CPUS, os.cpu_count() or 1),
+                        num_gpus=gpus,
+                        include_dashboard=False,
+                        _temp_dir=str(folder),
+                        **options,
+                    )
+                    del os.environ[MARK]
+                    stack.push(guard.pop_all())
+                break
+            except Exception as error:
+                # Ray gives its own servers half a minute, which on a busy machine is not enough.
+                if attempt == _STARTS:
+                    raise TrainingError(
+                        f"no Ray cluster could be started on this machine: {error} (tried "
+                        f"{_STARTS} times; is it very busy, or without memory or disk in "
+                        f"{tempfile.gettempdir()}?)"
+                    ) from error
+                logger.warning("Ray did not start (%s); trying again", error)
+        stack.callback(ray.shutdown)
+        yield _cluster(context)
 
 
 def _cluster(context: Any) -> Cluster:

@@ -45,10 +45,11 @@ def _last_error(path: Path) -> list[str]:
 
 def advice(said: str, config: Config) -> Iterator[str]:
     """What to try, from what an error says."""
-    if "OutOfMemory" in said or "out of memory" in said or "SIGKILL" in said:
+    if "OutOfMemory" in said or "out of memory" in said or "unexpectedly exits" in said:
         yield (
-            "Where memory ran out: lower trainer.max_token_len_per_gpu, "
-            "explorer.rollout_model.gpu_memory_utilization, or model.max_model_len."
+            "Where memory ran out (of a killed process the kernel's log says so): lower "
+            "trainer.max_token_len_per_gpu, explorer.rollout_model.gpu_memory_utilization, or "
+            "model.max_model_len."
         )
     if "wait_new_model_state_dict" in said or "TimeoutError" in said:
         yield (
