@@ -25,17 +25,18 @@ class Killed:
         self.folder = folder
         self.run_dir = folder / "AgentScope" / "held"
         self.name = str(folder)
+        self.said = folder / "driver.txt"
         self.store = TraceStore(self.run_dir / "traces")
 
     def start(self) -> subprocess.Popen:
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.trinity.held_run", str(self.folder)],
-            cwd=REPOSITORY,
-            env={**os.environ, RUN: self.name},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        with self.said.open("w") as out:
+            return subprocess.Popen(
+                [sys.executable, "-m", "tests.integration.trinity.held_run", str(self.folder)],
+                cwd=REPOSITORY,
+                env={**os.environ, RUN: self.name},
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
 
     def hold(self, *tasks: int) -> None:
         for task in tasks:
@@ -57,15 +58,14 @@ class Killed:
         """Until something is so, or the run is over."""
         deadline = time.monotonic() + minutes * MINUTES
         while not until():
-            assert driver.poll() is None, driver.stdout.read()
+            assert driver.poll() is None, self.said.read_text()
             assert time.monotonic() < deadline, "it takes too long"
             time.sleep(0.5)
 
     def ended(self, driver: subprocess.Popen, minutes: float = 4) -> str:
         """What it said; fails where it does not end."""
-        out, _ = driver.communicate(timeout=minutes * MINUTES)
-        print(out)
-        return out
+        driver.wait(timeout=minutes * MINUTES)
+        return self.said.read_text()
 
     def recorded(self, step: int) -> dict:
         """The completed rollouts of a step and their calls."""

@@ -147,8 +147,9 @@ def rewind(config: Config, progress: Progress, sizes: Sequence[int]) -> Start:
     else:
         explored = _given(progress, trained * int(config.buffer.train_batch_size))
         _put_back_trainer(run_dir, config.trainer.name, trained)
-        if config.buffer.trainer_input.experience_buffer.storage_type == "sql":
-            _forget_leftovers(config.buffer.trainer_input.experience_buffer)
+        handed = config.buffer.trainer_input.experience_buffer
+        if config.mode in ("both", "colocate") and handed.storage_type == "sql":
+            _forget_leftovers(handed)
     unfinished = [
         name
         for name in (taskset.name for taskset in config.buffer.explorer_input.eval_tasksets)
