@@ -54,7 +54,7 @@ class Killed:
         """How often the trainer has begun to wait for the rollouts of the second step."""
         return (self.run_dir / "log" / "trainer.log").read_text().count("Sample data for step 2 st")
 
-    def wait(self, driver: subprocess.Popen, until, minutes: float = 15) -> None:
+    def wait(self, driver: subprocess.Popen, until, minutes: float = 25) -> None:
         """Until something is so, or the run is over."""
         deadline = time.monotonic() + minutes * MINUTES
         while not until():
@@ -62,7 +62,7 @@ class Killed:
             assert time.monotonic() < deadline, "it takes too long"
             time.sleep(0.5)
 
-    def ended(self, driver: subprocess.Popen, minutes: float = 4) -> str:
+    def ended(self, driver: subprocess.Popen, minutes: float = 6) -> str:
         """What it said; fails where it does not end."""
         driver.wait(timeout=minutes * MINUTES)
         return self.said.read_text()
