@@ -100,13 +100,14 @@ def test_the_tutorials_agent_with_a_tool_is_trained(tmp_path, capsys):
         f"model.model_path={model}",
         "model.max_model_len=1024",
         "model.max_response_tokens=64",
+        "algorithm.repeat_times=4",
         "explorer.eval_on_startup=true",
         "explorer.eval_interval=2",
         experiment_name="tool",
         eval_dataset=EVAL,
     )
     run_dir = result.run_dir
-    assert (result.steps, result.outcomes) == (2, {"completed": 8})
+    assert (result.steps, result.outcomes) == (2, {"completed": 16})
     check_exact(run_dir, steps=2)
     # A call of the tool and the answer after it are one experience, where the tool was called.
     store = TraceStore(result.traces)
@@ -114,7 +115,8 @@ def test_the_tutorials_agent_with_a_tool_is_trained(tmp_path, capsys):
     assert with_tool
     assert all(trace.calls[0].response.get("tool_calls") for trace in with_tool)
     merged = [e for e in handed_over(run_dir) if len(e.info["calls"]) > 1]
-    assert len(merged) == len(with_tool)
+    assert merged
+    assert {e.info["rollout"] for e in merged} <= {str(trace.id) for trace in with_tool}
     for experience in merged:
         assert 0 < int(experience.action_mask.sum()) < len(experience.action_mask)
     # The second step was sampled by the weights of the first, and the log-probs are right.
