@@ -1,8 +1,14 @@
-"""Reports are read while they are written."""
+"""Reports are read while they are written, and whether a step teaches follows from its traces."""
 
+from dataclasses import replace
+
+import pytest
+
+from tests.builders import call, trace
 from tuner.backends.run_directory import RunDirectory
 from tuner.backends.trinity.journal import report_file
 from tuner.backends.trinity.progress import Progress
+from tuner.traces import Outcome
 
 
 def progress_of(folder):
@@ -39,3 +45,46 @@ def test_forgotten_steps_do_not_come_back_when_the_report_goes_on(tmp_path):
     with path.open("a") as file:
         file.write('{"step": 2, "a": 5.0}\n')
     assert progress.reports("trainer") == {1: {"a": 1.0}, 2: {"a": 5.0}}
+
+
+CALL = call("c", [1], [2], [-1.0])
+
+
+@pytest.mark.parametrize(
+    ("rewards", "settings", "taught"),
+    [
+        ([(0, 1.0), (0, 0.0)], {}, True),
+        ([(0, 1.0), (0, 1.0), (1, 0.0), (1, 0.0)], {}, False),
+        ([(0, 1.0), (0, 1.0)], {"compared": False}, True),
+        ([(0, 1.0), (1, 1.0)], {}, True),  # groups of one are compared with nothing
+        ([], {}, False),
+    ],
+)
+def test_a_step_teaches_by_the_differences_inside_its_groups(tmp_path, rewards, settings, taught):
+    progress = Progress(
+        RunDirectory(tmp_path), explorer="explorer", trainer="trainer", evaluations=[], **settings
+    )
+    traces = [trace(task, n, [CALL], reward=reward) for n, (task, reward) in enumerate(rewards)]
+    assert progress.signal(traces) is taught
+
+
+def test_rewards_of_single_calls_teach_where_those_of_the_rollouts_do_not_differ(tmp_path):
+    progress, _ = progress_of(tmp_path)
+    same = [trace(0, n, [replace(CALL, reward=float(n))], reward=1.0) for n in range(2)]
+    assert progress.signal(same)
+
+
+def test_failed_rollouts_teach_where_they_are_penalized(tmp_path):
+    traces = [
+        trace(0, 0, [CALL], reward=1.0),
+        trace(0, 1, [CALL], outcome=Outcome.WORKFLOW_ERROR),
+    ]
+    for penalty, taught in ((0.0, True), (1.0, False)):
+        progress = Progress(
+            RunDirectory(tmp_path),
+            explorer="explorer",
+            trainer="trainer",
+            evaluations=[],
+            penalty=penalty,
+        )
+        assert progress.signal(traces) is taught

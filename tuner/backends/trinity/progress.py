@@ -92,6 +92,8 @@ class Progress:
         """Whether a step's rollouts have something to teach."""
         rewards: dict[int, list[float]] = defaultdict(list)
         for trace in traces:
+            if trace.final and any(call.reward is not None for call in trace.calls):
+                return True  # calls are compared among each other
             reward = trace.reward
             if reward is None and trace.outcome in PENALIZABLE and trace.calls:
                 reward = self._penalty
