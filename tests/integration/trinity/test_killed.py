@@ -62,7 +62,7 @@ class Killed:
             assert time.monotonic() < deadline, "it takes too long"
             time.sleep(0.5)
 
-    def ended(self, driver: subprocess.Popen, minutes: float = 6) -> str:
+    def ended(self, driver: subprocess.Popen, minutes: float = 15) -> str:
         """What it said; fails where it does not end."""
         driver.wait(timeout=minutes * MINUTES)
         return self.said.read_text()
@@ -130,7 +130,7 @@ def test_a_run_that_loses_its_driver_trainer_and_engine_trains_every_step_once(k
     # To the end.
     killed.release(5)
     driver = killed.start()
-    said = killed.ended(driver, minutes=20)
+    said = killed.ended(driver, minutes=40)
     assert driver.returncode == 0
     assert "going on after step 2" in said
     assert "2 recorded rollouts are trained again" in said
@@ -139,7 +139,7 @@ def test_a_run_that_loses_its_driver_trainer_and_engine_trains_every_step_once(k
 
     # Once more: it is complete, and Ray is not started.
     driver = killed.start()
-    assert "is complete; returning its result" in killed.ended(driver, minutes=2)
+    assert "is complete; returning its result" in killed.ended(driver, minutes=10)
     assert driver.returncode == 0
 
 
