@@ -52,10 +52,22 @@ def run(config: ConfigFile, overrides: Overrides = None) -> None:
 
 @app.command()
 def check(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Validate everything, look at two rollouts or at recorded data, and say what would happen."""
+    """Validate everything, look at two rollouts or at recorded data, and say what would happen.
+
+    For Trinity-RFT: its own check, without a GPU or a cluster; no rollouts.
+    """
+    from tuner.config.backend import chosen_backend
     from tuner.tune import outside_event_loop, prepare
 
     workflow, judge = _functions(config, overrides or [])
+    if chosen_backend(config, overrides=overrides or []) == "trinity":
+        from tuner.backends.trinity.check import check_trinity
+
+        found = check_trinity(config, overrides or [], workflow=workflow, judge=judge)
+        typer.echo(found.text)
+        if not found.ready:
+            raise typer.Exit(FAILED)
+        return
     run = prepare(workflow, judge, config_path=config, overrides=overrides or [])
     from tuner.check import check_run  # imports PyTorch: only once the rest is in order
 
@@ -128,10 +140,14 @@ def _functions(
     from tuner.config.backend import chosen_backend
     from tuner.workflow import load_function
 
+    load = load_function
     if chosen_backend(path, overrides=overrides) == "trinity":
         from tuner.backends.trinity.config import resolve
+        from tuner.backends.trinity.functions import load  # type: ignore[assignment]
+        from tuner.backends.trinity.modes import ROLLS_OUT
 
-        names, rolls_out = resolve(path, overrides=overrides).tuner, True
+        settings = resolve(path, overrides=overrides)
+        names, rolls_out = settings.tuner, settings.mode in ROLLS_OUT
     else:
         config = load_config(path, overrides=overrides)
         names, rolls_out = config.tuner, config.mode == "both"
@@ -141,13 +157,13 @@ def _functions(
 
         workflow = configured_agent(names)
     elif names.workflow is not None:
-        workflow = load_function(names.workflow, setting="tuner.workflow")
+        workflow = load(names.workflow, setting="tuner.workflow")
     elif rolls_out:
         raise ConfigError(
             f"{path}: tuner.workflow is not set: name the workflow as package.module:function or "
             "path/file.py:function"
         )
-    judge = None if names.judge is None else load_function(names.judge, setting="tuner.judge")
+    judge = None if names.judge is None else load(names.judge, setting="tuner.judge")
     return workflow, judge
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypedDict, Unpack
 
 from tuner.algorithm import AlgorithmConfig
 from tuner.config import RemoteModel, load_config
-from tuner.config.backend import chosen_backend
+from tuner.config.backend import chosen_backend, trinity_mode
 from tuner.dataset import DatasetConfig
 from tuner.errors import ConfigError
 from tuner.judge import check_judge_function
@@ -76,9 +76,11 @@ def settings_of(
     settings["tuner.judge"] = None if judge_func is None else _reference(judge_func)
     if train_dataset is not None:
         # Where a dataset belongs depends on the algorithm, which the file or an override may name.
-        mode = "both"
-        if chosen_backend(config_path, _nested(settings), overrides) == "local":
-            mode = load_config(config_path, settings=_nested(settings), overrides=overrides).mode
+        so_far = _nested(settings)
+        if chosen_backend(config_path, so_far, overrides) == "local":
+            mode: str = load_config(config_path, settings=so_far, overrides=overrides).mode
+        else:
+            mode = trinity_mode(config_path, so_far, overrides)
         settings |= _train_settings(train_dataset, source_key(mode))
     return _nested(settings)
 

@@ -121,11 +121,6 @@ def tune(
     if chosen_backend(config_path, settings, overrides) == "trinity":
         from tuner.backends.trinity.run import run_trinity
 
-        if workflow_func is None:
-            raise FunctionError(
-                "there is no workflow, and Trinity-RFT trains on its rollouts: pass workflow_func, "
-                "or set tuner.backend to local to train on recorded data"
-            )
         return outside_event_loop(
             lambda: run_trinity(
                 config_path,
@@ -167,8 +162,8 @@ def prepare(
     config_path, overrides = given.get("config_path"), given.get("overrides", ())
     if chosen_backend(config_path, settings, overrides) == "trinity":
         raise ConfigError(
-            "this configuration is for Trinity-RFT on Ray, whose own check it passes when the run "
-            "begins; `tuner check` tries the local backend: add tuner.backend=local"
+            "this configuration is for Trinity-RFT on Ray, and prepare() is for the local backend: "
+            "set tuner.backend to local, or use `tuner check`, which knows both"
         )
     return _prepared(
         workflow_func,

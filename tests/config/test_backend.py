@@ -43,6 +43,6 @@ def test_without_trinity_the_extra_is_named_before_anything_runs():
             tune(workflow, None, [{"a": 1}], backend="trinity")
 
 
-def test_check_says_that_it_tries_the_local_backend():
-    with pytest.raises(ConfigError, match=r"add tuner.backend=local"):
+def test_prepare_says_that_it_is_for_the_local_backend():
+    with pytest.raises(ConfigError, match=r"set tuner.backend to local, or use `tuner check`"):
         prepare(workflow, None, [{"a": 1}], backend="trinity")

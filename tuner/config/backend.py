@@ -9,6 +9,8 @@ from typing import Any, Literal
 from tuner.config.load import read_layers
 
 Backend = Literal["local", "trinity"]
+# Trinity-RFT's algorithms that train on recorded data, and make no rollouts.
+RECORDED = ("sft", "cpt", "dpo")
 
 
 def chosen_backend(
@@ -24,6 +26,8 @@ def chosen_backend(
         ConfigError: The file cannot be read.
     """
     tree = read_layers(path, settings, overrides, one_total_steps=False).tree
+    if _was_given_to_trinity(tree):
+        return "trinity"
     section = tree.get("tuner")
     backend = section.get("backend") if isinstance(section, Mapping) else None
     if backend == "trinity":
@@ -31,6 +35,36 @@ def chosen_backend(
     if backend in (None, "auto") and _declared_gpus(tree.get("cluster")) > 1:
         return "trinity"
     return "local"
+
+
+def trinity_mode(
+    path: Path | str | None,
+    settings: Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
+) -> str:
+    """`mode` of a configuration for Trinity-RFT; not set: what its algorithm needs.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
+    return mode_of(read_layers(path, settings, overrides, one_total_steps=False).tree)
+
+
+def mode_of(tree: Mapping[str, Any]) -> str:
+    """`mode`, or where it is not set, `train` for recorded data and else `both`."""
+    algorithm = tree.get("algorithm")
+    kind = algorithm.get("algorithm_type") if isinstance(algorithm, Mapping) else None
+    return str(tree.get("mode") or ("train" if kind in RECORDED else "both"))
+
+
+def _was_given_to_trinity(tree: Mapping[str, Any]) -> bool:
+    """Whether it is the `config.yaml` of a run on Trinity-RFT (`tuner.backends.trinity.saved`)."""
+    for key in ("monitor", "monitor_args", "tuner"):
+        value = tree.get(key)
+        if not isinstance(value, Mapping):
+            return False
+        tree = value
+    return True
 
 
 def _declared_gpus(cluster: Any) -> int:

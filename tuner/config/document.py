@@ -129,11 +129,12 @@ def _default(info: FieldInfo) -> str:
 
 def _foreign_rows() -> Iterator[str]:
     for row in FOREIGN:
-        cells = (f"`{row.path}`", _accepted(row), row.why)
+        cells = (f"`{row.path}`", accepted(row), row.why)
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _accepted(row: Foreign) -> str:
+def accepted(row: Foreign) -> str:
+    """What a key of Trinity-RFT may be set to on the local backend, for a table."""
     match row.accepts:
         case Anything():
             return "anything"

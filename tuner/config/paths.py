@@ -68,7 +68,9 @@ def absolute(value: str, folder: Path) -> str:
 
 
 def path_or_name(value: str, folder: Path) -> str:
-    """An absolute path if `value` exists or can only be a path, else `value`, a Hub name."""
+    """An absolute path if `value` exists or can only be a path, else `value`: a Hub name, a URL."""
+    if "://" in value:
+        return value
     looks_like_path = (
         value.startswith((".", "/", "~"))
         or value.count("/") > 1

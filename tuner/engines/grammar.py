@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tuner.engines.base import GrammarError
+from tuner.engines.grammar_text import with_head
 from tuner.engines.transfer import to_device
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 Bits = NDArray[np.uint8]
 
-_HEAD = '%llguidance {"no_forcing": true}\n'
 _COMPILED = 256
 """Grammars whose compiled form is kept."""
 
@@ -152,7 +152,7 @@ class Grammars:
 
         if self._vocabulary is None:
             self._vocabulary = _vocabulary(self._tokenizer, self._end_ids)
-        matcher = LLMatcher(self._vocabulary, _HEAD + grammar, log_level=0)
+        matcher = LLMatcher(self._vocabulary, with_head(grammar), log_level=0)
         if matcher.is_error():
             raise GrammarError(f"the grammar cannot be compiled: {_first_lines(matcher)}")
         return matcher

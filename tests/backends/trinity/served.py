@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
 from tuner.engines import SamplingParams
+from tuner.engines.grammar_text import with_head
 
 
 class Stream:
@@ -37,6 +38,17 @@ class VLLMServer:
         self.cancelled = asyncio.Event()
         self.spoil = lambda event: event
         self.refuses = ""
+        self.loaded, self.unloaded = [], []
+        self.adapters = 200, ""
+
+    async def load(self, request):
+        self.loaded.append(await request.json())
+        status, message = self.adapters
+        return JSONResponse({"error": {"message": message}} if message else {}, status)
+
+    async def unload(self, request):
+        self.unloaded.append(await request.json())
+        return JSONResponse({}, 404)
 
     async def answer(self, request):
         body = await request.json()
@@ -59,6 +71,9 @@ class VLLMServer:
             stop=tuple(body.get("stop", ())),
             seed=body["seed"],
             top_logprobs=body["logprobs"],
+            grammar=body.get("structured_outputs", {})
+            .get("grammar", "")
+            .removeprefix(with_head("")),
         )
         work = asyncio.ensure_future(
             self.engine.generate(body["prompt"], sampling, "session", sink)
@@ -112,7 +127,13 @@ class VLLMServer:
 async def serving(engine):
     """The server on a loopback port: (server, its address)."""
     server = VLLMServer(engine)
-    app = Starlette(routes=[Route("/v1/completions", server.answer, methods=["POST"])])
+    handlers = {
+        "completions": server.answer,
+        "load_lora_adapter": server.load,
+        "unload_lora_adapter": server.unload,
+    }
+    routes = [Route(f"/v1/{name}", one, methods=["POST"]) for name, one in handlers.items()]
+    app = Starlette(routes=routes)
     config = uvicorn.Config(app, port=0, log_level="error", lifespan="off")
     web = uvicorn.Server(config)
     socket = config.bind_socket()

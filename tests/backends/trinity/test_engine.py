@@ -10,6 +10,7 @@ from tuner.backends.models import load_model, load_tokenizer
 from tuner.backends.trinity.engine import ServedEngine
 from tuner.engines import SamplingParams
 from tuner.engines.base import EngineError
+from tuner.engines.grammar_text import with_head
 from tuner.engines.transformers import TransformersEngine
 from tuner.errors import ContextLengthError
 
@@ -103,6 +104,45 @@ async def test_every_sampling_setting_is_sent(model):
         assert body["prompt"] == PROMPT
         assert body["return_token_ids"] is True
         assert len(generation.top_logprobs) == 3
+
+
+async def test_a_form_is_sent_and_its_log_probs_are_those_within_it(model):
+    async with served(model) as (engine, direct, server):
+        sampling = SamplingParams(max_tokens=8, seed=3, grammar='start: ("ab" | "cd")+\n')
+        generation = await engine.generate(PROMPT, sampling, "s")
+        expected = await direct.generate(PROMPT, sampling, "s")
+        assert generation.completion_ids == expected.completion_ids
+        assert generation.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+        sent = server.requests[0]["structured_outputs"]["grammar"]
+        assert sent == with_head(sampling.grammar)
+        assert sent.startswith("%llguidance")
+    assert engine.capabilities.grammars
+
+
+async def test_an_adapter_is_loaded_once_for_each_version_and_named(model):
+    versions = iter([0, 0, 1, 2])
+    async with served(model, lambda: next(versions)) as (engine, _, server):
+        engine._adapter = lambda version: f"/adapters/{version}"
+        for _ in range(4):
+            await engine.generate(PROMPT, SamplingParams(max_tokens=2), "s")
+    names = [f"tuner-adapter-{version}" for version in (0, 0, 1, 2)]
+    assert [body["model"] for body in server.requests] == names
+    assert server.loaded == [
+        {"lora_name": f"tuner-adapter-{version}", "lora_path": f"/adapters/{version}"}
+        for version in (0, 1, 2)
+    ]
+    assert {"lora_name": "tuner-adapter-0"} in server.unloaded
+
+
+async def test_an_adapter_that_is_loaded_already_is_used_and_one_that_cannot_be_is_an_error(model):
+    async with served(model) as (engine, _, server):
+        engine._adapter = lambda version: "/adapters/a"
+        server.adapters = 400, "The lora adapter 'tuner-adapter-3' has already been loaded."
+        await engine.generate(PROMPT, SamplingParams(max_tokens=2), "s")
+        engine._loaded = -1
+        server.adapters = 404, "there is no such folder"
+        with pytest.raises(EngineError, match="404: there is no such folder"):
+            await engine.generate(PROMPT, SamplingParams(max_tokens=2), "s")
 
 
 async def test_a_cancelled_completion_is_cancelled_on_the_server(model):

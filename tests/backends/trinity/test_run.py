@@ -9,6 +9,7 @@ import pytest
 from tests.builders import call, trace
 from tuner.backends.trinity.config import TrinitySettings
 from tuner.backends.trinity.journal import Journal, report_file
+from tuner.backends.trinity.prepared import Prepared
 from tuner.backends.trinity.run import _Run
 from tuner.config.schema import TunerSection
 from tuner.errors import FunctionError, TrainingError
@@ -41,7 +42,7 @@ def run(tmp_path):
             synchronizer=SimpleNamespace(sync_timeout=3600),
         )
         settings = TrinitySettings({}, TunerSection(), {}, ("tensorboard",))
-        made = _Run(settings, config, sizes=[4])
+        made = _Run(Prepared(settings, {}, config, 4, [4], {}, {}, own_cluster=True))
         made._error = error
         report(tmp_path, "trainer", [{"step": n + 1, **UPDATE} for n in range(trained)])
         report(

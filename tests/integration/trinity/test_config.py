@@ -7,7 +7,10 @@ from omegaconf import OmegaConf
 
 from tests.integration.trinity.conftest import REPOSITORY, TINY
 from tuner import AlgorithmConfig, Dataset, TunerModelConfig
-from tuner.backends.trinity.config import WORKFLOW, checked, install, resolve
+from tuner.backends.trinity.config import checked, install, resolve
+from tuner.backends.trinity.engine import ENGINE_ARGS
+from tuner.backends.trinity.saved import CALL_REWARDS, WORKFLOW
+from tuner.backends.trinity.workflow import _adapter_folder
 from tuner.errors import ConfigError
 from tuner.given import settings_of
 
@@ -40,7 +43,10 @@ def refusal(*overrides, settings=None):
 
 def value(config, key):
     for part in key.split("."):
-        config = config[int(part)] if part.isdecimal() else getattr(config, part)
+        if isinstance(config, dict):
+            config = config[part]
+        else:
+            config = config[int(part)] if part.isdecimal() else getattr(config, part)
     return config
 
 
@@ -88,6 +94,11 @@ def test_the_repositorys_file_passes_trinitys_check(trinity):
          "buffer.explorer_input.tasksets.0.rollout_args.max_tokens", 20),
         ("model.enable_thinking=false", "explorer.rollout_model.enable_thinking", False),
         ("synchronizer.sync_interval=2", "synchronizer.sync_interval", 2),
+        ("algorithm.algorithm_type=gspo", "algorithm.loss_agg_mode", "seq-mean-token-mean"),
+        ("algorithm.algorithm_type=multi_step_grpo", "algorithm.advantage_fn", CALL_REWARDS),
+        ("algorithm.advantage_fn=grpo", "algorithm.advantage_fn", "grpo"),
+        ("explorer.rollout_model.extra_engine_args={max_num_seqs: 4}",
+         "explorer.rollout_model.extra_engine_args", {"max_num_seqs": 4, **ENGINE_ARGS}),
     ],
 )  # fmt: skip
 def test_a_setting_arrives(trinity, override, key, expected):
@@ -114,7 +125,7 @@ MODEL = {"model_path": str(TINY), "max_model_len": 512}
         ({"model": TunerModelConfig(**MODEL, tool_call_parser="llama3_json")},
          "explorer.rollout_model.tool_call_parser", "llama3_json"),
         ({"model": TunerModelConfig(**MODEL, reasoning_parser="qwen3")},
-         "explorer.rollout_model.reasoning_parser", "qwen3"),
+         "buffer.explorer_input.tasksets.0.workflow_args.tuner.reasoning_parser", "qwen3"),
         ({"algorithm": AlgorithmConfig(algorithm_type="grpo")}, "algorithm.algorithm_type", "grpo"),
         ({"algorithm": AlgorithmConfig(learning_rate=2e-5)}, "algorithm.optimizer.lr", 2e-5),
         ({"algorithm": AlgorithmConfig(group_size=6)}, "algorithm.repeat_times", 6),
@@ -175,7 +186,7 @@ def test_time_limits_and_retries_are_ours_and_trinity_waits_for_all_of_them(trin
 
 def test_several_trackers_and_none_between_the_ends(trinity):
     config = trinity("monitor.monitor_type=[tensorboard,wandb]", "explorer.eval_interval=0")
-    assert config.monitor.monitor_args["trackers"] == ["tensorboard", "wandb"]
+    assert config.monitor.monitor_args["tuner"]["trackers"] == ["tensorboard", "wandb"]
     assert config.explorer.eval_interval >= 10**9
 
 
@@ -202,6 +213,15 @@ def test_evaluations_are_greedy_unless_said_otherwise(trinity, tmp_path):
         ("cluster.ray_address=auto", "whatever cluster runs on this machine"),
         ("explorer.rollout_model.enable_openai_api=false", "remove it"),
         ("explorer.rollout_model.engine_type=sglang", "vLLM"),
+        ("model.tinker.enable=true", "messages without tools"),
+        ("model.external_model.enable=true", "an actor that it never makes"),
+        ("model.repetition_penalty=1.1", "compare two policies"),
+        ("model.min_response_tokens=4", "has no such limit"),
+        ("explorer.rollout_model.ignore_eos=true", "ends them at their end"),
+        ("explorer.rollout_model.extra_engine_args.structured_outputs_config={backend: auto}",
+         "which is set here"),
+        ("algorithm.algorithm_type=gigpo", "states of the environment"),
+        ("mode=both3", "Trinity-RFT has both, colocate"),
         ("tuner.deterministic=true", "only the local backend does this"),
         ("buffer.explorer_input.taskset={rollout_args: {temperature: 0.5}}",
          "rollout_args.temperature 0.5, and Trinity-RFT trains at model.temperature 1"),
@@ -231,6 +251,19 @@ def test_all_problems_are_reported_together_with_where_they_are(tmp_path):
 def test_trinitys_own_message_is_quoted(trinity):
     with pytest.raises(ConfigError, match=r"refuses this configuration: ValueError.*GPU"):
         trinity("explorer.rollout_model.engine_num=8")
+
+
+def test_an_adapter_passes_trinitys_check_and_can_be_asked_for_by_its_version(trinity):
+    config = trinity("model.lora_configs=[{lora_rank: 8, lora_alpha: 16}]")
+    model = config.explorer.rollout_model
+    assert model.enable_lora
+    assert model.enable_runtime_lora_updating
+    assert model.lora_kwargs["max_lora_rank"] == 8
+    assert config.synchronizer.sync_method.value == "checkpoint"
+    assert (Path(_adapter_folder(model, 0)) / "adapter_config.json").is_file()
+    assert Path(_adapter_folder(model, 3)) == (
+        Path(config.checkpoint_job_dir) / "global_step_3" / "actor" / "lora_adapter"
+    )
 
 
 def test_a_saved_configuration_is_read_back_by_trinity_itself(trinity, tmp_path):

@@ -5,6 +5,8 @@ model's log-probs are computed here, as its trainers do, from the experiences' t
 """
 
 import copy
+import dataclasses
+import functools
 import random
 
 import pytest
@@ -15,7 +17,8 @@ from trinity.algorithm.policy_loss_fn.ppo_policy_loss import PPOPolicyLossFn
 from tests.builders import call, trace
 from tests.training.exact import all_float64
 from tests.training.test_trainer import VOCABULARY, gradient_of, tiny_model
-from tuner.backends.trinity.experience import merged, one_per_call
+from tuner.backends.trinity.advantages import CallRewards
+from tuner.backends.trinity.experience import left_out, merged, one_per_call
 from tuner.backends.trinity.workflow import _experience
 from tuner.training import PolicyTrainer, TrainerSettings
 
@@ -54,8 +57,8 @@ def experiences_of(traces, make):
     return found
 
 
-def trinitys_gradient(model, experiences):
-    experiences, _ = StepWiseGRPOAdvantageFn().process(experiences)
+def trinitys_gradient(model, experiences, advantage=StepWiseGRPOAdvantageFn):
+    experiences, _ = advantage().process(experiences)
     width = max(len(e.tokens) - e.prompt_length for e in experiences)
     size = (len(experiences), width)
     old, new = torch.zeros(size, dtype=torch.float64), []
@@ -90,6 +93,62 @@ def test_merged_and_single_calls_give_the_gradient_of_our_own_trainer(seed):
         theirs = trinitys_gradient(model, experiences_of(traces, make))
         # Experiences carry log-probs and advantages as float32.
         assert (theirs - ours).norm() / ours.norm() < 1e-5
+
+
+def with_call_rewards(traces, seed):
+    """Every second call of two roles gets a reward of its own; one role has it in one rollout."""
+    rng = random.Random(seed)
+    changed = []
+    for number, one in enumerate(traces):
+        calls = [
+            dataclasses.replace(
+                c,
+                role="planner" if turn % 2 else "lonely" if turn == 4 else "solver",
+                reward=rng.random() if turn % 2 or turn == 2 or (turn, number) == (4, 0) else None,
+                excluded=turn == 5 and number == 1,
+                masked=((0, 1),) if turn == 3 else (),
+            )
+            for turn, c in enumerate(one.calls)
+        ]
+        changed.append(dataclasses.replace(one, calls=tuple(calls)))
+    return changed
+
+
+@pytest.mark.parametrize("std_threshold", [None, 10.0])
+def test_rewards_exclusions_and_masks_of_single_calls_give_our_own_gradient(std_threshold):
+    traces = with_call_rewards(conversations(3), 7)
+    model = all_float64(tiny_model())
+    settings = TrainerSettings(
+        total_steps=1, kl_coef=0.0, entropy_coef=0.0, grad_clip=1e9,
+        max_tokens_per_micro_batch=4096, std_threshold=std_threshold,
+    )  # fmt: skip
+    trained = copy.deepcopy(model)
+    _, ours = gradient_of(trained, PolicyTrainer(trained, settings), traces)
+    assert ours.norm() > 0
+    kept = [
+        dataclasses.replace(one, calls=tuple(c for c in one.calls if left_out(c) is None))
+        for one in traces
+    ]
+    advantage = functools.partial(CallRewards, std_threshold=std_threshold)
+    for make in (merged, one_per_call):
+        theirs = trinitys_gradient(model, experiences_of(kept, make), advantage)
+        if std_threshold is not None:  # Trinity-RFT's mean is over what the threshold leaves
+            theirs *= ours.norm() / theirs.norm()
+        assert (theirs - ours).norm() / ours.norm() < 1e-5
+
+
+def test_without_rewards_of_calls_trinitys_own_function_is_what_it_was():
+    traces = conversations(5)
+    given = [experiences_of(traces, merged) for _ in range(2)]
+    (ours, _), (theirs, _) = (
+        CallRewards().process(given[0]),
+        StepWiseGRPOAdvantageFn().process(given[1]),
+    )
+    assert len(ours) == len(theirs) > 0
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine.eid.rid, mine.eid.step) == (other.eid.rid, other.eid.step)
+        assert torch.equal(mine.advantages, other.advantages)
+        assert torch.equal(mine.action_mask, other.action_mask)
 
 
 def test_merging_six_turns_trains_a_third_of_the_tokens_or_less():

@@ -1,12 +1,14 @@
 """The adapter under Trinity-RFT's own runner, in front of a server with a real (tiny) model."""
 
 import asyncio
+import json
 import logging
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
+from pydantic import BaseModel, Field
 from trinity.common.config import GenerationConfig, InferenceModelConfig
 from trinity.common.experience import Experience
 from trinity.common.models.model import ModelWrapper
@@ -26,6 +28,8 @@ from tuner.traces import Outcome, TraceStore
 SETTINGS = {
     "workflow": "test:workflow",
     "judge": None,
+    "folder": "",
+    "call_rewards": True,
     "timeout": 30.0,
     "max_retries": 0,
     "seed": 1,
@@ -74,12 +78,16 @@ class Bench:
         runner.runner_state = {}
         self._runner = runner
 
-    async def run(self, function, *, repeat=2, batch=1, row=None, is_eval=False, **settings):
+    async def run(
+        self, function, *, repeat=2, batch=1, row=None, is_eval=False, max_tokens=32, **settings
+    ):
         adapter._loaded = lambda name: function
         task = Task(
             workflow=TunerWorkflow,
             repeat_times=repeat,
-            rollout_args=GenerationConfig(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=32),
+            rollout_args=GenerationConfig(
+                temperature=1.0, top_p=1.0, top_k=-1, max_tokens=max_tokens
+            ),
             workflow_args={
                 "tuner": {**SETTINGS, **settings},
                 "checkpoint_job_dir": str(self.folder),
@@ -101,8 +109,10 @@ class Bench:
 async def opened(folder):
     model = load_model(str(TINY), device=torch.device("cpu"), dtype=torch.float32)
     engine = TransformersEngine(model, load_tokenizer(str(TINY)), max_model_len=2048, max_slots=8)
-    async with serving(engine) as (_, address):
-        yield Bench(address, TINY, folder)
+    async with serving(engine) as (server, address):
+        bench = Bench(address, TINY, folder)
+        bench.server = server
+        yield bench
         for hosts in adapter._hosts.values():
             for host in hosts.values():
                 await host._gateway.aclose()
@@ -369,6 +379,163 @@ async def react(task, model):
     )
     answer = await agent.reply(Msg("user", task["question"], role="user"))
     return WorkflowOutput(reward=1.0, response=answer)
+
+
+class Answer(BaseModel):
+    number: int = Field(ge=0, le=9)
+
+
+async def with_a_form(task, model):
+    """AgentScope's structured output: `.parse`, which Trinity-RFT's own client does not record."""
+    messages = [{"role": "user", "content": task["question"]}]
+    free = await model.client.chat.completions.create(model=model.model_name, messages=messages)
+    text = free.choices[0].message.content or ""
+    answer = await model(
+        [*messages, {"role": "assistant", "content": text}, {"role": "user", "content": "JSON?"}],
+        structured_model=Answer,
+    )
+    return WorkflowOutput(reward=1.0, response=str(answer.metadata))
+
+
+async def test_agentscopes_structured_output_is_recorded_and_not_trained(tmp_path):
+    async with opened(tmp_path) as bench:
+        status, experiences = await bench.run(
+            with_a_form, max_tokens=60, reasoning_parser="none", reasoning="template"
+        )
+        traces = bench.traces()
+    assert status.ok, status.message
+    for trace in traces:
+        free, formed = trace.calls
+        assert (free.constrained, formed.constrained) == (False, True)
+        assert set(json.loads(formed.response["content"])) == {"number"}
+        assert trace.response == str(json.loads(formed.response["content"]))
+        assert len(formed.logprobs) == len(formed.completion_ids)
+    assert [e.info["calls"] for e in experiences] == [
+        [trace.calls[0].id] for trace in sorted(traces, key=lambda t: t.id)
+    ]
+
+
+async def test_tools_are_forced(tmp_path):
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}},
+                "required": ["a"],
+                "additionalProperties": False,
+            },
+        },
+    }
+
+    async def forced(task, model):
+        answer = await model.client.chat.completions.create(
+            model=model.model_name,
+            messages=[{"role": "user", "content": task["question"]}],
+            tools=[tool],
+            tool_choice="required",
+            parallel_tool_calls=False,
+        )
+        (called,) = answer.choices[0].message.tool_calls
+        return WorkflowOutput(reward=1.0, response=called.function.arguments)
+
+    async with opened(tmp_path) as bench:
+        status, experiences = await bench.run(
+            forced, max_tokens=100, reasoning_parser="none", reasoning="template"
+        )
+        traces = bench.traces()
+    assert all("a" in json.loads(trace.response) for trace in traces)
+    # Nothing else was called, so the group has nothing to train on, and says why.
+    assert experiences == []
+    assert "constrained_call" in status.message
+
+
+async def test_roles_rewards_and_exclusions_of_calls_reach_the_experiences(tmp_path):
+    async def two_agents(task, model):
+        messages = [{"role": "user", "content": task["question"]}]
+        for role in ("planner", "solver", "critic"):
+            client = model.role(role).client
+            await client.chat.completions.create(model=model.model_name, messages=messages)
+        planner, _, critic = model.calls
+        planner.reward = 0.25
+        critic.exclude()
+        return WorkflowOutput(reward=1.0)
+
+    async with opened(tmp_path) as bench:
+        status, experiences = await bench.run(two_agents, experiences="calls")
+        traces = bench.traces()
+    assert status.ok, status.message
+    assert [call.role for call in traces[0].calls] == ["planner", "solver", "critic"]
+    planners, solvers = experiences[0::2], experiences[1::2]
+    assert len(experiences) == 4
+    for planner, solver in zip(planners, solvers, strict=True):
+        ((start, stop, reward, role),) = planner.info["call_rewards"]
+        assert (start, stop) == (0, len(planner.action_mask))
+        assert (reward, role) == (0.25, "planner")
+        assert solver.info["call_rewards"] == []
+
+
+async def test_rewards_of_calls_stop_a_run_whose_algorithm_does_not_compare_them(tmp_path):
+    async def rewarded(task, model):
+        await talk(task, model, turns=1)
+        model.calls[-1].reward = 1.0
+        return WorkflowOutput(reward=1.0)
+
+    async with opened(tmp_path) as bench:
+        await bench.run(rewarded, call_rewards=False)
+    assert (
+        "set algorithm.algorithm_type to multi_step_grpo" in Journal(tmp_path).reason()["message"]
+    )
+
+
+async def test_limits_of_calls_and_tokens_hold_on_the_workers(tmp_path):
+    async def endless(task, model):
+        while True:
+            await talk(task, model, turns=1)
+
+    async with opened(tmp_path) as bench:
+        _, experiences = await bench.run(endless, max_calls=2, on_failure={"penalize": -1.0})
+        traces = bench.traces()
+    assert [len(trace.calls) for trace in traces] == [2, 2]
+    assert [e.reward for e in experiences] == [-1.0] * len(experiences)
+    assert len(experiences) >= 2
+
+
+async def test_an_auxiliary_model_answers_and_is_not_recorded(tmp_path):
+    async def helped(task, model, auxiliary_models):
+        helper = auxiliary_models["helper"]
+        messages = [{"role": "user", "content": task["question"]}]
+        hint = await helper.client.chat.completions.create(
+            model=helper.model_name, messages=messages
+        )
+        messages[0]["content"] += hint.choices[0].message.content or "?"
+        await model.client.chat.completions.create(model=model.model_name, messages=messages)
+        return WorkflowOutput(reward=1.0)
+
+    async with opened(tmp_path) as bench:
+        address = bench._runner.model_wrapper.api_address
+        config = InferenceModelConfig(
+            model_path=str(TINY),
+            name="helper",
+            max_model_len=2048,
+            max_response_tokens=8,
+            temperature=0.5,
+            top_p=1.0,
+            top_k=-1,
+            enable_openai_api=True,
+        )
+        wrapper = ModelWrapper(model=Version(), config=config, api_address=address)
+        bench._runner.auxiliary_model_wrappers = [wrapper]
+        status, experiences = await bench.run(helped)
+        traces = bench.traces()
+        sent = bench.server.requests
+    assert status.ok, status.message
+    assert [len(trace.calls) for trace in traces] == [1, 1]
+    hints = [body for body in sent if body["temperature"] == 0.5]
+    assert len(hints) == 2
+    assert {body["max_tokens"] for body in hints} == {8}
+    assert len(experiences) == 2
 
 
 async def test_an_agentscope_agent_with_a_tool_is_recorded(tmp_path):

@@ -8,18 +8,27 @@ for is refused by name.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from tuner.backends.trinity import modes
+from tuner.backends.trinity.engine import ENGINE_ARGS
 from tuner.backends.trinity.refusals import refused, warn_of_truncated_sampling
+from tuner.backends.trinity.saved import (
+    CALL_REWARDS,
+    MONITOR,
+    WORKFLOW,
+    restored,
+    waits_for_all,
+)
 from tuner.backends.trinity.schema import unknown_keys, without_empty_sections
 from tuner.backends.trinity.tree import lookup, set_default, tasksets
+from tuner.config.backend import RECORDED, mode_of
 from tuner.config.keys import nearest, schema_paths, split_keys
 from tuner.config.load import read_layers
 from tuner.config.problems import Problem, describe
@@ -28,11 +37,6 @@ from tuner.errors import ConfigError
 
 if TYPE_CHECKING:
     from trinity.common.config import Config
-
-WORKFLOW = "tuner.backends.trinity.workflow.TunerWorkflow"
-MONITOR = "tuner.backends.trinity.monitor.TunerMonitor"
-# Seconds that Trinity-RFT waits for a group beyond what its attempts may take by themselves.
-SLACK = 60
 
 # What tune() does where nothing is set; Trinity-RFT would do something else.
 DEFAULTS: dict[str, Any] = {
@@ -46,7 +50,7 @@ GROUP_SIZE = 8
 # Trinity-RFT's own defaults, of keys that are read here as well.
 MAX_TIMEOUT, MAX_RETRY_TIMES = 1800, 2
 # Algorithms that compare nothing within a group.
-WITHOUT_GROUPS = ("ppo", "sft", "cpt", "dpo")
+WITHOUT_GROUPS = ("ppo", *RECORDED)
 
 # Keys of `tuner:` that this backend reads, and those that only say how the local one computes.
 USED = frozenset(
@@ -77,12 +81,19 @@ class TrinitySettings:
         tuner: Our own section.
         rollout: Limits of one rollout and how its model speaks, as plain data for the workers.
         trackers: Names of the trackers besides `metrics.jsonl`.
+        folder: Where traces and results go, below the run's own folder; empty for that one.
     """
 
     tree: dict[str, Any]
     tuner: TunerSection
     rollout: dict[str, Any]
     trackers: tuple[str, ...]
+    folder: str = ""
+
+    @property
+    def mode(self) -> str:
+        """One of `modes.MODES`."""
+        return mode_of(self.tree)
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a dotted key, `default` where it is not set."""
@@ -93,6 +104,11 @@ class TrinitySettings:
         """Where Trinity-RFT keeps the run: `<checkpoint_root_dir>/<project>/<group>/<name>`."""
         parts = (self.tree["project"], self.tree.get("group", ""), self.tree["name"])
         return Path(self.tree["checkpoint_root_dir"]).joinpath(*(part for part in parts if part))
+
+    @property
+    def results_dir(self) -> Path:
+        """Where traces, metrics and the result go."""
+        return self.run_dir / self.folder
 
 
 def resolve(
@@ -107,22 +123,29 @@ def resolve(
         MissingDependencyError: Trinity-RFT is not installed.
     """
     layers = read_layers(path, settings, overrides, one_total_steps=False)
-    tree = copy.deepcopy(layers.tree)
+    tree = restored(layers.tree)
     tuner = _tuner_section(tree.pop("tuner", None), layers.problems)
     tree = without_empty_sections(tree)
     for key, meant in unknown_keys(tree):
         hint = f"did you mean {meant}?" if meant else "Trinity-RFT 0.6 has no key like it"
         layers.problems.append(Problem(key, f"unknown key {key}; {hint}"))
     layers.problems.extend(refused(tree))
+    mode = mode_of(tree)
+    layers.problems.extend(modes.problems(tree, mode))
     layers.raise_problems()
     assert tuner is not None
     trackers = _trackers(tree)
     warn_of_truncated_sampling(tree)
     _fill(tree)
-    return TrinitySettings(tree, tuner, _rollout(tree, tuner), trackers)
+    resolved = TrinitySettings(tree, tuner, _rollout(tree, tuner), trackers)
+    if mode == "bench":
+        return replace(resolved, folder=modes.bench_folder(resolved.run_dir))
+    return resolved
 
 
-def install(settings: TrinitySettings, *, workflow: str, judge: str | None) -> dict[str, Any]:
+def install(
+    settings: TrinitySettings, *, workflow: str | None, judge: str | None
+) -> dict[str, Any]:
     """Trinity-RFT's YAML with our workflow, monitor and limits in their places.
 
     Args:
@@ -130,7 +153,21 @@ def install(settings: TrinitySettings, *, workflow: str, judge: str | None) -> d
         workflow, judge: The user's functions, as `functions.ship` names them.
     """
     tree = copy.deepcopy(settings.tree)
-    ours = {**settings.rollout, "workflow": workflow, "judge": judge}
+    algorithm = tree["algorithm"]
+    compares_calls = (
+        algorithm["algorithm_type"] == "multi_step_grpo"
+        and algorithm.get("advantage_fn") in (None, "step_wise_grpo", CALL_REWARDS)
+        and settings.mode in modes.READS_TASKS
+    )
+    if compares_calls:
+        algorithm["advantage_fn"] = CALL_REWARDS
+    ours = {
+        **settings.rollout,
+        "workflow": workflow,
+        "judge": judge,
+        "folder": settings.folder,
+        "call_rewards": compares_calls,
+    }
     inputs = tree.setdefault("buffer", {}).setdefault("explorer_input", {})
     inputs["default_workflow_type"] = WORKFLOW
     inputs["default_eval_workflow_type"] = WORKFLOW
@@ -138,19 +175,39 @@ def install(settings: TrinitySettings, *, workflow: str, judge: str | None) -> d
         taskset.pop("default_workflow_type", None)
         taskset["workflow_args"] = {**(taskset.get("workflow_args") or {}), "tuner": ours}
     explorer = tree.setdefault("explorer", {})
-    attempts = settings.rollout["max_retries"] + 1
+    timeout, retries = settings.rollout["timeout"], settings.rollout["max_retries"]
     # Attempts are ours to limit, repeat and keep apart; Trinity-RFT's retry would begin while the
     # attempt before it still runs.
     explorer["max_retry_times"] = 0
-    explorer["max_timeout"] = math.ceil(settings.rollout["timeout"] * attempts) + SLACK
-    explorer.setdefault("rollout_model", {})["enable_openai_api"] = True
+    explorer["max_timeout"] = waits_for_all(timeout, retries)
+    policy = explorer.setdefault("rollout_model", {})
+    policy["enable_openai_api"] = True
+    if lookup(tree, "model.lora_configs"):
+        policy["enable_runtime_lora_updating"] = True  # agents ask for the adapter by its version
+    reasoning_parser = policy.get("reasoning_parser")
+    if settings.mode in modes.ROLLS_OUT:
+        policy["reasoning_parser"] = None  # reasoning is read by our gateway
+        for model in (policy, *(explorer.get("auxiliary_models") or ())):
+            model["extra_engine_args"] = {**(model.get("extra_engine_args") or {}), **ENGINE_ARGS}
     monitor = tree.setdefault("monitor", {})
     monitor["monitor_type"] = MONITOR
     monitor["monitor_args"] = {
         **(monitor.get("monitor_args") or {}),
-        "trackers": list(settings.trackers),
+        "tuner": {
+            "trackers": list(settings.trackers),
+            "folder": settings.folder,
+            "limits": {"timeout": timeout, "max_retries": retries},
+            "reasoning_parser": reasoning_parser,
+            "section": _section(settings.tuner),
+        },
     }
     return tree
+
+
+def _section(tuner: TunerSection) -> dict[str, Any]:
+    """Our own section as it can be read back; the functions travel with the tasks."""
+    given = tuner.model_dump(mode="json", exclude_defaults=True, exclude={"workflow", "judge"})
+    return {**given, "backend": "trinity"}
 
 
 def checked(tree: Mapping[str, Any]) -> Config:
@@ -249,6 +306,9 @@ def _fill(tree: dict[str, Any]) -> None:
     if lookup(tree, "algorithm.algorithm_type") not in WITHOUT_GROUPS:
         # Trinity-RFT's own defaults of its algorithms are never applied: groups would be of one.
         set_default(tree, "algorithm.repeat_times", GROUP_SIZE)
+    if lookup(tree, "algorithm.algorithm_type") == "gspo":
+        # Trinity-RFT gives every algorithm token-mean, and this one's own is another.
+        set_default(tree, "algorithm.loss_agg_mode", "seq-mean-token-mean")
     if lookup(tree, "explorer.eval_interval") == 0:
         # Never between the ends; Trinity-RFT divides by it.
         tree["explorer"]["eval_interval"] = 10**9
@@ -261,7 +321,9 @@ def _fill(tree: dict[str, Any]) -> None:
         positions = _positions(lookup(tree, "model.model_path", ""))
         if positions:
             set_default(tree, "model.max_model_len", positions)
-    if not lookup(tree, "buffer.explorer_input.tasksets"):
+    mode = mode_of(tree)
+    modes.fill(tree, mode, lookup(tree, "algorithm.repeat_times", 1))
+    if mode in modes.READS_TASKS and not lookup(tree, "buffer.explorer_input.tasksets"):
         set_default(tree, "buffer.explorer_input.taskset.name", "train")
     top_k = lookup(tree, "model.top_k")
     for taskset in tasksets(lookup(tree, "buffer.explorer_input", {})):

@@ -4,6 +4,9 @@ vLLM's completions API takes prompts as token ids, returns the sampled ids (`ret
 names alternatives by id (`return_tokens_as_token_ids`). Trinity-RFT starts it with
 `logprobs_mode="processed_logprobs"`: log-probs of the distribution that was sampled from. Every
 completion is streamed, so that what was sampled is known even if it is cut off.
+
+A form travels as it is: vLLM's backend `guidance` is the library that our own grammars are written
+for, and it cuts the logits before anything else, so the log-probs are those within the form.
 """
 
 from __future__ import annotations
@@ -22,12 +25,17 @@ from tuner.engines.base import (
     EngineError,
     FinishReason,
     Generation,
+    GrammarError,
     SamplingParams,
     TokenSink,
 )
+from tuner.engines.grammar_text import with_head
 from tuner.errors import ContextLengthError
 
 _TOKEN_ID = "token_id:"
+# How vLLM is to be started; it may not have a reasoning parser of its own, which would leave a
+# form alone until it has seen the end of reasoning.
+ENGINE_ARGS = {"structured_outputs_config": {"backend": "guidance"}}
 
 
 class ServedEngine:
@@ -39,6 +47,7 @@ class ServedEngine:
         api_key: Its key.
         max_model_len: Tokens of prompt and completion together.
         model_version: Asks Trinity-RFT which version of the weights the server has.
+        adapter: The folder of the LoRA adapter of a version, where that is what is trained.
     """
 
     def __init__(
@@ -49,12 +58,15 @@ class ServedEngine:
         api_key: str,
         max_model_len: int,
         model_version: Callable[[], Awaitable[int]],
+        adapter: Callable[[int], str] | None = None,
     ) -> None:
         self._model_name = model_name
+        self._adapter = adapter
+        self._loading = asyncio.Lock()
+        self._loaded = -1
         self._model_version = model_version
         self._version = 0
-        # vLLM reads a grammar as another dialect of Lark than ours unless it is started otherwise.
-        self._capabilities = EngineCapabilities(max_model_len=max_model_len, grammars=False)
+        self._capabilities = EngineCapabilities(max_model_len=max_model_len, grammars=True)
         self._client = httpx.AsyncClient(
             base_url=address,
             headers={"authorization": f"Bearer {api_key}"},
@@ -85,6 +97,8 @@ class ServedEngine:
         reading = _Reading(sampling, version, sink)
         body = self._body(prompt_ids, sampling)
         try:
+            if self._adapter is not None:
+                body["model"] = await self._served_adapter(self._adapter(version), version)
             async with self._client.stream("POST", "/v1/completions", json=body) as response:
                 if response.status_code != 200:
                     raise _refusal(response.status_code, await response.aread())
@@ -96,6 +110,24 @@ class ServedEngine:
                 f"{type(error).__name__}: {error}"
             ) from error
         return reading.generation()
+
+    async def _served_adapter(self, folder: str, version: int) -> str:
+        """The name under which the server has a version's adapter, after loading it there.
+
+        Every version has a name of its own, since vLLM's prefix cache tells adapters by theirs.
+        """
+        async with self._loading:
+            if version > self._loaded:
+                body = {"lora_name": _adapter_name(version), "lora_path": folder}
+                response = await self._client.post("/v1/load_lora_adapter", json=body)
+                # Another worker may have been first.
+                if response.status_code != 200 and "already been loaded" not in response.text:
+                    raise _refusal(response.status_code, response.content)
+                self._loaded = version
+                # The one before may still be asked for by a worker that is behind.
+                old = {"lora_name": _adapter_name(version - 2)}
+                await self._client.post("/v1/unload_lora_adapter", json=old)
+        return _adapter_name(version)
 
     def _body(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -114,6 +146,8 @@ class ServedEngine:
         }
         if sampling.stop:
             body["stop"] = list(sampling.stop)
+        if sampling.grammar:
+            body["structured_outputs"] = {"grammar": with_head(sampling.grammar)}
         return body
 
     def pause(self) -> AbstractAsyncContextManager[None]:
@@ -135,6 +169,10 @@ class ServedEngine:
     async def close(self) -> None:
         """Close the connections; requests in flight fail."""
         await self._client.aclose()
+
+
+def _adapter_name(version: int) -> str:
+    return f"tuner-adapter-{version}"
 
 
 class _Reading:
@@ -224,6 +262,8 @@ def _refusal(status: int, body: bytes) -> Exception:
         message = body.decode(errors="replace")[:300]
     if status == 400 and "maximum context length" in message:
         return ContextLengthError(message)
+    if status == 400 and "grammar" in message.lower():
+        return GrammarError(f"Trinity-RFT's engine cannot hold a completion to its form: {message}")
     return EngineError(f"Trinity-RFT's engine refused a completion with {status}: {message}")
 
 

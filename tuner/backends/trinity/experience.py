@@ -8,7 +8,8 @@ model sampled. For two calls where the second continues the first, each completi
                            merged     one sequence:   1 2 | 3 4 5 6 7        mask 1 1 0 1 1
 
 Every sampled token is in the mask of exactly one sequence. Two calls that sampled the very same
-token after the same prefix are two samples: the later one keeps a sequence of its own.
+token after the same prefix are two samples: the later one keeps a sequence of its own. Tokens that
+the workflow masked are in no mask.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tuner.traces import Call
+from tuner.training.batch import untrainable
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class TrainedSequence:
         prompt_length: How many of them are the prompt, at least 1.
         logprobs: Log-probs of the response's sampled tokens, 0 where none was sampled,
             shape [L - prompt_length].
-        action_mask: Which tokens of the response were sampled, shape [L - prompt_length].
+        action_mask: Which tokens of the response are trained, shape [L - prompt_length].
         calls: The calls whose tokens are trained here, in the order they were made.
     """
 
@@ -39,9 +41,18 @@ class TrainedSequence:
     calls: tuple[Call, ...]
 
 
+def left_out(call: Call) -> str | None:
+    """Why Trinity-RFT is not given a call of a rollout that is used, or None.
+
+    One that was held to a form is not: its log-probs are those within the form, and Trinity-RFT's
+    trainer computes over all tokens, so that the ratios would compare two distributions.
+    """
+    return untrainable(call) or ("constrained_call" if call.constrained else None)
+
+
 def one_per_call(calls: Sequence[Call]) -> list[TrainedSequence]:
     """Each call as a sequence of its own, in their order."""
-    return [_sequence([call]) for call in calls]
+    return [_sequence([call]) for call in calls if call.stretches]
 
 
 def merged(calls: Sequence[Call]) -> list[TrainedSequence]:
@@ -65,7 +76,8 @@ def merged(calls: Sequence[Call]) -> list[TrainedSequence]:
             chains.append([place])
             ends.append(sequence)
     chains.sort(key=max)
-    return [_sequence([calls[place] for place in chain]) for chain in chains]
+    found = [_sequence([calls[place] for place in chain]) for chain in chains]
+    return [sequence for sequence in found if any(sequence.action_mask)]
 
 
 def _sequence(chain: Sequence[Call]) -> TrainedSequence:
@@ -78,5 +90,6 @@ def _sequence(chain: Sequence[Call]) -> TrainedSequence:
     for call in chain:
         at = len(call.prompt_ids) - start
         logprobs[at : at + len(call.logprobs)] = call.logprobs
-        mask[at : at + len(call.logprobs)] = [True] * len(call.logprobs)
+        for begin, end in call.stretches:
+            mask[at + begin : at + end] = [True] * (end - begin)
     return TrainedSequence(tokens, start, tuple(logprobs), tuple(mask), tuple(chain))

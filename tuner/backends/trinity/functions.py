@@ -51,8 +51,8 @@ def ship(func: Callable[..., Any], *, role: str) -> str:
     return _reference(func) or _by_value(func, role)
 
 
-def load(text: str) -> Callable[..., Any]:
-    """The function that `ship` named."""
+def load(text: str, *, setting: str = "workflow_args.tuner") -> Callable[..., Any]:
+    """The function that `ship` named; `setting` is the key that holds the text, for messages."""
     if text.startswith(PICKLE):
         from ray import cloudpickle
 
@@ -62,7 +62,7 @@ def load(text: str) -> Callable[..., Any]:
         return function
     from tuner.workflow import load_function
 
-    return load_function(text, setting="workflow_args.tuner")
+    return load_function(text, setting=setting)
 
 
 def _reference(func: Callable[..., Any]) -> str | None:

@@ -16,15 +16,17 @@ class TunerMonitor(Monitor):  # type: ignore[misc]
     """A Trinity-RFT monitor; each of its processes (`role`) makes one.
 
     Writes `tuner/<role>.jsonl`, a line per report, and passes everything on to the trackers named
-    in `monitor.monitor_args.trackers`.
+    in `monitor.monitor_args.tuner.trackers`.
     """
 
     def __init__(self, project: str, group: str, name: str, role: str, config: Any = None) -> None:
-        self._path = report_file(Path(config.checkpoint_job_dir), role)
+        ours = config.monitor.monitor_args["tuner"]
+        folder = Path(config.checkpoint_job_dir) / ours["folder"]
+        self._path = report_file(folder, role)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._trackers = [
             MONITOR.get(kind)(project=project, group=group, name=name, role=role, config=config)
-            for kind in config.monitor.monitor_args["trackers"]
+            for kind in ours["trackers"]
         ]
 
     def log(self, data: Mapping[str, Any], step: int, commit: bool = False) -> None:

@@ -1,9 +1,13 @@
-"""What Trinity-RFT would read as something else, or cannot do: refused by name, or warned of."""
+"""What Trinity-RFT would read as something else, or cannot do: refused by name, or warned of.
+
+`REFUSALS` and `ALGORITHMS_REFUSED` are also what docs/capabilities.md says of this backend.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from tuner.backends.trinity.tree import lookup, training_sets
@@ -11,55 +15,157 @@ from tuner.config.problems import Problem
 
 logger = logging.getLogger("tuner")
 
+_LOCAL = "or set tuner.backend to local"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Values of one key that are refused.
+
+    Attributes:
+        key: Dotted path.
+        values: Which, in words for a table.
+        why: What would happen, and what to do.
+        refuses: Whether a value that is set is one of them.
+        unless: Another key and its value under which none is.
+    """
+
+    key: str
+    values: str
+    why: str
+    refuses: Callable[[Any], bool]
+    unless: tuple[str, str] | None = None
+
+    def applies(self, tree: Mapping[str, Any]) -> bool:
+        """Whether a configuration asks for what is refused."""
+        found = lookup(tree, self.key)
+        if found is None or not self.refuses(found):
+            return False
+        return self.unless is None or lookup(tree, self.unless[0]) != self.unless[1]
+
+
+def _only(key: str, value: Any, why: str) -> Refusal:
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return Refusal(key, f"`{text}`", why, lambda found: bool(found == value))
+
+
+def _set(key: str, why: str) -> Refusal:
+    return Refusal(key, "anything", why, bool)
+
+
+REFUSALS = (
+    _only(
+        "algorithm.advantage_fn_args.std_cal_level",
+        "none",
+        f"Trinity-RFT knows group and batch, and would take this for group; set one of them, "
+        f"{_LOCAL}",
+    ),
+    _only(
+        "algorithm.loss_agg_mode",
+        "rollout-mean",
+        "a Trinity-RFT batch does not know which rows are one rollout; set seq-mean-token-mean, "
+        f"which is the same where each rollout becomes one experience, {_LOCAL}",
+    ),
+    _only(
+        "algorithm.advantage_fn",
+        "best_of_group",
+        f"Trinity-RFT has no such advantage; set another, {_LOCAL}",
+    ),
+    Refusal(
+        "algorithm.optimizer.lr_scheduler_type",
+        "`linear`, unless `trainer.trainer_strategy` is `megatron`",
+        f"Trinity-RFT's FSDP trainer has constant and cosine; set one of them, {_LOCAL}",
+        lambda found: bool(found == "linear"),
+        unless=("trainer.trainer_strategy", "megatron"),
+    ),
+    _only(
+        "explorer.rollout_model.enable_openai_api",
+        False,
+        "agents are recorded between their requests and Trinity-RFT's OpenAI API; remove it",
+    ),
+    Refusal(
+        "explorer.rollout_model.engine_type",
+        "all but `vllm`",
+        "agents are recorded in front of Trinity-RFT's vLLM engines; set it to vllm, or remove it",
+        lambda found: found != "vllm",
+    ),
+    _only(
+        "cluster.ray_address",
+        "auto",
+        "it would join whatever cluster runs on this machine; write the cluster's address, or "
+        "remove it for a cluster of this run's own",
+    ),
+    _only(
+        "model.tinker.enable",
+        True,
+        "Trinity-RFT 0.6 sends Tinker's service messages without tools, and has no API in front of "
+        "it at which agents could be recorded; remove it",
+    ),
+    _only(
+        "model.external_model.enable",
+        True,
+        "Trinity-RFT 0.6 asks for an actor that it never makes for such a model; remove it",
+    ),
+    _only(
+        "algorithm.enable_router_replay",
+        True,
+        "which experts a token went through is not recorded; remove it",
+    ),
+    Refusal(
+        "model.repetition_penalty",
+        "all but `1`",
+        "Trinity-RFT's trainer computes without it, so that its ratios would compare two policies; "
+        "remove it",
+        lambda found: float(found) != 1,
+    ),
+    _set(
+        "model.min_response_tokens",
+        "agents ask for answers over an API that has no such limit; remove it",
+    ),
+    _set(
+        "explorer.rollout_model.extra_engine_args.structured_outputs_config",
+        "forms are enforced by vLLM's backend guidance, which is set here; remove it",
+    ),
+    _only(
+        "explorer.rollout_model.ignore_eos",
+        True,
+        "agents ask for answers over an API that ends them at their end; remove it",
+    ),
+    _set("stages", "a run has one stage; run them one after the other"),
+)
+
+_NO_TEACHER = "it needs the log-probs of a teacher, which are not recorded here"
+ALGORITHMS_REFUSED: Mapping[str, str] = {
+    "gigpo": "it needs states of the environment, which agents do not give; multi_step_grpo is "
+    "for agents",
+    "jsd": _NO_TEACHER,
+    "on_policy_distill": f"{_NO_TEACHER}; set tuner.backend to local",
+    "raft": "Trinity-RFT 0.6 refuses its advantage when the run begins; set another, or set "
+    "tuner.backend to local",
+}
+
 
 def refused(tree: Mapping[str, Any]) -> Iterator[Problem]:
     """Values that are ours and not Trinity-RFT's, or that would be read there as something else."""
-
-    def refusal(key: str, value: Any, why: str) -> Problem | None:
-        found = lookup(tree, key)
-        return Problem(key, f"{key} is {found}: {why}") if found == value else None
-
-    local = "or set tuner.backend to local"
-    rules = [
-        refusal(
-            "algorithm.advantage_fn_args.std_cal_level",
-            "none",
-            "Trinity-RFT knows group and batch, and would take this for group; set one of them, "
-            + local,
-        ),
-        refusal(
-            "algorithm.loss_agg_mode",
-            "rollout-mean",
-            "a Trinity-RFT batch does not know which rows are one rollout; set "
-            "seq-mean-token-mean, which is the same where each rollout becomes one experience, "
-            + local,
-        ),
-        refusal(
-            "algorithm.advantage_fn",
-            "best_of_group",
-            f"Trinity-RFT has no such advantage; set another, {local}",
-        ),
-        refusal(
-            "explorer.rollout_model.enable_openai_api",
-            False,
-            "agents are recorded between their requests and Trinity-RFT's OpenAI API; remove it",
-        ),
-        refusal(
-            "cluster.ray_address",
-            "auto",
-            "it would join whatever cluster runs on this machine; write the cluster's address, or "
-            "remove it for a cluster of this run's own",
-        ),
-    ]
-    yield from (problem for problem in rules if problem is not None)
-    yield from _not_yet(tree)
-    strategy = str(lookup(tree, "trainer.trainer_strategy", "fsdp2"))
-    if lookup(tree, "algorithm.optimizer.lr_scheduler_type") == "linear" and "fsdp" in strategy:
+    for row in REFUSALS:
+        if row.applies(tree):
+            yield Problem(row.key, f"{row.key} is {_shown(lookup(tree, row.key))}: {row.why}")
+    algorithm = str(lookup(tree, "algorithm.algorithm_type", ""))
+    if algorithm in ALGORITHMS_REFUSED:
         yield Problem(
-            "algorithm.optimizer.lr_scheduler_type",
-            "algorithm.optimizer.lr_scheduler_type is linear: Trinity-RFT's trainer has constant "
-            f"and cosine; set one of them, {local}",
+            "algorithm.algorithm_type",
+            f"algorithm.algorithm_type is {algorithm}: {ALGORITHMS_REFUSED[algorithm]}",
         )
+    yield from _conflicts(tree)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (list, dict)):
+        return "set"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _conflicts(tree: Mapping[str, Any]) -> Iterator[Problem]:
     warm = float(lookup(tree, "model.temperature", 1.0))
     for taskset in training_sets(tree):
         own = lookup(taskset, "rollout_args.temperature")
@@ -77,26 +183,6 @@ def refused(tree: Mapping[str, Any]) -> Iterator[Problem]:
             f"trainer.grad_clip is {clip} and algorithm.optimizer.clip_grad is {other}: both limit "
             "the gradient's norm; set one of them",
         )
-
-
-def _not_yet(tree: Mapping[str, Any]) -> Iterator[Problem]:
-    """What Trinity-RFT can do and `TunerWorkflow` has not been run with."""
-    engine = lookup(tree, "explorer.rollout_model.engine_type", "vllm")
-    if engine != "vllm":
-        yield Problem(
-            "explorer.rollout_model.engine_type",
-            f"explorer.rollout_model.engine_type is {engine}: agents are recorded in front of "
-            "Trinity-RFT's vLLM engines; set it to vllm, or remove it",
-        )
-    for key, what in (
-        ("model.tinker.enable", "Tinker"),
-        ("model.external_model.enable", "external models"),
-        ("model.lora_configs", "LoRA"),
-        ("algorithm.enable_router_replay", "router replay"),
-        ("stages", "stages"),
-    ):
-        if lookup(tree, key):
-            yield Problem(key, f"{key} is set: tune() does not do {what} on Trinity-RFT; remove it")
 
 
 def warn_of_truncated_sampling(tree: Mapping[str, Any]) -> None:

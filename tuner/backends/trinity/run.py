@@ -13,33 +13,29 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from tuner.backends.record import fingerprint_of
-from tuner.backends.run_directory import RunDirectory, free_name, write_atomically
-from tuner.backends.trinity import cluster, functions
+from tuner.backends.run_directory import RunDirectory, write_atomically
+from tuner.backends.trinity import cluster, modes
 from tuner.backends.trinity.actors import deaths
-from tuner.backends.trinity.config import TrinitySettings, checked, install, resolve
-from tuner.backends.trinity.dataset import readable_there, tasks_of, write_tasks
+from tuner.backends.trinity.config import resolve
 from tuner.backends.trinity.journal import Journal
 from tuner.backends.trinity.logs import advice, last_errors
+from tuner.backends.trinity.prepared import Prepared, prepare, to_yaml, with_own_name
 from tuner.backends.trinity.progress import COMPARE_GROUPS, Progress
 from tuner.backends.trinity.resume import check_same_run, last_checkpoint, rewind
 from tuner.backends.trinity.stage import POLL_SECONDS, Stage
 from tuner.backends.trinity.summary import summarize
-from tuner.backends.trinity.tree import lookup, tasksets
 from tuner.backends.trinity.watch import NothingToLearn, Watch, synchronizer_of
 from tuner.config.schema import Penalize
-from tuner.dataset import check_fills_a_batch
-from tuner.errors import ConfigError, FunctionError, TrainingError
+from tuner.errors import FunctionError, TrainingError
 from tuner.monitors import ConsoleMonitor
 from tuner.result import TuneResult
+from tuner.traces import TraceStore
 
 if TYPE_CHECKING:
-    from trinity.common.config import Config
+    pass
 
 logger = logging.getLogger("tuner")
 
-# Modes that end by themselves and leave something to look at.
-MODES = ("both", "colocate", "explore")
 _LOOKS_BACK = 6
 
 
@@ -48,7 +44,7 @@ def run_trinity(
     settings: Mapping[str, Any],
     overrides: Sequence[str],
     *,
-    workflow: Callable[..., Any],
+    workflow: Callable[..., Any] | None,
     judge: Callable[..., Any] | None,
     train_dataset: Any,
     eval_dataset: Any,
@@ -64,31 +60,27 @@ def run_trinity(
         TrainingError: Fewer steps were trained than were asked for; says why, with the logs.
         MissingDependencyError: Trinity-RFT is not installed.
     """
-    resolved = _with_own_name(resolve(config_path, settings, overrides))
-    _check_mode(resolved)
-    sent = functions.ship(workflow, role="workflow")
-    sent_judge = None if judge is None else functions.ship(judge, role="judge")
-    data = _Data(resolved, train_dataset, eval_dataset)
-    tree = cluster.with_sizes(
-        install(resolved, workflow=sent, judge=sent_judge), device=resolved.tuner.device
+    resolved = with_own_name(resolve(config_path, settings, overrides))
+    prepared = prepare(
+        resolved,
+        workflow=workflow,
+        judge=judge,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
     )
-    own = cluster.is_own(tree)
-    if own:
-        tree["cluster"].pop("ray_address", None)
-    directory = RunDirectory(resolved.run_dir)
+    run = _Run(prepared)
+    directory = run.directory
     if directory.has_begun():
-        check_same_run(directory, tree, data.fingerprint)
-    data.write(tree)
-    config = checked(tree)
-    write_atomically(directory.config, _to_yaml(tree))
-    write_atomically(directory.path / "data.json", json.dumps(data.fingerprint, indent=2))
-    run = _Run(resolved, config, data.sizes)
+        check_same_run(directory, prepared.tree, prepared.fingerprint)
+    write_atomically(directory.config, to_yaml(prepared.tree))
+    write_atomically(directory.path / "data.json", json.dumps(prepared.fingerprint, indent=2))
     if (finished := run.finished()) is not None:
         logger.warning("%s is complete; returning its result", directory.path)
         return finished
-    address = cluster.LOCAL if own else config.cluster.ray_address
     try:
-        run.execute(address)
+        run.execute(
+            cluster.LOCAL if prepared.own_cluster else prepared.tree["cluster"]["ray_address"]
+        )
         result = run.result()
     except (Exception, KeyboardInterrupt) as error:
         report = _leave_report(directory.path, stopped=f"{type(error).__name__}: {error}")
@@ -100,26 +92,21 @@ def run_trinity(
 
 
 class _Run:
-    """One start of a run: what was there before it, and what it did.
+    """One start of a run: what was there before it, and what it did."""
 
-    Args:
-        settings: Everything that was set.
-        config: The same as Trinity-RFT's check left it.
-        sizes: Rows of each training set.
-    """
-
-    def __init__(
-        self, settings: TrinitySettings, config: Config, sizes: Sequence[int] = (0,)
-    ) -> None:
+    def __init__(self, prepared: Prepared) -> None:
+        settings, config = prepared.settings, prepared.config
         self._settings = settings
         self._config = config
-        self._sizes = sizes
-        self.directory = RunDirectory(Path(config.checkpoint_job_dir))
+        self._prepared = prepared
+        folder = Path(config.checkpoint_job_dir) / settings.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.directory = RunDirectory(folder)
         self._journal = Journal(self.directory.path)
         failure = settings.tuner.on_failure
         self._progress = Progress(
             self.directory,
-            explorer=config.explorer.name,
+            explorer="benchmark" if config.mode == "bench" else config.explorer.name,
             trainer=config.trainer.name,
             evaluations=[t.name for t in config.buffer.explorer_input.eval_tasksets],
             compared=config.algorithm.algorithm_type in COMPARE_GROUPS,
@@ -131,9 +118,10 @@ class _Run:
 
     def finished(self) -> TuneResult | None:
         """The result of a run that has been through, else None."""
-        if not self.directory.result.exists():
+        mode = self._config.mode
+        if mode in ("bench", "serve") or not self.directory.result.exists():
             return None
-        if self._config.mode == "explore":
+        if mode == "explore":
             missing = self._planned_steps() - len(self._progress.explored_steps())
         else:
             missing = self._asked_steps() - last_checkpoint(self.directory.path)
@@ -144,12 +132,14 @@ class _Run:
     def execute(self, address: str) -> None:
         """Start Trinity-RFT's stage and wait for its end, whatever that is."""
         self._journal.forget_reason()
+        modes.forget_server(self._config)
         total = self._planned_steps() if self._config.mode == "explore" else self._asked_steps()
         console = ConsoleMonitor(total, Console(file=sys.stdout, highlight=False, soft_wrap=True))
-        start = rewind(self._config, self._progress, self._sizes)
-        if (said := start.said(self.directory.path)) is not None:
-            console.say(said)
-        self._write_metrics()
+        if self._config.mode not in ("bench", "serve"):
+            start = rewind(self._config, self._progress, self._prepared.sizes)
+            if (said := start.said(self.directory.path)) is not None:
+                console.say(said)
+            self._write_metrics()
         env = {name: value for name, value in self._config.get_envs().items() if value}
         log = self.directory.path / "tuner" / "driver.log"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -179,6 +169,10 @@ class _Run:
             stage.run()
         except (FunctionError, TrainingError) as error:
             self._reason = error
+        except KeyboardInterrupt:
+            if self._config.mode != "serve":
+                raise
+            # A server ends when it is asked to.
         except Exception as error:
             self._error = f"{type(error).__name__}: {error}"
             # An actor's call fails a moment before Ray's table says why.
@@ -231,6 +225,11 @@ class _Run:
             if failed or explored < planned:
                 raise self._failure(f"{explored} of {planned} steps of rollouts were done")
             return
+        if config.mode in ("train", "bench", "serve"):
+            missing = self._shortfall(trained)
+            if failed or missing:
+                raise self._failure(missing or f"mode {config.mode} failed at its end")
+            return
         batch = config.buffer.train_batch_size
         experiences = self._progress.experiences()
         asked = self._asked_steps()
@@ -246,16 +245,36 @@ class _Run:
                 batch,
             )
 
+    def _shortfall(self, trained: int) -> str | None:
+        """What is missing in the modes that explore no tasks; None where nothing is."""
+        config = self._config
+        if config.mode == "train":
+            asked = self._asked_steps()
+            return None if trained >= asked else f"{trained} of {asked} steps were trained"
+        if config.mode == "serve":
+            return None if modes.server_url(config) else "the server never listened"
+        rollouts = self._prepared.evaluations
+        missing = modes.unjudged(
+            TraceStore(self.directory.traces), modes.checkpoints(config), rollouts
+        )
+        parts = [
+            f"{count} of {rollouts[name]} rollouts of {name} with checkpoint {step}"
+            for (step, name), count in missing.items()
+        ]
+        return f"not judged: {'; '.join(parts)}" if parts else None
+
     def _planned_steps(self) -> int:
         """Steps of rollouts: `total_steps`, or as many full batches as all epochs have."""
         buffer = self._config.buffer
         if buffer.total_steps is not None:
             return int(buffer.total_steps)
-        return int(buffer.total_epochs * sum(self._sizes) // buffer.batch_size)
+        return int(buffer.total_epochs * self._prepared.rows // buffer.batch_size)
 
     def _asked_steps(self) -> int:
         """Updates of the weights that were asked for."""
         config = self._config
+        if config.mode == "train":
+            return modes.recorded_steps(config, self._prepared.rows)
         experiences = (
             self._planned_steps() * config.buffer.batch_size * config.algorithm.repeat_times
         )
@@ -297,72 +316,6 @@ def _leave_report(run_dir: Path, *, stopped: str | None = None) -> Path | None:
     except Exception as error:
         logger.warning("report.html was not written: %s: %s", type(error).__name__, error)
         return None
-
-
-def _with_own_name(settings: TrinitySettings) -> TrinitySettings:
-    """A new run gets a free name beside one of the same name, as on the local backend."""
-    if settings.get("continue_from_checkpoint", True):
-        return settings
-    settings.tree["name"] = free_name(settings.run_dir).name
-    # Trinity-RFT gives another name to a run whose folder is there, and ours has its data already.
-    settings.tree["continue_from_checkpoint"] = True
-    return settings
-
-
-def _check_mode(settings: TrinitySettings) -> None:
-    mode = settings.get("mode", "both")
-    if mode not in MODES:
-        raise ConfigError(
-            f"mode is {mode}: tune() runs {', '.join(MODES)} on Trinity-RFT; `trinity run` does "
-            "the others"
-        )
-
-
-class _Data:
-    """Every dataset of a run, read; Trinity-RFT gets it where it reads it.
-
-    Attributes:
-        sizes: Rows of each training set.
-        fingerprint: What tells the rows of each dataset from others, by its name.
-    """
-
-    def __init__(self, settings: TrinitySettings, train_dataset: Any, eval_dataset: Any) -> None:
-        inputs = settings.tree["buffer"]["explorer_input"]
-        self._folder = settings.run_dir / "tuner" / "data"
-        self._tasks: list[list[dict[str, Any]]] = []
-        self.fingerprint: dict[str, str] = {}
-        self.sizes: list[int] = []
-        for index, taskset in enumerate(inputs.get("tasksets") or [inputs["taskset"]]):
-            tasks = tasks_of(taskset, train_dataset, role="train_dataset")
-            self.sizes.append(len(tasks))
-            self._add(tasks, str(taskset.get("name") or f"train_{index}"))
-        batch = int(settings.get("buffer.batch_size"))
-        check_fills_a_batch([{}] * sum(self.sizes), batch, "the training data")
-        for index, taskset in enumerate(inputs.get("eval_tasksets") or ()):
-            name = taskset.setdefault("name", f"eval_{index}")
-            given = eval_dataset.get(name) if isinstance(eval_dataset, dict) else eval_dataset
-            self._add(tasks_of(taskset, given, role=f"eval_dataset {name!r}"), name)
-
-    def _add(self, tasks: list[dict[str, Any]], name: str) -> None:
-        self._tasks.append(tasks)
-        self.fingerprint[name] = fingerprint_of(tasks)
-
-    def write(self, tree: Mapping[str, Any]) -> None:
-        """Write what Trinity-RFT cannot read where it is, and put its place into the YAML."""
-        for taskset, tasks, name in zip(
-            tasksets(lookup(tree, "buffer.explorer_input")),
-            self._tasks,
-            self.fingerprint,
-            strict=True,
-        ):
-            if not readable_there(taskset):
-                taskset.update(write_tasks(tasks, self._folder / name, role=f"dataset {name!r}"))
-
-
-def _to_yaml(tree: Mapping[str, Any]) -> str:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_yaml(OmegaConf.create(dict(tree)))
 
 
 def _line(row: Mapping[str, float]) -> str:

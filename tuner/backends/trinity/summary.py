@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tuner.backends.run_directory import RunDirectory
+from tuner.backends.trinity.experience import left_out
 from tuner.result import TokenCounts, TuneResult
 from tuner.traces import Trace, TraceStore
-from tuner.training.batch import untrainable
 
 
 def summarize(
@@ -79,12 +79,14 @@ def _token_counts(traces: Sequence[Trace]) -> TokenCounts:
         elif groups[trace.id.step, trace.id.task] < 2:
             reason = "group_of_one"
         for call in trace.calls:
-            why = reason or untrainable(call)
+            masked = sum(stop - start for start, stop in call.masked)
+            why = reason or left_out(call)
             if why is None:
-                trained += len(call.completion_ids)
+                trained += len(call.completion_ids) - masked
+                dropped["masked"] += masked
             else:
                 dropped[why] += len(call.completion_ids)
-    return TokenCounts(sampled=sampled, trained=trained, dropped=dict(dropped))
+    return TokenCounts(sampled=sampled, trained=trained, dropped=dict(+dropped))
 
 
 def _eval_rewards(row: Mapping[str, float]) -> dict[str, float]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.backends.metrics import diagnosis
+from tuner.backends.trinity import modes
 from tuner.backends.trinity.actors import Death
 from tuner.backends.trinity.journal import Journal
 from tuner.backends.trinity.progress import Progress
@@ -102,6 +103,10 @@ class Watch:
 
     def say(self) -> None:
         """Show the steps that were done since the last time, and add them to `metrics.jsonl`."""
+        url = modes.server_url(self._config) if self._config.mode == "serve" else None
+        if url and not self._said["explorer"]:
+            self._said["explorer"].add(0)
+            self._console.say(f"serving {url}/v1  Ctrl-C ends it")
         role = "trainer" if self._config.mode in ("both", "colocate", "train") else "explorer"
         done = self._progress.reports(role)
         fresh = sorted(set(done) - self._said[role])

@@ -9,8 +9,8 @@ next one begins. What comes back are experiences made of the recorded token ids.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -22,7 +22,7 @@ from tuner.backends.auxiliary import AuxiliaryModels
 from tuner.backends.models import load_tokenizer
 from tuner.backends.trinity.dataset import task_of
 from tuner.backends.trinity.engine import ServedEngine
-from tuner.backends.trinity.experience import TrainedSequence, merged, one_per_call
+from tuner.backends.trinity.experience import TrainedSequence, left_out, merged, one_per_call
 from tuner.backends.trinity.functions import load
 from tuner.backends.trinity.journal import Journal
 from tuner.chat_models import chat_model, default_kind
@@ -30,7 +30,7 @@ from tuner.errors import FunctionError, TrainingError
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults, SessionLimits
 from tuner.rollout import RolloutRunner, RolloutSettings
 from tuner.traces import Outcome, RolloutId, Trace
-from tuner.training.batch import PENALIZABLE, untrainable
+from tuner.training.batch import PENALIZABLE
 
 if TYPE_CHECKING:
     from trinity.common.models.model import ModelWrapper
@@ -52,7 +52,8 @@ class TunerWorkflow(Workflow):  # type: ignore[misc]
     ) -> None:
         super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
         self._settings: Mapping[str, Any] = task.workflow_args["tuner"]
-        self._journal = Journal(Path(task.workflow_args["checkpoint_job_dir"]))
+        folder = Path(task.workflow_args["checkpoint_job_dir"]) / self._settings["folder"]
+        self._journal = Journal(folder)
         self.repeat_times = 1
 
     def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
@@ -144,11 +145,12 @@ class TunerWorkflow(Workflow):  # type: ignore[misc]
         return None
 
     def _trained(self, trace: Trace, reward: float) -> list[Experience]:
-        calls = [call for call in trace.calls if untrainable(call) is None]
-        if any(call.reward is not None for call in calls):
+        calls = [call for call in trace.calls if left_out(call) is None]
+        if any(call.reward is not None for call in calls) and not self._settings["call_rewards"]:
             error = FunctionError(
-                "calls have rewards of their own, which Trinity-RFT's algorithms do not compare: "
-                "give the rollout one reward, or set tuner.backend to local"
+                "calls have rewards of their own, which this algorithm of Trinity-RFT does not "
+                "compare: set algorithm.algorithm_type to multi_step_grpo, give the rollout one "
+                "reward, or set tuner.backend to local"
             )
             self._journal.stop(error)
             raise error
@@ -183,8 +185,17 @@ def _experience(
             "weights_versions": versions,
             "rollout": str(trace.id),
             "attempt": trace.attempt,
+            "call_rewards": list(_call_rewards(sequence)),
         },
     )
+
+
+def _call_rewards(sequence: TrainedSequence) -> Iterator[tuple[int, int, float, str | None]]:
+    """(from, to, reward, role) in the response, of each call with a reward of its own."""
+    for call in sequence.calls:
+        if call.reward is not None and call.stretches:
+            start = len(call.prompt_ids) - sequence.prompt_length
+            yield start, start + len(call.completion_ids), call.reward, call.role
 
 
 def _measured(trace: Trace) -> list[Experience]:
@@ -207,7 +218,14 @@ def _metrics(trace: Trace, reward: float) -> dict[str, float]:
 
 
 def _failures(traces: Sequence[Trace]) -> str:
-    return "; ".join(f"{trace.id} {trace.outcome}: {trace.error or 'no calls'}" for trace in traces)
+    return "; ".join(f"{trace.id} {trace.outcome}: {_why_unused(trace)}" for trace in traces)
+
+
+def _why_unused(trace: Trace) -> str:
+    if trace.error is not None or not trace.calls:
+        return trace.error or "no calls"
+    reasons = sorted({reason for call in trace.calls if (reason := left_out(call)) is not None})
+    return ", ".join(reasons) or "the others of its group failed"
 
 
 def _recorded(folder: Path, id: RolloutId) -> Trace | None:
@@ -284,6 +302,14 @@ def _parsers(config: Any) -> dict[str, Any]:
     }
 
 
+def _adapter_folder(config: Any, version: int) -> str:
+    """Where Trinity-RFT's trainer saves the adapter of a version; the first is the given one."""
+    if version == 0:
+        return str(config.lora_modules[0]["lora_path"])
+    step = Path(config.checkpoint_job_dir) / f"global_step_{version}"
+    return str(step / "actor" / "lora_adapter")
+
+
 def _gateway(model: ModelWrapper, settings: Mapping[str, Any]) -> Gateway:
     config = model.config
 
@@ -296,6 +322,7 @@ def _gateway(model: ModelWrapper, settings: Mapping[str, Any]) -> Gateway:
         api_key=model.api_key,
         max_model_len=config.max_model_len,
         model_version=version,
+        adapter=partial(_adapter_folder, config) if config.enable_lora else None,
     )
     renderer = ChatRenderer(
         load_tokenizer(config.model_path),
