@@ -24,9 +24,9 @@ from tuner.areal import (
     tensor_container_to,
 )
 from tuner.areal.batch import to_batch
-from tuner.areal.staleness import admissible
 from tuner.engines import SamplingParams
 from tuner.errors import ConfigError, DatasetError, FunctionError, TrainingError
+from tuner.rollout.staleness import admissible
 from tuner.training import PolicyTrainer, Selection, build_batch
 from tuner.workflow import WorkflowOutput
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,22 +16,14 @@ from tuner.areal.engine import SessionEngine
 from tuner.areal.requests import ModelRequest, ModelResponse
 from tuner.areal.rows import AcceptFunction, Group, Rollout, group_of
 from tuner.areal.run import Run
-from tuner.areal.staleness import admissible
 from tuner.areal.tensors import concat_padded_tensors
 from tuner.areal.workflows import Runnable
 from tuner.backends.stack import selection
 from tuner.errors import ConfigError, TrainingError
 from tuner.gateway import SamplingDefaults
+from tuner.rollout.ahead import Ahead
+from tuner.rollout.staleness import admissible
 from tuner.traces import RolloutId
-
-
-@dataclass
-class _Ahead:
-    """A group that was begun ahead of time."""
-
-    task: asyncio.Task[Group]
-    number: int
-    row: dict[str, Any]
 
 
 class RolloutEngine:
@@ -56,7 +47,8 @@ class RolloutEngine:
         self._staleness = max_head_offpolicyness
         self._begun = 0
         self._accepted = 0
-        self._ahead: list[_Ahead] = []
+        self._ahead: Ahead[Group] = Ahead()
+        self._rows: dict[int, dict[str, Any]] = {}
         self._batches: tuple[Any, Iterator[Any]] | None = None
         self._waiting: list[dict[str, Any]] = []
         self._session: SessionEngine | None = None
@@ -76,15 +68,9 @@ class RolloutEngine:
 
     def destroy(self) -> None:
         """Cancel what was begun ahead of time."""
-        ahead, self._ahead = self._ahead, []
-
-        async def cancel() -> None:
-            for group in ahead:
-                group.task.cancel()
-            await asyncio.gather(*(group.task for group in ahead), return_exceptions=True)
-
-        if ahead:
-            self._run.call(cancel)
+        if len(self._ahead):
+            self._run.call(self._ahead.cancel)
+        self._rows.clear()
         self._batches, self._waiting = None, []
 
     @property
@@ -185,28 +171,23 @@ class RolloutEngine:
         async def collect() -> None:
             while len(done) < batch:
                 self._begin(dataloader, runnable, batch, len(done), group_size, should_accept_fn)
-                if not self._ahead:
+                if not len(self._ahead):
                     raise TrainingError(
                         f"no group may be begun: the weights have seen {self.get_version()} "
                         f"updates, and the samples of {self._accepted // batch} more batches are "
                         f"out; call actor.update_weights() after each batch, or raise "
                         f"max_head_offpolicyness ({self._staleness})"
                     )
-                await asyncio.wait(
-                    [ahead.task for ahead in self._ahead], return_when=asyncio.FIRST_COMPLETED
-                )
-                ended = [ahead for ahead in self._ahead if ahead.task.done()]
+                await self._ahead.until(lambda: bool(self._ahead.ended))
                 # Oldest first, and no more than are needed: the others stay for the next batch.
-                for ahead in ended:
-                    if len(done) == batch:
-                        break
-                    self._ahead.remove(ahead)
-                    group = ahead.task.result()
+                numbers = self._ahead.ended[: batch - len(done)]
+                for number, group in zip(numbers, self._ahead.take(numbers), strict=True):
+                    del self._rows[number]
                     if group.tensors is None:
                         left_out.append(group)
                         self._check_patience(len(done), left_out, batch)
                     else:
-                        done.append((ahead.number, group))
+                        done.append((number, group))
             self._accepted = self._counted(batch) + batch
             self._begin(dataloader, runnable, batch, 0, group_size, should_accept_fn)
 
@@ -241,7 +222,8 @@ class RolloutEngine:
                 self._waiting = list(next(self._batches[1]))
             row = self._waiting.pop(0)
             work = self._group(row, runnable, group_size, accept)
-            self._ahead.append(_Ahead(asyncio.ensure_future(work), self._begun, row))
+            self._rows[self._begun] = row
+            self._ahead.begin(self._begun, work)
 
     def _counted(self, batch: int) -> int:
         """Groups that were handed out; after a resume those of the updates before."""
@@ -326,7 +308,7 @@ class RolloutEngine:
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` goes on from, beside the data loader's own state: how many groups
         were begun, and the rows that the data loader gave and no batch has had yet."""
-        rows = [ahead.row for ahead in self._ahead] + self._waiting
+        rows = [self._rows[number] for number in sorted(self._rows)] + self._waiting
         return {"begun": self._begun - len(self._ahead), "rows": rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
