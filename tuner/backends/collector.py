@@ -1,23 +1,25 @@
-"""Rollouts of a run: those of a training step, and evaluations."""
+"""Rollouts of a run: those of its steps, and evaluations."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tuner.backends.batches import BatchLog
+from tuner.backends.groups import TrainingGroups
 from tuner.backends.stack import Stack
 from tuner.config import RunConfig
-from tuner.config.buffer import EvalTasksetSection, TasksetSection
+from tuner.config.buffer import EvalTasksetSection
 from tuner.gateway import SamplingDefaults
 from tuner.monitors import ConsoleMonitor
-from tuner.rollout import StepPlan, collect
+from tuner.rollout import Rollouts, StepPlan
 from tuner.traces import Outcome, Trace, TraceStore
 
 Task = dict[str, Any]
 
 
 class Collector:
-    """Runs what a step asks for, stores it and shows how far it is.
+    """Runs what a run asks for, stores it and shows how far it is.
 
     Args:
         config: The effective configuration.
@@ -36,18 +38,38 @@ class Collector:
         self._config = config
         self._store = store
         self._console = console
+        self._rollouts: Rollouts | None = None
         self.eval_tasks = dict(eval_tasks)
 
-    async def training(self, step: int, tasks: list[Task], stack: Stack) -> list[Trace]:
-        """The rollouts of a training step; every attempt of each."""
-        plan = StepPlan(
-            split="train",
-            step=step,
-            tasks=tasks,
-            repeat=self._config.algorithm.repeat_times,
-            defaults=self._sampling(self._config.buffer.explorer_input.taskset),
+    def rollouts(self, stack: Stack) -> Rollouts:
+        """What runs them; training and evaluations share the room."""
+        if self._rollouts is None:
+            assert stack.runner is not None, "without a workflow nothing can be rolled out"
+            # One after the other, the global random states belong to one rollout at a time.
+            most = 1 if self._config.tuner.deterministic else self._config.explorer.runner_per_model
+            self._rollouts = Rollouts(stack.runner, self._store, max_running=most)
+        return self._rollouts
+
+    def training(
+        self,
+        stack: Stack,
+        batches: BatchLog,
+        tasks: Sequence[Task],
+        *,
+        start: int,
+        total_steps: int,
+    ) -> TrainingGroups:
+        """The training rollouts of the run, from step `start` + 1 on."""
+        return TrainingGroups(
+            self._config,
+            self._store,
+            batches,
+            tasks,
+            start=start,
+            total_steps=total_steps,
+            rollouts=self.rollouts(stack),
+            on_rollout=self._console.rollout_done,
         )
-        return await self._collect(plan, stack, f"step {step}")
 
     async def evaluate(self, stack: Stack, step: int) -> dict[str, float]:
         """Mean reward on each evaluation set, and how many rollouts failed, which have none."""
@@ -71,23 +93,18 @@ class Collector:
         return metrics
 
     async def _collect(self, plan: StepPlan, stack: Stack, what: str) -> list[Trace]:
-        assert stack.runner is not None, "without a workflow nothing can be rolled out"
         self._console.begin(what, len(plan.ids), step=plan.step)
 
         def count(trace: Trace) -> None:
             if trace.final:
                 self._console.rollout_done()
 
-        config, training = self._config, plan.split == "train"
-        return await collect(
-            plan,
-            stack.runner,
-            self._store,
-            # One after the other, the global random states belong to one rollout at a time.
-            max_running=1 if config.tuner.deterministic else config.explorer.runner_per_model,
-            abort_on_failure=training and config.tuner.on_failure == "abort",
+        return await self.rollouts(stack).run(
+            plan.wanted,
+            plan.defaults,
+            known=self._store.read(plan.split, plan.step),
             on_trace=count,
         )
 
-    def _sampling(self, taskset: TasksetSection | EvalTasksetSection) -> SamplingDefaults:
+    def _sampling(self, taskset: EvalTasksetSection) -> SamplingDefaults:
         return SamplingDefaults(**self._config.rollout_args(taskset).model_dump())

@@ -3,6 +3,9 @@
 A step that is interrupted at any point is taken up from what is on disk: the last checkpoint, and
 the traces of the steps after it. Recorded traces are trained again without generating, so no
 rollout that ended is lost and `save_interval` only decides how much training is repeated.
+
+With `synchronizer.sync_offset` collection runs ahead: training is in a thread, the engine has
+weights of its own, and `tuner.rollout.schedule` says what is begun when and what a step takes.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from typing import Any
 import torch
 
 from tuner.algorithms.table import ADVANTAGES
+from tuner.backends.batches import BatchLog
+from tuner.backends.groups import TrainingGroups
 from tuner.backends.loop import Loop
 from tuner.backends.metrics import (
     RECOMPUTED,
@@ -24,9 +29,10 @@ from tuner.backends.metrics import (
     has_signal,
     reasoning_notice,
     rollout_metrics,
+    staleness_metrics,
     time_split,
 )
-from tuner.backends.order import batch_indices, planned_steps
+from tuner.backends.order import planned_steps
 from tuner.backends.record import Task, finished_result, leave_report, open_directory
 from tuner.backends.recorded import RecordedLoop, read_examples
 from tuner.backends.run_directory import RunDirectory
@@ -35,7 +41,7 @@ from tuner.config import RunConfig
 from tuner.config.schema import Penalize
 from tuner.result import TuneResult
 from tuner.traces import Trace
-from tuner.training import PolicyTrainer, build_batch
+from tuner.training import Batch, PolicyTrainer, build_batch
 
 logger = logging.getLogger("tuner")
 
@@ -102,24 +108,35 @@ class _RolloutLoop(Loop):
         super().__init__(config, directory, planned_steps(config, len(train_tasks)), eval_tasks)
         self._train_tasks = train_tasks
         self._latest: Sequence[Trace] = ()
+        self._groups: TrainingGroups | None = None
+
+    def begin(self, stack: Stack) -> None:
+        self._groups = self.rollouts.training(
+            stack,
+            BatchLog(self.record.directory.batches),
+            self._train_tasks,
+            start=self.record.start,
+            total_steps=self.record.total_steps,
+        )
+
+    async def end(self) -> None:
+        if self._groups is not None:
+            await self._groups.cancel()
 
     async def step(self, step: int, stack: Stack, trainer: PolicyTrainer) -> dict[str, float]:
-        config = self.config
+        config, groups = self.config, self._groups
+        assert groups is not None, "begin() was called"
         started = time.perf_counter()
-        indices = batch_indices(
-            step,
-            size=config.buffer.batch_size,
-            rows=len(self._train_tasks),
-            selector=config.buffer.explorer_input.taskset.data_selector,
-        )
-        tasks = [self._train_tasks[index] for index in indices]
-        self._latest = traces = await self.rollouts.training(step, tasks, stack)
-        collecting = time.perf_counter() - started
+        collected = await groups.take(step)
+        idle = time.perf_counter() - started
+        self._latest = traces = collected.traces
         penalty = config.tuner.on_failure
         batch = build_batch(
             traces,
             penalty=penalty.penalize if isinstance(penalty, Penalize) else None,
             selection=selection(config),
+            oldest=trainer.step - _oldest(config) if groups.ahead else 0,
+            unfinished=collected.unfinished,
         )
         advantage = config.algorithm.advantage_fn
         compared = ADVANTAGES[advantage].needs_group
@@ -127,18 +144,40 @@ class _RolloutLoop(Loop):
         discount = config.tuner.algorithm.turn_discount
         metrics["signal"] = float(has_signal(batch, advantage, discount))
         self._say_what_branching_costs(step, metrics)
+        if groups.ahead:
+            metrics |= staleness_metrics(batch, trainer.step)
+        seconds = 0.0
         if batch.rows:
-            # The reference may be the same model without its adapter: nobody samples meanwhile.
-            async with stack.engine.pause():
-                scored = trainer.compute_ref_logp(trainer.compute_advantages(batch))
-                update = trainer.ppo_update(scored)
-                trainer.step_lr_scheduler()
-                await trainer.update_weights(stack.engine)
+            update, seconds = await self._update(stack, trainer, batch)
             metrics |= {f"train/{name}": value for name, value in update.items()}
-        training = time.perf_counter() - started - collecting
-        metrics |= time_split(traces, collecting, training)
-        metrics["tokens_per_second"] = batch.sampled_tokens / (collecting + training)
+        if groups.ahead:
+            metrics |= {"groups/waiting": groups.waiting, "rollouts/running": groups.running}
+            groups.advance(step)
+        training = time.perf_counter() - started - idle - seconds
+        metrics |= time_split(traces, idle, training, seconds)
+        metrics["tokens_per_second"] = batch.sampled_tokens / (idle + training + seconds)
         return metrics
+
+    async def _update(
+        self, stack: Stack, trainer: PolicyTrainer, batch: Batch
+    ) -> tuple[dict[str, float], float]:
+        """Train on a batch and let the engine go on with the new weights.
+
+        Returns:
+            The trainer's metrics, and the seconds until the engine had the weights.
+        """
+
+        def work() -> dict[str, float]:
+            scored = trainer.compute_ref_logp(trainer.compute_advantages(batch))
+            update = trainer.ppo_update(scored)
+            trainer.step_lr_scheduler()
+            return update
+
+        async with stack.training():
+            update = await self.off_the_loop(stack, work)
+            trained = time.perf_counter()
+            await stack.publish(trainer)
+        return update, time.perf_counter() - trained
 
     def diagnosis(self) -> str | None:
         patience = self.config.tuner.signal_patience
@@ -150,6 +189,12 @@ class _RolloutLoop(Loop):
         cost = int(metrics.get(RECOMPUTED, 0))
         if cost and not any(row.get(RECOMPUTED) for row in self.record.history):
             self.record.console.say(reasoning_notice(step, cost))
+
+
+def _oldest(config: RunConfig) -> int:
+    """Updates by which a token that is trained may be older than the weights it trains."""
+    limit = config.algorithm.sample_strategy_args.max_staleness
+    return config.synchronizer.sync_offset if limit is None else limit
 
 
 def _reason(error: BaseException) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
 
 from tuner.backends.collector import Collector
 from tuner.backends.order import is_due
@@ -17,6 +20,8 @@ from tuner.errors import TrainingError
 from tuner.result import TuneResult
 from tuner.traces import TraceStore
 from tuner.training import PolicyTrainer
+
+T = TypeVar("T")
 
 
 class Loop(ABC):
@@ -31,9 +36,16 @@ class Loop(ABC):
     ) -> None:
         self.config = config
         self.record = RunRecord(config, directory, total_steps)
+        self._thread = ThreadPoolExecutor(1, "tuner-training")
         self.rollouts = Collector(
             config, TraceStore(directory.traces), eval_tasks, self.record.console
         )
+
+    def begin(self, stack: Stack) -> None:  # noqa: B027  # a loop may need nothing
+        """Called once, before the first step."""
+
+    async def end(self) -> None:  # noqa: B027
+        """Called once, whatever happened."""
 
     @abstractmethod
     async def step(self, step: int, stack: Stack, trainer: PolicyTrainer) -> dict[str, float]:
@@ -66,11 +78,20 @@ class Loop(ABC):
             trainer = record.trainer(stack)
             record.open_monitors()
             with record.console:
+                self.begin(stack)
                 await self._steps(stack, trainer)
             return self.result(trainer)
         finally:
+            await self.end()
+            self._thread.shutdown()
             record.close()
             await stack.aclose()
+
+    async def off_the_loop(self, stack: Stack, work: Callable[[], T]) -> T:
+        """The result of `work`, in a thread where generation goes on meanwhile."""
+        if stack.served is None:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def _steps(self, stack: Stack, trainer: PolicyTrainer) -> None:
         config, record = self.config, self.record
@@ -88,7 +109,7 @@ class Loop(ABC):
             metrics["time/step"] = time.perf_counter() - started
             record.log(step, metrics)
             if last or is_due(step, config.trainer.save_interval):
-                record.save(step, stack, trainer)
+                await self.off_the_loop(stack, partial(record.save, step, stack, trainer))
             reason = self.diagnosis()
             if reason is not None:
                 raise TrainingError(reason)

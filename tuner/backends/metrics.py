@@ -91,6 +91,19 @@ def tree_metrics(rows: Sequence[Row]) -> dict[str, float]:
     }
 
 
+def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
+    """Updates between the weights that sampled a trained token and those that it trains.
+
+    Args:
+        batch: What is trained.
+        version: Updates that the weights have seen which it trains.
+    """
+    ages = [version - sampled for row in batch.rows for sampled in row.versions]
+    if not ages:
+        return {}
+    return {"staleness/mean": _mean(ages), "staleness/max": max(ages)}
+
+
 def has_signal(
     batch: Batch,
     advantage: AdvantageName = "step_wise_grpo",
@@ -134,22 +147,35 @@ def _turns_differ(batch: Batch, discount: float, in_groups: bool) -> bool:
     return bool(batch.rows) and any(len(found) > 1 for found in means.values())
 
 
-def time_split(traces: Sequence[Trace], collecting: float, training: float) -> dict[str, float]:
-    """Wall seconds of a step by part.
+def time_split(
+    traces: Sequence[Trace], idle: float, training: float, sync: float
+) -> dict[str, float]:
+    """Seconds of a step by part, and of its rollouts.
 
-    Rollouts run side by side, so the collecting time is divided in proportion to the seconds they
-    spent waiting for the model, in the judge, and in the agent's own code.
+    `time/` is wall time: `training`, `sync` (giving the engine the weights) and `idle` (the trainer
+    waits for rollouts). Rollouts run side by side, so the idle time is divided, as `generation`,
+    `agent` and `judge`, in proportion to the seconds that the step's rollouts spent waiting for the
+    model, in the agent's own code with its tools, and in the judge.
+
+    `rollout_seconds/` is the mean over the step's rollouts, of the same parts and of `queue`: until
+    there was room for it.
     """
-    generation = sum(trace.seconds.get("generation", 0.0) for trace in traces)
-    judge = sum(trace.seconds.get("judge", 0.0) for trace in traces)
-    workflow = sum(trace.seconds.get("workflow", 0.0) for trace in traces)
-    agent = max(0.0, workflow - generation)
-    scale = collecting / (generation + judge + agent or 1.0)
+    parts = Counter[str]()
+    for trace in traces:
+        generation = trace.seconds.get("generation", 0.0)
+        parts["generation"] += generation
+        parts["agent"] += max(0.0, trace.seconds.get("workflow", 0.0) - generation)
+        parts["judge"] += trace.seconds.get("judge", 0.0)
+    scale = idle / (parts.total() or 1.0)
+    rollouts = sum(trace.final for trace in traces) or 1
+    queue = sum(trace.seconds.get("queue", 0.0) for trace in traces)
     return {
-        "time/generation": generation * scale,
-        "time/agent": agent * scale,
-        "time/judge": judge * scale,
+        **{f"time/{name}": seconds * scale for name, seconds in parts.items()},
+        "time/idle": idle,
         "time/training": training,
+        "time/sync": sync,
+        **{f"rollout_seconds/{name}": seconds / rollouts for name, seconds in parts.items()},
+        "rollout_seconds/queue": queue / rollouts,
     }
 
 

@@ -21,6 +21,7 @@ MAY_CHANGE = (
     "explorer.eval_on_startup",
     "explorer.max_retry_times",
     "explorer.max_timeout",
+    "explorer.over_rollout",
     "explorer.runner_per_model",
     "monitor",
     "name",
@@ -33,6 +34,7 @@ MAY_CHANGE = (
     "tuner.device",
     "tuner.layout",
     "tuner.max_slots",
+    "tuner.max_tool_seconds",
     "tuner.backend",
     "tuner.signal_patience",
     "tuner.trinity",
@@ -74,6 +76,8 @@ def _may_change(key: str, now: Mapping[str, Any]) -> bool:
     if key in ("buffer.total_steps", "buffer.total_epochs"):
         # A schedule that ends at the last step would bend for the steps already taken.
         return bool(now["algorithm.optimizer.lr_scheduler_type"] == "constant")
+    if key.startswith("tuner.auxiliary_models."):
+        return key.endswith(".max_concurrent")
     return any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE)
 
 

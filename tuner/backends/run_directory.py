@@ -1,7 +1,7 @@
 """The run directory: what is where, atomic writes, checkpoints, and whether a run goes on.
 
 <checkpoint_root_dir>/<project>/<name>/
-    config.yaml  metrics.jsonl  result.json
+    config.yaml  metrics.jsonl  result.json  timeline.json  batches.jsonl (of asynchronous runs)
     tensorboard/  traces/step_000001.jsonl  checkpoints/step_000020/
 """
 
@@ -26,6 +26,7 @@ class RunDirectory:
         self.path = path
         self.config = path / "config.yaml"
         self.metrics = path / "metrics.jsonl"
+        self.batches = path / "batches.jsonl"
         self.result = path / "result.json"
         self.traces = path / "traces"
         self.tensorboard = path / "tensorboard"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tuner.backends.models import (
     load_tokenizer,
     save_model,
 )
+from tuner.backends.serving import ServedCopy
 from tuner.chat_models import ChatModelKind, chat_model, default_kind
 from tuner.config import RunConfig
 from tuner.config.algorithm_conflicts import longest_answer
@@ -40,9 +42,11 @@ from tuner.training.reference import Reference
 @dataclass
 class Stack:
     """The parts of a run on one machine. One copy of the weights: `model` is in both the
-    engine and the trainer, and so is the adapter inside it, where there is one.
+    engine and the trainer, and so is the adapter inside it, where there is one; unless generation
+    goes on while training does.
 
     Attributes:
+        served: What the engine has in place of `model` then, else None.
         runner: None where there is no workflow, so that nothing can be rolled out.
         teacher: The auxiliary model that `on_policy_distill` learns from.
     """
@@ -55,6 +59,24 @@ class Stack:
     auxiliary: AuxiliaryModels
     runner: RolloutRunner | None
     teacher: PreTrainedModel | None = None
+    served: ServedCopy | None = None
+
+    @asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        """While the block runs the weights may change; who shares them generates nothing."""
+        if self.served is not None:
+            yield
+            return
+        # The reference may be the same model without its adapter: nobody samples meanwhile.
+        async with self.engine.pause():
+            yield
+
+    async def publish(self, trainer: PolicyTrainer) -> None:
+        """Let the engine go on with the trainer's weights, between two tokens of what it does."""
+        async with self.engine.pause():
+            if self.served is not None:
+                self.served.update()
+            await trainer.update_weights(self.engine)
 
     def save_weights(self, folder: Path) -> None:
         """What is trained, model or adapter, in Hugging Face's form, and the tokenizer."""
@@ -104,8 +126,9 @@ def build_stack(
             model, lora, model_path=path, seed=config.tuner.seed, checkpoint=weights
         )
     tokenizer = load_tokenizer(path)
+    served = ServedCopy(model) if config.synchronizer.sync_offset else None
     engine = TransformersEngine(
-        model,
+        model if served is None else served.model,
         tokenizer,
         max_model_len=context_length(
             config.model.max_model_len, model.config, "model.max_model_len"
@@ -138,7 +161,7 @@ def build_stack(
             auxiliary_models=auxiliary.opened,
             settings=rollout_settings(config),
         )
-    return Stack(model, adapter, tokenizer, engine, gateway, auxiliary, runner, teacher)
+    return Stack(model, adapter, tokenizer, engine, gateway, auxiliary, runner, teacher, served)
 
 
 def rollout_settings(config: RunConfig) -> RolloutSettings:
@@ -149,6 +172,7 @@ def rollout_settings(config: RunConfig) -> RolloutSettings:
         max_retries=config.explorer.max_retry_times,
         seed=config.tuner.seed,
         limits=SessionLimits(config.tuner.max_calls, config.tuner.max_tokens),
+        tool_seconds=config.tuner.max_tool_seconds,
         deterministic=config.tuner.deterministic,
         # Without training rollouts, those of an evaluation are there for their rewards.
         needs_reward=row.recorded is not None

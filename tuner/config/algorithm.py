@@ -30,6 +30,7 @@ from tuner.algorithms.table import (
     StdLevel,
 )
 from tuner.config.section import Section
+from tuner.config.synchronizer import SampleStrategyArgs
 
 
 class OptimizerSection(Section):
@@ -239,6 +240,13 @@ class AlgorithmSection(Section):
         description="What each trained token of a step weighs ([algorithms](algorithms.md)); "
         "`rollout-mean` is not a value of Trinity-RFT's. Default of multi_step_grpo.",
     )
+    sample_strategy: Literal["default", "staleness_control"] = Field(
+        default="default",
+        description="What a step does about groups that are late where `synchronizer.sync_offset` "
+        "lets collection run ahead: wait for them before they are too old (`default`), or go on "
+        "and leave out what is too old (`staleness_control`).",
+    )
+    sample_strategy_args: SampleStrategyArgs = SampleStrategyArgs()
 
     @model_validator(mode="before")
     @classmethod

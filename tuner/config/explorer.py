@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 
 from tuner.config.lora import LoraSection
 from tuner.config.section import Section
+from tuner.config.synchronizer import OverRolloutSection
 
 TOOL_CALL_PARSER = "Reads tool calls out of the model's text; null leaves the text as it is."
 REASONING_PARSER = "Reads `<think>` out of the model's text; null leaves the text as it is."
@@ -61,6 +62,7 @@ class ExplorerSection(Section):
         ge=0,
         description="Further attempts after a failure or timeout, each from the start.",
     )
+    over_rollout: OverRolloutSection = OverRolloutSection()
     rollout_model: RolloutModelSection = RolloutModelSection()
     auxiliary_models: tuple[AuxiliaryModelSection, ...] = Field(
         default=(), description="Frozen models, each with the keys below."

@@ -101,7 +101,6 @@ _TOP = [
         "explorer_sync_interval",
         "trainer_sync_interval",
     ),
-    *_rows("synchronizer.", "a step never runs ahead", Values((0,)), "sync_offset"),
 ]
 
 _ALGORITHM = [
@@ -111,12 +110,6 @@ _ALGORITHM = [
         "the limit of the gradient's norm",
         Same("trainer.grad_clip"),
         "clip_grad",
-    ),
-    *_rows(
-        "algorithm.", "a step trains on its own rollouts", Values(("default",)), "sample_strategy"
-    ),
-    *_rows(
-        "algorithm.", "a step trains on its own rollouts", Values(({},)), "sample_strategy_args"
     ),
     *_rows(
         "algorithm.", "mixture-of-experts routing is not replayed", _OFF, "enable_router_replay"
@@ -425,11 +418,9 @@ _EXPLORER = [
         Values(("asynchronous", "multi-threading")),
         "concurrent_mode",
     ),
-    *_rows("explorer.over_rollout.", "a step waits for all of its rollouts", Values((0,)), "ratio"),
-    *_rows("explorer.", "not read unless over_rollout.ratio", _ANY, "over_rollout.**"),
     *_rows("explorer.dynamic_timeout.", "max_timeout is the limit", _OFF, "enable"),
     *_rows("explorer.", "not read unless dynamic_timeout.enable", _ANY, "dynamic_timeout.**"),
-    *_rows("explorer.", "a step never runs ahead", _ANY, "max_inflight_batches"),
+    *_rows("explorer.", "set synchronizer.sync_offset", _ANY, "max_inflight_batches"),
 ]
 
 _ONE_GPU = "the local trainer is one process on one device"

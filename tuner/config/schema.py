@@ -19,6 +19,7 @@ from tuner.config.algorithm_extras import AlgorithmExtras, CriticSection
 from tuner.config.buffer import BufferSection, EvalTasksetSection, RolloutArgs, TasksetSection
 from tuner.config.explorer import ExplorerSection, ModelSection
 from tuner.config.section import Section
+from tuner.config.synchronizer import SynchronizerSection
 
 MonitorName = Literal["tensorboard", "wandb", "mlflow", "swanlab"]
 
@@ -91,6 +92,11 @@ class RemoteModel(Section):
     model_name: str = Field(min_length=1, description="The model's name at that URL.")
     api_key_env: str | None = Field(
         default=None, min_length=1, description="Environment variable that holds the API key."
+    )
+    max_concurrent: int | None = Field(
+        default=None,
+        ge=1,
+        description="Requests to it at the same time, of all rollouts. Not set: any number.",
     )
 
 
@@ -197,6 +203,12 @@ class TunerSection(Section):
         ge=1,
         description="Tokens that the model may write in one rollout. Not set: any number.",
     )
+    max_tool_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description="Seconds that one attempt at a rollout may spend in the agent's own code and "
+        "tools, while no answer is awaited. Not set: `explorer.max_timeout` alone.",
+    )
     reasoning: Literal["template", "keep"] = Field(
         default="template",
         description="Earlier reasoning that the chat template or the agent leaves out of a prompt: "
@@ -260,6 +272,7 @@ class RunConfig(Section):
     model: ModelSection = ModelSection()
     buffer: BufferSection = BufferSection()
     explorer: ExplorerSection = ExplorerSection()
+    synchronizer: SynchronizerSection = SynchronizerSection()
     trainer: TrainerSection = TrainerSection()
     monitor: MonitorSection = MonitorSection()
     tuner: TunerSection = TunerSection()

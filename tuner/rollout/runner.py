@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from tuner.errors import FunctionError, RewardError, RewardTimeout
 from tuner.gateway import Gateway, SamplingDefaults, Session, SessionLimits
 from tuner.judge import call_judge
+from tuner.rollout.limits import Ending, ToolTime
 from tuner.rollout.seeds import derive_seed, seed_everything
 from tuner.traces import Outcome, RolloutId, Trace
 from tuner.workflow import Rejected, call_workflow
@@ -31,6 +33,7 @@ class RolloutSettings:
             asked again as often, with the same response.
         seed: Seed of the run; each rollout derives its own from it.
         limits: What the calls of one attempt may come to.
+        tool_seconds: Seconds that one attempt may spend while no call is in flight; None: any.
         deterministic: Set the global random states of Python, NumPy and torch at the start of
             each attempt; only one may then run at a time.
         needs_reward: Whether a rollout without a reward is a mistake in the program.
@@ -40,6 +43,7 @@ class RolloutSettings:
     max_retries: int
     seed: int
     limits: SessionLimits = field(default_factory=SessionLimits)
+    tool_seconds: float | None = None
     deterministic: bool = False
     needs_reward: bool = True
 
@@ -86,9 +90,22 @@ class RolloutRunner:
         self._settings = settings
 
     async def run(
-        self, task: dict[str, Any], id: RolloutId, defaults: SamplingDefaults
+        self,
+        task: dict[str, Any],
+        id: RolloutId,
+        defaults: SamplingDefaults,
+        *,
+        ending: Ending | None = None,
+        queued: float = 0.0,
     ) -> list[Trace]:
         """All attempts at one rollout; the last is final and is the one that counts.
+
+        Args:
+            task: The dataset's row.
+            id: Which rollout this is.
+            defaults: What calls that do not say are sampled with.
+            ending: Who may end it from outside.
+            queued: Seconds that it waited until there was room for it.
 
         Raises:
             FunctionError: A function returned something of the wrong type: a mistake in the
@@ -97,7 +114,11 @@ class RolloutRunner:
         traces: list[Trace] = []
         while True:
             number = len(traces) + 1
-            trace = await self._attempt(task, id, number, defaults)
+            if ending is not None and ending.reason is not None:
+                return [*traces, _not_begun(task, id, number, ending.reason)]
+            trace = await self._attempt(task, id, number, defaults, ending or Ending())
+            if not traces:
+                trace.seconds["queue"] = queued
             retry = trace.outcome in (Outcome.WORKFLOW_ERROR, Outcome.TIMEOUT)
             if not retry or number > self._settings.max_retries:
                 return [*traces, trace]
@@ -105,8 +126,14 @@ class RolloutRunner:
             traces.append(_superseded(trace))
 
     async def _attempt(
-        self, task: dict[str, Any], id: RolloutId, number: int, defaults: SamplingDefaults
+        self,
+        task: dict[str, Any],
+        id: RolloutId,
+        number: int,
+        defaults: SamplingDefaults,
+        ending: Ending,
     ) -> Trace:
+        started = time.time()
         seed = derive_seed(self._settings.seed, id, number)
         if self._settings.deterministic:
             seed_everything(seed)
@@ -114,10 +141,15 @@ class RolloutRunner:
             f"{id}-{number}", seed=seed, defaults=defaults, limits=self._settings.limits
         )
         state, metrics = _Attempt(), dict[str, float]()
+        tools = ToolTime(self._settings.tool_seconds, session)
         try:
             with self._auxiliary_models(session.id, seed) as auxiliary:
                 async with asyncio.timeout(self._settings.timeout) as deadline:
-                    await self._run_functions(task, session, dict(auxiliary), state, metrics)
+                    with ending.of(deadline):
+                        limited = partial(tools.limiting, deadline)
+                        await self._run_functions(
+                            task, session, dict(auxiliary), state, metrics, limited
+                        )
         except TimeoutError:
             pass
         finally:
@@ -125,6 +157,13 @@ class RolloutRunner:
         if deadline.expired():  # also when the workflow swallowed its cancellation
             state.outcome = Outcome.TIMEOUT
             state.error = f"no result within {self._settings.timeout:g} s (explorer.max_timeout)"
+            if ending.reason is not None:
+                state.outcome, state.error = Outcome.CANCELLED, ending.reason
+            elif tools.exceeded:
+                state.error = (
+                    f"{self._settings.tool_seconds:g} s in the agent's own code and tools "
+                    "(tuner.max_tool_seconds)"
+                )
         if state.outcome is Outcome.COMPLETED and all(call.undelivered for call in calls):
             state.outcome = Outcome.NO_CALLS
             state.error = (
@@ -144,6 +183,7 @@ class RolloutRunner:
             response=_as_text(state.response),
             error=state.error,
             attempt=number,
+            started=started,
             seconds={
                 "workflow": state.workflow_seconds,
                 "judge": state.judge_seconds,
@@ -158,17 +198,19 @@ class RolloutRunner:
         auxiliary: dict[str, Any],
         state: _Attempt,
         metrics: dict[str, float],
+        limited: Callable[[], AbstractContextManager[None]],
     ) -> None:
         started = time.perf_counter()
         try:
             model = self._make_model(session)
-            output = await call_workflow(
-                self._workflow,
-                task=dict(task),
-                model=model,
-                auxiliary_models=auxiliary,
-                logger=logger,
-            )
+            with limited():
+                output = await call_workflow(
+                    self._workflow,
+                    task=dict(task),
+                    model=model,
+                    auxiliary_models=auxiliary,
+                    logger=logger,
+                )
             if hasattr(model, "workflow_ended"):  # frameworks whose agents can stop half-way
                 model.workflow_ended()
         except asyncio.CancelledError:
@@ -249,6 +291,18 @@ def _check_reward(state: _Attempt, *, judged: bool, needed: bool) -> None:
 def _of_judge(error: Exception) -> Outcome:
     """A reward function that failed is the judge's failure, whoever called it."""
     return Outcome.JUDGE_TIMEOUT if isinstance(error, RewardTimeout) else Outcome.JUDGE_ERROR
+
+
+def _not_begun(task: dict[str, Any], id: RolloutId, number: int, reason: str) -> Trace:
+    return Trace(
+        id=id,
+        task=task,
+        calls=(),
+        outcome=Outcome.CANCELLED,
+        reward=None,
+        error=reason,
+        attempt=number,
+    )
 
 
 def _superseded(trace: Trace) -> Trace:

@@ -1,7 +1,7 @@
 """How far collection may run ahead of training: pure rules, in groups and updates.
 
 A group that begins at version b has tokens of version b and later. In the step that makes update
-v + 1 (the weights have seen v) its staleness is at most v - b, so within a bound s its *deadline* is
+v + 1 (the weights have seen v) its staleness is at most v - b: within a bound s its *deadline* is
 the step at v = b + s. `admissible` begins no more groups than steps can take before their
 deadlines; `in_time` keeps a step from leaving behind more than the later steps can take.
 """

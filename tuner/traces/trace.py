@@ -58,7 +58,9 @@ class Trace:
         error: One line on what went wrong, or None.
         attempt: Which start of the workflow this was, from 1; one attempt, one session.
         final: False for an attempt that a retry replaced; its calls are kept, never trained.
-        seconds: Time by part: "workflow", "judge", "generation" (time spent inside calls).
+        seconds: Time by part: "queue" (until there was room for it), "workflow", "judge",
+            "generation" (time spent inside calls).
+        started: Unix time at which the attempt began; 0 where nothing was begun.
     """
 
     id: RolloutId
@@ -72,6 +74,7 @@ class Trace:
     attempt: int = 1
     final: bool = True
     seconds: dict[str, float] = field(default_factory=dict)
+    started: float = 0.0
 
     @property
     def sampled_tokens(self) -> int:

@@ -5,8 +5,9 @@ A call of which the workflow masked a part has a row for each stretch that is le
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -113,6 +114,8 @@ def build_batch(
     *,
     penalty: float | None = None,
     selection: Selection = AS_GIVEN,
+    oldest: int = 0,
+    unfinished: Collection[tuple[int, int]] = (),
 ) -> Batch:
     """Choose what is trained; count, by reason, what is not.
 
@@ -124,6 +127,9 @@ def build_batch(
         traces: Every attempt of one step, in any order.
         penalty: Reward of a failed rollout (`tuner.on_failure: {penalize: value}`); None drops it.
         selection: Filters of groups, and what is done with rewards.
+        oldest: Tokens that were sampled by earlier weights than this version are not trained; the
+            rewards of their rollouts count all the same.
+        unfinished: Groups, as (step, task), that were ended early and are not to be used.
 
     Returns:
         The batch. `sampled_tokens == trained_tokens + sum(dropped_tokens.values())` holds.
@@ -147,8 +153,8 @@ def build_batch(
 
     used: list[tuple[Trace, float, int]] = []
     kept_groups = 0
-    for members in groups.values():
-        unused = selection.reason(members)
+    for key, members in groups.items():
+        unused = "unfinished_group" if key in unfinished else selection.reason(members)
         if unused is not None:
             tokens[unused] += sum(trace.sampled_tokens for trace, _ in members)
             rollouts[unused] += len(members)
@@ -164,6 +170,7 @@ def build_batch(
     rows: list[Row] = []
     peers = _peers(used, least=1 if selection.lone_rewards else 2)
     for index, (trace, _, group) in enumerate(used):
+        before = len(rows), tokens["stale"]
         for call in trace.calls:
             reward = call.reward if selection.needs_reward else None
             own = peers.get((group, call.role)) if reward is not None else None
@@ -174,6 +181,8 @@ def build_batch(
                 tokens[reason] += len(call.completion_ids)
                 continue
             tokens["masked"] += sum(stop - start for start, stop in call.masked)
+            stretches, stale = fresh(call, oldest)
+            tokens["stale"] += stale
             rows += [
                 Row(
                     call_id=call.id,
@@ -186,8 +195,10 @@ def build_batch(
                     peers=own,
                     versions=call.versions[start:stop],
                 )
-                for start, stop in call.stretches
+                for start, stop in stretches
             ]
+        if tokens["stale"] > before[1] and len(rows) == before[0]:
+            rollouts["stale"] += 1
     batch = Batch(
         rows=tuple(rows),
         rewards_R=torch.tensor([reward for _, reward, _ in used], dtype=torch.float64),
@@ -203,6 +214,15 @@ def build_batch(
             f"{batch.dropped_tokens} dropped do not add up; this is a bug in tuner"
         )
     return batch
+
+
+def fresh(call: Call, oldest: int) -> tuple[list[tuple[int, int]], int]:
+    """The stretches of a call that weights of version `oldest` or later sampled, and how many
+    tokens of its stretches older ones did. Versions never fall within a call."""
+    first = bisect_left(call.versions, oldest)
+    stretches = [(max(start, first), stop) for start, stop in call.stretches if stop > first]
+    kept = sum(stop - start for start, stop in stretches)
+    return stretches, sum(stop - start for start, stop in call.stretches) - kept
 
 
 def untrainable(call: Call) -> str | None:
