@@ -90,16 +90,20 @@ def test_no_signal_without_different_rewards_in_a_group(traces):
 
 
 def test_time_is_split_over_the_parts_and_adds_up():
-    traces = [
-        trace(0, i, [], reward=1, seconds={"workflow": 4, "generation": 3, "judge": 1})
-        for i in range(2)
-    ]
-    split = time_split(traces, collecting=5.0, training=2.0)
+    seconds = {"workflow": 4, "generation": 3, "judge": 1, "queue": 2}
+    traces = [trace(0, i, [], reward=1, seconds=seconds) for i in range(2)]
+    split = time_split(traces, 5.0, 2.0, 0.5)
     assert split == {
         "time/generation": 3.0,
         "time/agent": 1.0,
         "time/judge": 1.0,
+        "time/idle": 5.0,
         "time/training": 2.0,
+        "time/sync": 0.5,
+        "rollout_seconds/generation": 3.0,
+        "rollout_seconds/agent": 1.0,
+        "rollout_seconds/judge": 1.0,
+        "rollout_seconds/queue": 2.0,
     }
 
 

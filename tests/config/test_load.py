@@ -134,6 +134,9 @@ def test_trinity_keys_are_refused_where_they_would_ask_for_something_else(overri
     "override",
     [
         "synchronizer.sync_method=checkpoint",
+        "synchronizer.sync_offset=2",
+        "algorithm.sample_strategy_args={}",
+        "explorer.max_inflight_batches=4",
         "cluster.node_num=1",
         "cluster.gpu_per_node=0",
         "buffer.train_batch_size=256",

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import math
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +17,7 @@ from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults
 from tuner.judge import JudgeOutput
 from tuner.rewards import in_process
 from tuner.rollout import RolloutRunner, RolloutSettings, StepPlan, collect
+from tuner.rollout.limits import Ending
 from tuner.traces import Outcome, RolloutId, TraceStore
 from tuner.workflow import Rejected, WorkflowOutput
 
@@ -348,3 +350,55 @@ async def test_a_rejected_rollout_is_not_retried_and_does_not_abort(make_runner,
         abort_on_failure=True,
     )
     assert [t.outcome for t in traces] == ["rejected", "rejected"]
+
+
+async def test_a_rollout_that_is_ended_from_outside_keeps_what_it_sampled(make_runner):
+    ending, asked = Ending(), asyncio.Event()
+
+    async def workflow(task, model):
+        await ask(model)
+        asked.set()
+        await asyncio.sleep(1000)
+
+    runner = make_runner(workflow, retries=2)
+    running = asyncio.ensure_future(
+        runner.run({"question": "hi"}, RolloutId(1, 0, 0), DEFAULTS, ending=ending)
+    )
+    await asked.wait()
+    ending.end("enough")
+    (trace,) = await running
+    assert (trace.outcome, trace.error, trace.reward) == (Outcome.CANCELLED, "enough", None)
+    assert trace.sampled_tokens > 0
+    # One that has not begun does not begin.
+    (trace,) = await runner.run({}, RolloutId(1, 0, 1), DEFAULTS, ending=ending)
+    assert (trace.outcome, trace.calls, trace.started) == (Outcome.CANCELLED, (), 0.0)
+
+
+async def test_time_in_tools_is_limited_and_time_in_answers_is_not(make_runner):
+    async def workflow(task, model):
+        for _ in range(3):
+            await ask(model)
+        await asyncio.sleep(task["seconds"])
+        return WorkflowOutput(reward=1.0)
+
+    runner = make_runner(workflow)
+    runner._settings = replace(runner._settings, tool_seconds=0.3)
+    (trace,) = await run(runner, {"seconds": 1000})
+    assert trace.outcome is Outcome.TIMEOUT
+    assert "0.3 s in the agent's own code and tools (tuner.max_tool_seconds)" in trace.error
+    assert len(trace.calls) == 3
+    (trace,) = await run(runner, {"seconds": 0})
+    assert trace.outcome is Outcome.COMPLETED
+
+
+async def test_waiting_for_room_is_told_apart_from_running(make_runner, tmp_path):
+    async def workflow(task, model):
+        await ask(model)
+        await asyncio.sleep(0.02)
+        return WorkflowOutput(reward=1.0)
+
+    traces = await collect(plan(1, 3), make_runner(workflow), TraceStore(tmp_path), max_running=1)
+    queues = [trace.seconds["queue"] for trace in traces]
+    assert queues[0] < 0.02 <= queues[1]
+    assert queues[2] >= queues[1] + 0.02
+    assert [trace.started for trace in traces] == sorted(trace.started for trace in traces)

@@ -163,10 +163,10 @@ class PPOActor:
         """Let the engine serve the new weights, and generate again unless it is paused.
 
         Args:
-            meta: Of no effect beyond its checks: the weights are the same ones.
+            meta: Of no effect beyond its checks: the weights are in the same process.
         """
-        trainer, engine = self.trainer, self._run.stack.engine
-        self._run.weights_are(lambda: trainer.update_weights(engine))
+        trainer, stack = self.trainer, self._run.stack
+        self._run.weights_are(lambda: stack.publish(trainer))
 
     def get_version(self) -> int:
         """Updates that the weights have seen."""

@@ -169,6 +169,7 @@ class GRPOConfig:
             "explorer.runner_per_model": self.rollout.max_concurrent_rollouts,
             "explorer.max_timeout": self.rollout.request_timeout,
             "explorer.max_retry_times": self.rollout.request_retries,
+            "synchronizer.sync_offset": self.rollout.max_head_offpolicyness,
             "tuner.seed": self.seed,
             "tuner.algorithm.reward_scale": actor.reward_scaling,
             "tuner.algorithm.reward_bias": actor.reward_bias,

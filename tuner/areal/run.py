@@ -85,7 +85,11 @@ class Run:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Hold generation while the block runs: one model computes one thing at a time."""
+        """Hold generation while the block runs: one model computes one thing at a time. Where
+        generation has weights of its own, it goes on."""
+        if self.stack.served is not None:
+            yield
+            return
         held = self._hold()
         try:
             yield
@@ -115,8 +119,8 @@ class Run:
             self.call(held.aclose)
 
     def weights_will_change(self) -> None:
-        """Hold generation from now on until `weights_are`."""
-        if self._training is None:
+        """Hold generation from now on until `weights_are`, unless it has weights of its own."""
+        if self._training is None and self.stack.served is None:
             self._training = self._hold()
 
     def weights_are(self, publish: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -30,7 +30,13 @@ class AuxiliaryModels:
         self._local[name] = (gateway, defaults)
 
     def add_remote(
-        self, name: str, *, base_url: str, model_name: str, api_key_env: str | None
+        self,
+        name: str,
+        *,
+        base_url: str,
+        model_name: str,
+        api_key_env: str | None,
+        max_concurrent: int | None = None,
     ) -> None:
         """A model behind any OpenAI-compatible URL.
 
@@ -44,7 +50,11 @@ class AuxiliaryModels:
                 "variable is not set; set it, or leave api_key_env out if no key is needed"
             )
         self._remote[name] = remote_chat_model(
-            base_url=base_url, api_key=key, model_name=model_name, kind=self._kind
+            base_url=base_url,
+            api_key=key,
+            model_name=model_name,
+            kind=self._kind,
+            max_concurrent=max_concurrent,
         )
 
     @contextmanager

@@ -11,7 +11,7 @@ from tuner.backends.stack import Stack
 from tuner.config import RunConfig
 from tuner.config.buffer import EvalTasksetSection
 from tuner.gateway import SamplingDefaults
-from tuner.monitors import ConsoleMonitor
+from tuner.monitors import ConsoleMonitor, Timeline
 from tuner.rollout import Rollouts, StepPlan
 from tuner.traces import Outcome, Trace, TraceStore
 
@@ -26,6 +26,7 @@ class Collector:
         store: Where traces go; what it already holds is not run again.
         eval_tasks: Rows of each evaluation set, by its name.
         console: Where people look.
+        timeline: Where rollouts are noted.
     """
 
     def __init__(
@@ -34,10 +35,12 @@ class Collector:
         store: TraceStore,
         eval_tasks: Mapping[str, list[Task]],
         console: ConsoleMonitor,
+        timeline: Timeline,
     ) -> None:
         self._config = config
         self._store = store
         self._console = console
+        self._timeline = timeline
         self._rollouts: Rollouts | None = None
         self.eval_tasks = dict(eval_tasks)
 
@@ -47,7 +50,9 @@ class Collector:
             assert stack.runner is not None, "without a workflow nothing can be rolled out"
             # One after the other, the global random states belong to one rollout at a time.
             most = 1 if self._config.tuner.deterministic else self._config.explorer.runner_per_model
-            self._rollouts = Rollouts(stack.runner, self._store, max_running=most)
+            self._rollouts = Rollouts(
+                stack.runner, self._store, max_running=most, on_end=self._timeline.rollout
+            )
         return self._rollouts
 
     def training(

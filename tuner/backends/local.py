@@ -127,7 +127,11 @@ class _RolloutLoop(Loop):
         config, groups = self.config, self._groups
         assert groups is not None, "begin() was called"
         started = time.perf_counter()
-        collected = await groups.take(step)
+        timeline, console = self.record.timeline, self.record.console
+        size, repeat = config.buffer.batch_size, config.algorithm.repeat_times
+        console.begin(f"step {step}", size * repeat, step=step)
+        with timeline.span("waiting for rollouts", step=step):
+            collected = await groups.take(step)
         idle = time.perf_counter() - started
         self._latest = traces = collected.traces
         penalty = config.tuner.on_failure
@@ -174,9 +178,11 @@ class _RolloutLoop(Loop):
             return update
 
         async with stack.training():
-            update = await self.off_the_loop(stack, work)
+            with self.record.timeline.span("training", version=trainer.step + 1):
+                update = await self.off_the_loop(stack, work)
             trained = time.perf_counter()
-            await stack.publish(trainer)
+            with self.record.timeline.span("weights", version=trainer.step):
+                await stack.publish(trainer)
         return update, time.perf_counter() - trained
 
     def diagnosis(self) -> str | None:

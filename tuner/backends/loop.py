@@ -38,7 +38,11 @@ class Loop(ABC):
         self.record = RunRecord(config, directory, total_steps)
         self._thread = ThreadPoolExecutor(1, "tuner-training")
         self.rollouts = Collector(
-            config, TraceStore(directory.traces), eval_tasks, self.record.console
+            config,
+            TraceStore(directory.traces),
+            eval_tasks,
+            self.record.console,
+            self.record.timeline,
         )
 
     def begin(self, stack: Stack) -> None:  # noqa: B027  # a loop may need nothing
@@ -98,18 +102,21 @@ class Loop(ABC):
         evaluates = bool(self.rollouts.eval_tasks)
         if not record.history and config.explorer.eval_on_startup and evaluates:
             started = time.perf_counter()
-            metrics = await self.rollouts.evaluate(stack, step=0)
+            with record.timeline.span("evaluation", step=0):
+                metrics = await self.rollouts.evaluate(stack, step=0)
             record.log(0, {**metrics, "time/step": time.perf_counter() - started})
         for step in range(record.start + 1, record.total_steps + 1):
             started = time.perf_counter()
             metrics = await self.step(step, stack, trainer)
             last = step == record.total_steps
             if evaluates and (last or is_due(step, config.explorer.eval_interval)):
-                metrics |= await self.rollouts.evaluate(stack, step)
+                with record.timeline.span("evaluation", step=step):
+                    metrics |= await self.rollouts.evaluate(stack, step)
             metrics["time/step"] = time.perf_counter() - started
             record.log(step, metrics)
             if last or is_due(step, config.trainer.save_interval):
-                await self.off_the_loop(stack, partial(record.save, step, stack, trainer))
+                with record.timeline.span("checkpoint", step=step):
+                    await self.off_the_loop(stack, partial(record.save, step, stack, trainer))
             reason = self.diagnosis()
             if reason is not None:
                 raise TrainingError(reason)

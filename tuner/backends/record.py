@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tuner.backends.advice import advice
 from tuner.backends.resume import check_same_run
 from tuner.backends.run_directory import (
     TRAINER_STATE,
@@ -20,7 +21,7 @@ from tuner.backends.run_directory import (
 from tuner.backends.stack import Stack, build_trainer
 from tuner.backends.summary import summarize
 from tuner.config import RunConfig
-from tuner.monitors import ConsoleMonitor, JsonlMonitor, Monitor, open_tracker
+from tuner.monitors import ConsoleMonitor, JsonlMonitor, Monitor, Timeline, open_tracker
 from tuner.result import TuneResult
 from tuner.training import PolicyTrainer
 
@@ -36,6 +37,7 @@ class RunRecord:
         start: The step that the run goes on after, 0 at its beginning.
         history: The metrics of each step so far, as in `metrics.jsonl`.
         console: Where people look.
+        timeline: What happened when.
     """
 
     def __init__(self, config: RunConfig, directory: RunDirectory, total_steps: int) -> None:
@@ -47,7 +49,9 @@ class RunRecord:
         # Without a checkpoint even step 0, the evaluation before training, is done again.
         self.history = read_metrics(directory.metrics, up_to=self.start if steps else -1)
         self.console = ConsoleMonitor(total_steps)
+        self.timeline = Timeline(directory.timeline)
         self._monitors: list[Monitor] = []
+        self._advised: set[str] = set()
 
     @property
     def weights(self) -> Path | None:
@@ -94,6 +98,10 @@ class RunRecord:
         self.history.append({"step": step, **metrics})
         for monitor in self._monitors:
             monitor.log(step, metrics)
+        found = advice(self.history, self.config)
+        if found is not None and found[0] not in self._advised:
+            self._advised.add(found[0])
+            self.console.say(f"step {step}: {found[1]}")
 
     def save(self, step: int, stack: Stack, trainer: PolicyTrainer) -> None:
         """Write the checkpoint of a step."""
@@ -124,6 +132,7 @@ class RunRecord:
         return result
 
     def close(self) -> None:
+        self.timeline.close()
         for monitor in self._monitors:
             monitor.close()
 

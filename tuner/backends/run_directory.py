@@ -26,6 +26,7 @@ class RunDirectory:
         self.path = path
         self.config = path / "config.yaml"
         self.metrics = path / "metrics.jsonl"
+        self.timeline = path / "timeline.json"
         self.batches = path / "batches.jsonl"
         self.result = path / "result.json"
         self.traces = path / "traces"

@@ -381,6 +381,7 @@ def _add_auxiliary_models(
             base_url=remote.base_url,
             model_name=remote.model_name,
             api_key_env=remote.api_key_env,
+            max_concurrent=remote.max_concurrent,
         )
     return loaded
 

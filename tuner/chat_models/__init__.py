@@ -53,13 +53,32 @@ def chat_model(session: Session, *, kind: ChatModelKind) -> Any:
     return _CLASSES[kind]()(session)
 
 
-def remote_chat_model(*, base_url: str, api_key: str, model_name: str, kind: ChatModelKind) -> Any:
+def remote_chat_model(
+    *,
+    base_url: str,
+    api_key: str,
+    model_name: str,
+    kind: ChatModelKind,
+    max_concurrent: int | None = None,
+) -> Any:
     """A model behind an OpenAI-compatible URL, in the form of the framework.
+
+    Whoever uses it holds back when the API asks for it (`tuner.chat_models.patience`).
+
+    Args:
+        max_concurrent: Requests in flight at most; None: any number.
 
     Raises:
         MissingDependencyError: The framework is not installed in a version that works.
     """
-    return _REMOTE[kind](base_url=base_url, api_key=api_key, model_name=model_name)
+    from tuner.chat_models.patience import PatientClient
+
+    return _REMOTE[kind](
+        base_url=base_url,
+        api_key=api_key,
+        model_name=model_name,
+        http_client=PatientClient(max_concurrent=max_concurrent),
+    )
 
 
 def default_kind() -> ChatModelKind:

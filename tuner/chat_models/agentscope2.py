@@ -114,7 +114,9 @@ def trinity_chat_model() -> type[Any]:
     return TrinityChatModel
 
 
-def agentscope2_remote_model(*, base_url: str, api_key: str, model_name: str) -> Any:
+def agentscope2_remote_model(
+    *, base_url: str, api_key: str, model_name: str, http_client: Any
+) -> Any:
     """AgentScope 2.x's chat model for a URL, with the attributes of the one that is trained.
 
     Raises:
@@ -125,6 +127,7 @@ def agentscope2_remote_model(*, base_url: str, api_key: str, model_name: str) ->
         credential=credential.OpenAICredential(api_key=api_key, base_url=base_url),
         model=model_name,
         stream=False,
+        client_kwargs={"http_client": http_client},
     )
     remote.base_url, remote.api_key, remote.model_name = base_url, api_key, model_name
     return remote

@@ -14,7 +14,7 @@ from rich.table import Table
 from tuner.result import TuneResult
 from tuner.traces import Outcome
 
-_PARTS = ("generation", "agent", "judge", "training")
+_PARTS = ("generation", "agent", "judge", "training", "sync")
 # What some algorithms have in place of a reward.
 _SHOWN = {
     "train/kl_teacher": "KL to teacher",

@@ -49,10 +49,19 @@ class Rollouts:
         runner: Runs one.
         store: Where traces go.
         max_running: Rollouts at the same time, whoever asked for them.
+        on_end: Sees every attempt that was run, once it is stored.
     """
 
-    def __init__(self, runner: RolloutRunner, store: TraceStore, *, max_running: int) -> None:
+    def __init__(
+        self,
+        runner: RolloutRunner,
+        store: TraceStore,
+        *,
+        max_running: int,
+        on_end: Callable[[Trace], None] = lambda trace: None,
+    ) -> None:
         self._runner = runner
+        self._on_end = on_end
         self._store = store
         self._slots = asyncio.Semaphore(max_running)
 
@@ -96,6 +105,7 @@ class Rollouts:
                 attempts = await self._runner.run(task, id, defaults, ending=ending, queued=queued)
             for trace in attempts:
                 self._store.append(trace)
+                self._on_end(trace)
                 on_trace(trace)
             traces.extend(attempts)
             if ending is not None and ending.reason is not None:

@@ -1,0 +1,59 @@
+"""A small asynchronous run in a process of its own, which may be made to kill itself.
+
+python -m tests.backends.async_runs MODEL ROOT [MOMENT:COUNT]
+"""
+
+import asyncio
+import sys
+
+from tests.backends import runs
+from tuner.backends import run_directory
+from tuner.backends.local import run_local
+from tuner.training import PolicyTrainer
+from tuner.workflow import WorkflowOutput
+
+STEPS = 6
+
+
+def config(model, root, *overrides, staleness=2):
+    return runs.config(
+        model,
+        root,
+        "tuner.deterministic=false",
+        f"synchronizer.sync_offset={staleness}",
+        f"buffer.total_steps={STEPS}",
+        "explorer.runner_per_model=6",
+        *overrides,
+    )
+
+
+async def workflow(task, model):
+    """Two answers, with a tool between them that takes some rollouts much longer than others."""
+    first = await runs.ask(model, task["question"])
+    for _ in range(sum(map(ord, first)) % 5 * 20):
+        await asyncio.sleep(0)
+    return WorkflowOutput(response=first + await runs.ask(model, first))
+
+
+def main(model, root, moment="never:0"):
+    what, count = moment.split(":")
+    judge = runs.judge
+    if what == "judge":
+        judge = runs.killing_itself(judge, int(count))
+    elif what == "update":
+        PolicyTrainer.step_lr_scheduler = runs.killing_itself(
+            PolicyTrainer.step_lr_scheduler, int(count)
+        )
+    elif what == "rename":
+        run_directory.os.replace = runs.killing_itself(run_directory.os.replace, int(count))
+    run_local(
+        config(model, root),
+        workflow=workflow,
+        judge=judge,
+        train_tasks=runs.TRAIN,
+        eval_tasks={"held-out": runs.EVAL},
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,257 @@
+"""Collection that runs ahead of training: exactness, bounds, accounts, kills."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.backends import async_runs, runs
+from tuner.backends.local import deterministic_torch, run_local
+from tuner.backends.order import batch_indices
+from tuner.backends.serving import ServedCopy
+from tuner.backends.stack import build_stack, build_trainer, selection
+from tuner.errors import FunctionError
+from tuner.gateway import SamplingDefaults
+from tuner.rollout import StepPlan, collect
+from tuner.traces import TraceStore
+from tuner.training import PolicyTrainer, build_batch
+from tuner.workflow import WorkflowOutput
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def tune(config, workflow=async_runs.workflow, judge=runs.judge):
+    return run_local(
+        config,
+        workflow=workflow,
+        judge=judge,
+        train_tasks=runs.TRAIN,
+        eval_tasks={"held-out": runs.EVAL},
+    )
+
+
+def counted(row):
+    dropped = sum(n for name, n in row.items() if name.startswith("tokens/dropped/"))
+    return row["tokens/sampled"] == row["tokens/trained"] + dropped
+
+
+def test_without_staleness_it_is_the_loop_that_takes_turns_bit_for_bit(random_model_path, tmp_path):
+    """Beside a loop written out here: collect, wait for all, train, publish."""
+    config = runs.config(random_model_path, tmp_path / "a", "synchronizer.sync_offset=0")
+    found = tune(config, runs.workflow)
+
+    async def by_turns():
+        stack = build_stack(config, workflow=runs.workflow, judge=runs.judge)
+        trainer = build_trainer(config, stack, total_steps=6)
+        store = TraceStore(tmp_path / "b")
+        for step in range(1, 7):
+            rows = batch_indices(
+                step, size=2, rows=7, selector=config.buffer.explorer_input.taskset.data_selector
+            )
+            tasks = [runs.TRAIN[row] for row in rows]
+            plan = StepPlan("train", step, tasks, 3, SamplingDefaults(max_tokens=6))
+            traces = await collect(plan, stack.runner, store, max_running=1)
+            batch = build_batch(traces, selection=selection(config))
+            scored = trainer.compute_ref_logp(trainer.compute_advantages(batch))
+            trainer.ppo_update(scored)
+            trainer.step_lr_scheduler()
+            await trainer.update_weights(stack.engine)
+        await stack.aclose()
+        return {name: p.detach().clone() for name, p in stack.model.named_parameters()}
+
+    with deterministic_torch(True):
+        expected = asyncio.run(by_turns())
+    saved = load_file(found.checkpoint / "model.safetensors")
+    compared = [name for name in saved if name in expected]
+    assert len(compared) > 10
+    assert all(torch.equal(saved[name], expected[name]) for name in compared)
+
+
+@pytest.fixture(scope="module")
+def ahead(random_model_path, tmp_path_factory):
+    """A run two steps ahead at most, and what happened while its updates were computed."""
+    seen = {"sampled during training": 0, "training": False}
+    update = PolicyTrainer.ppo_update
+
+    def watched(trainer, scored):
+        seen["training"] = True
+        try:
+            return update(trainer, scored)
+        finally:
+            seen["training"] = False
+
+    async def judge(task, response):
+        seen["sampled during training"] += seen["training"]
+        return await runs.judge(task, response)
+
+    PolicyTrainer.ppo_update = watched
+    try:
+        config = async_runs.config(random_model_path, tmp_path_factory.mktemp("ahead"))
+        yield tune(config, judge=judge), seen
+    finally:
+        PolicyTrainer.ppo_update = update
+
+
+def test_collection_goes_on_while_an_update_is_computed(ahead):
+    result, seen = ahead
+    assert result.steps == async_runs.STEPS
+    assert seen["sampled during training"] > 0
+    assert max(row.get("staleness/max", 0) for row in result.history) > 0
+
+
+def test_every_group_is_trained_once_and_no_token_is_too_old(ahead):
+    result, _ = ahead
+    lines = (result.run_dir / "batches.jsonl").read_text().splitlines()
+    groups = [number for line in lines for number in json.loads(line)["groups"]]
+    assert sorted(groups) == list(range(2 * async_runs.STEPS))
+    steps = [row for row in result.history if row["step"]]
+    assert all(counted(row) for row in steps)
+    assert all(row["staleness/max"] <= 2 for row in steps)
+    assert not any("tokens/dropped/stale" in row for row in steps)
+    assert result.outcomes == {"completed": 2 * 3 * async_runs.STEPS}
+
+
+def test_every_token_has_the_log_prob_of_the_weights_that_sampled_it(ahead, random_model_path):
+    """Calls of each version, computed again with the checkpoint of that version."""
+    from transformers import AutoModelForCausalLM
+
+    result, _ = ahead
+    paths = {0: random_model_path}
+    for folder in (result.run_dir / "checkpoints").iterdir():
+        paths[json.loads((folder / "version.json").read_text())["version"]] = folder
+    models = {
+        version: AutoModelForCausalLM.from_pretrained(path) for version, path in paths.items()
+    }
+    store, checked, mixed = TraceStore(result.run_dir / "traces"), 0, 0
+    for step in range(1, async_runs.STEPS + 1):
+        for call in (call for trace in store.read("train", step) for call in trace.calls):
+            mixed += len(set(call.versions)) > 1
+            for place, version in enumerate(call.versions):
+                if version not in models:
+                    continue
+                ids = torch.tensor([call.prompt_ids + call.completion_ids[:place]])
+                with torch.no_grad():
+                    logp = models[version](ids).logits[0, -1].log_softmax(-1)
+                assert logp[call.completion_ids[place]].item() == pytest.approx(
+                    call.logprobs[place], abs=1e-4
+                )
+                checked += 1
+    assert checked > 100
+    assert mixed > 0
+
+
+def test_what_is_too_old_is_left_out_and_counted_where_a_step_does_not_wait(
+    random_model_path, tmp_path
+):
+    slow = {"left": 2}
+
+    async def workflow(task, model):
+        text = await runs.ask(model, task["question"])
+        if (
+            slow["left"] and "train" in task["question"]
+        ):  # the first rollouts go on until training is far ahead
+            slow["left"] -= 1
+            while not (tmp_path / "p/run/batches.jsonl").exists() or (  # noqa: ASYNC110
+                (tmp_path / "p/run/batches.jsonl").read_text().count("\n") < 4
+            ):
+                await asyncio.sleep(0.005)
+        return WorkflowOutput(response=text + await runs.ask(model, text))
+
+    result = tune(
+        async_runs.config(
+            random_model_path,
+            tmp_path,
+            "algorithm.sample_strategy=staleness_control",
+            "algorithm.sample_strategy_args.max_staleness=1",
+        ),
+        workflow,
+    )
+    steps = [row for row in result.history if row["step"]]
+    assert all(counted(row) for row in steps)
+    assert all(row.get("staleness/max", 0) <= 1 for row in steps)
+    assert result.tokens.dropped["stale"] > 0
+
+
+def start(model, root, moment="never:0"):
+    command = [sys.executable, "-m", "tests.backends.async_runs", str(model), str(root), moment]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True).returncode
+
+
+def test_killed_run_takes_its_steps_again_and_loses_no_rollout(random_model_path, tmp_path):
+    assert start(random_model_path, tmp_path, "update:4") == -signal.SIGKILL
+    folder = tmp_path / "p" / "run"
+    before = (folder / "batches.jsonl").read_text()
+    traces = {path: path.read_bytes() for path in (folder / "traces").glob("step_*.jsonl")}
+    assert before.count("\n") == 4  # one more than was trained, two more than were saved
+    result = tune(async_runs.config(random_model_path, tmp_path))
+    assert (folder / "batches.jsonl").read_text().startswith(before)
+    for path, content in traces.items():
+        assert path.read_bytes().startswith(content), "a rollout that ended was run again"
+    steps = [row for row in result.history if row["step"]]
+    assert [row["step"] for row in steps] == list(range(1, async_runs.STEPS + 1))
+    assert all(counted(row) for row in steps)
+    assert all(row["staleness/max"] <= 2 for row in steps)
+    assert result.outcomes == {"completed": 2 * 3 * async_runs.STEPS}
+
+
+def test_a_mistake_in_a_function_stops_the_run_while_others_are_under_way(
+    random_model_path, tmp_path
+):
+    async def workflow(task, model):
+        await runs.ask(model, task["question"])
+        return 3
+
+    with pytest.raises(FunctionError):
+        tune(async_runs.config(random_model_path, tmp_path), workflow)
+
+
+def test_a_served_copy_changes_only_when_it_is_told_to():
+    model = torch.nn.Linear(3, 3)
+    model.bias.requires_grad_(False)
+    served = ServedCopy(model)
+    with torch.no_grad():
+        model.weight.add_(1)
+    assert not torch.equal(served.model.weight, model.weight)
+    assert served.model.bias is model.bias
+    served.update()
+    assert torch.equal(served.model.weight, model.weight)
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_the_slowest_tasks_of_a_step_are_ended_once_the_others_are_complete(
+    random_model_path, tmp_path, partial
+):
+    """One of the two tasks of each step has a rollout that would never end."""
+
+    async def workflow(task, model):
+        text = await runs.ask(model, task["question"])
+        if task["question"].startswith("train") and model.session.id.split("-")[2:4] == ["1", "2"]:
+            await asyncio.Event().wait()
+        return WorkflowOutput(response=text)
+
+    result = tune(
+        async_runs.config(
+            random_model_path,
+            tmp_path,
+            "explorer.over_rollout.ratio=0.5",
+            "explorer.over_rollout.wait_after_min=0.2",
+            f"explorer.over_rollout.return_partial_tasks={partial}",
+            "buffer.total_steps=2",
+            staleness=0,
+        ),
+        workflow,
+    )
+    assert result.outcomes == {"completed": 10, "cancelled": 2}
+    steps = [row for row in result.history if row["step"]]
+    assert all(counted(row) for row in steps)
+    assert result.tokens.dropped["cancelled"] > 0
+    assert [row.get("rollouts/dropped/unfinished_group", 0) for row in steps] == (
+        [0, 0] if partial else [2, 2]
+    )
+    assert [row["groups/used"] for row in steps] == ([2, 2] if partial else [1, 1])

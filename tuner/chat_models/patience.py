@@ -1,0 +1,78 @@
+"""Requests to somebody else's API that hold back when it says so, all rollouts together."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import openai
+
+TRIES = 10
+"""Times that a request is sent at most while the API answers that there are too many."""
+_FIRST, _LONGEST = 0.5, 60.0
+"""Seconds to wait where the API does not say; they double with each answer."""
+
+
+class PatientClient(openai.DefaultAsyncHttpxClient):
+    """Limits the requests in flight, and obeys `retry-after`.
+
+    One of these serves all rollouts of a run. When one request is told to wait (429, or 503 with
+    `retry-after`), all wait until then; that request is sent again, at most `TRIES` times.
+
+    Args:
+        max_concurrent: Requests at most that wait for an answer; None: any number.
+        options: As the client of the library takes them that openai uses, httpx or httpx2.
+    """
+
+    def __init__(self, *, max_concurrent: int | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self._slots = None if max_concurrent is None else asyncio.Semaphore(max_concurrent)
+        self._not_before = 0.0
+
+    async def send(self, request: Any, **options: Any) -> Any:
+        """As the library has it; waiting here counts in nobody's time limit but the
+        rollout's own."""
+        async with self._slots or nullcontext():
+            return await self._patiently(request, options)
+
+    async def _patiently(self, request: Any, options: dict[str, Any]) -> Any:
+        for number in range(1, TRIES + 1):
+            while (left := self._not_before - time.monotonic()) > 0:  # noqa: ASYNC110
+                await asyncio.sleep(left)
+            response = await super().send(request, **options)
+            wait = _asked_to_wait(response, number)
+            if wait is None or number == TRIES:
+                break
+            await response.aclose()
+            self._not_before = max(self._not_before, time.monotonic() + wait)
+        return response
+
+
+def _asked_to_wait(response: Any, number: int) -> float | None:
+    """Seconds until the request may be sent again, or None where that is not the answer."""
+    asked = _retry_after(response.headers)
+    if response.status_code == 429 or (response.status_code == 503 and asked is not None):
+        return min(_LONGEST, _FIRST * 2 ** (number - 1)) if asked is None else asked
+    return None
+
+
+def _retry_after(headers: Mapping[str, str]) -> float | None:
+    """The header's seconds, from milliseconds, seconds or a date; None where there is none."""
+    try:
+        if "retry-after-ms" in headers:
+            return max(0.0, float(headers["retry-after-ms"]) / 1000)
+        return max(0.0, float(headers["retry-after"]))
+    except KeyError:
+        return None
+    except ValueError:
+        pass
+    try:
+        when = parsedate_to_datetime(headers["retry-after"])
+    except ValueError:
+        return None
+    return max(0.0, (when - datetime.now(UTC)).total_seconds())

@@ -1,0 +1,121 @@
+"""Where the time of a run goes, as a trace that Perfetto and chrome://tracing open.
+
+`timeline.json` is Chrome's JSON array of events, written as things end; its closing bracket, which
+the format lets one leave out, is never written, so a killed run leaves a file that opens and the
+next part of the run appends to it. Times are microseconds of Unix time.
+
+Rows of the process "trainer" are what the loop does; each row of "rollouts" holds one rollout at a
+time, with its answers and its judge inside it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import time
+from typing import Any, TextIO
+
+from tuner.traces import Call, Trace
+
+_TRAINER, _ROLLOUTS = 1, 2
+
+
+class Timeline:
+    """Appends to one file.
+
+    Args:
+        path: `timeline.json`; opened when there is something to write.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+        self._busy_until: list[float] = []  # of each row of rollouts, Unix seconds
+
+    @contextmanager
+    def span(self, name: str, **args: Any) -> Iterator[None]:
+        """Something that the loop does while the block runs."""
+        started = time()
+        try:
+            yield
+        finally:
+            self._span(_TRAINER, 0, name, started, time() - started, args)
+
+    def rollout(self, trace: Trace) -> None:
+        """An attempt at a rollout, when it has ended."""
+        if not trace.started:
+            return
+        workflow = trace.seconds.get("workflow", 0.0)
+        judge = trace.seconds.get("judge", 0.0)
+        row = self._row(trace.started, trace.started + workflow + judge)
+        about = {
+            "outcome": trace.outcome.value,
+            "reward": trace.reward,
+            "queue": trace.seconds.get("queue", 0.0),
+            "attempt": trace.attempt,
+        }
+        self._span(_ROLLOUTS, row, str(trace.id), trace.started, workflow + judge, about)
+        for start, end, calls in _answering(trace.calls):
+            versions = sorted({version for call in calls for version in call.versions})
+            tokens = sum(len(call.completion_ids) for call in calls)
+            self._span(
+                _ROLLOUTS, row, "generation", start, end - start,
+                {"calls": len(calls), "tokens": tokens, "versions": versions},
+            )  # fmt: skip
+        if judge:
+            self._span(_ROLLOUTS, row, "judge", trace.started + workflow, judge, {})
+
+    def _row(self, start: float, end: float) -> int:
+        """The first row that is free from `start` to `end`."""
+        for row, until in enumerate(self._busy_until):
+            if until <= start:
+                self._busy_until[row] = end
+                return row
+        self._busy_until.append(end)
+        return len(self._busy_until) - 1
+
+    def _span(
+        self, process: int, row: int, name: str, start: float, seconds: float, args: dict[str, Any]
+    ) -> None:
+        times = {"ts": round(start * 1e6), "dur": round(seconds * 1e6)}
+        self._write({"ph": "X", "name": name, "pid": process, "tid": row, **times, "args": args})
+
+    def _write(self, event: dict[str, Any]) -> None:
+        if self._file is None:
+            self._file = self._open()
+        self._file.write(json.dumps(event) + ",\n")
+        self._file.flush()
+
+    def _open(self) -> TextIO:
+        before = self._path.read_bytes() if self._path.exists() else b""
+        if not before.endswith(b"\n"):  # a torn line
+            before = before[: before.rfind(b"\n") + 1]
+            self._path.write_bytes(before)
+        file = self._path.open("a", encoding="utf-8")
+        if not before:
+            file.write("[\n")
+            for process, name in ((_TRAINER, "trainer"), (_ROLLOUTS, "rollouts")):
+                event = {"ph": "M", "name": "process_name", "pid": process, "tid": 0}
+                file.write(json.dumps({**event, "args": {"name": name}}) + ",\n")
+        return file
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _answering(calls: tuple[Call, ...]) -> Iterator[tuple[float, float, list[Call]]]:
+    """Stretches in which at least one call was in flight, with the calls that began in each."""
+    stretch: list[Call] = []
+    end = 0.0
+    for call in sorted(calls, key=lambda call: call.started):
+        if stretch and call.started >= end:
+            yield stretch[0].started, end, stretch
+            stretch, end = [], 0.0
+        stretch.append(call)
+        end = max(end, call.started + call.seconds)
+    if stretch:
+        yield stretch[0].started, end, stretch
