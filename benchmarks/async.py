@@ -9,6 +9,10 @@ is small, so that answers stay as long as they are.
 
     python benchmarks/async.py [--steps 24] [--median 0.5] [--sigma 1.0]
     python benchmarks/async.py --demo
+    python benchmarks/async.py --simulated
+
+`--simulated` is the waiting alone: the schedule of a run against a clock that jumps, with tools of
+the same kind and updates of a given length.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import random
 import statistics
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -166,14 +171,89 @@ def demo_rows() -> list[Row]:
     return rows
 
 
+def simulated_rows(arguments: argparse.Namespace) -> list[Row]:
+    turns = simulated(arguments, 0, waits=True)
+    rows = []
+    for offset in (1, 2, 4):
+        for waits in (True, False):
+            found = simulated(arguments, offset, waits=waits)
+            strategy = "default" if waits else "staleness_control"
+            case = f"{strategy}, {offset} ahead ({found.stale:.0%} of the moments too old)"
+            rows += [
+                Row(case, "steps per second", found.rate, "turns", turns.rate),
+                Row(case, "idle s in a step", max(1e-3, found.idle), "turns", turns.idle,
+                    more_is_better=False),
+            ]  # fmt: skip
+    return rows
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Steps per second, idle seconds in a step, and the share of the moments at which a rollout's
+    two answers were sampled that are too old in its step."""
+
+    rate: float
+    idle: float
+    stale: float
+
+
+def simulated(arguments: argparse.Namespace, offset: int, *, waits: bool) -> Simulated:
+    sys.path.insert(0, str(ROOT))
+    from tests.rollout.clock import simulate
+    from tuner.rollout.schedule import Schedule
+
+    tasks, group, steps, skipped = 4, 8, 210, 10
+    draw = random.Random(0)
+
+    async def work() -> Simulated:
+        version, ages, idle, since = 0, [0], 0.0, 0.0
+        loop = asyncio.get_running_loop()
+
+        async def rollout(number: int) -> tuple[int, int]:
+            begun = version
+            await asyncio.sleep(draw.lognormvariate(math.log(arguments.median), arguments.sigma))
+            schedule.rollout_ended(number)
+            return begun, version
+
+        async def run(number: int) -> list[tuple[int, int]]:
+            return await asyncio.gather(*(rollout(number) for _ in range(group)))
+
+        schedule = Schedule(
+            run, batch=tasks, total=tasks * steps, repeat=group, max_running=10**6,
+            staleness=offset, waits=waits,
+        )  # fmt: skip
+        for step in range(1, steps + 1):
+            if step == skipped + 1:
+                since, idle, ages = loop.time(), 0.0, []
+            started = loop.time()
+            groups = await schedule.take()
+            idle += loop.time() - started
+            ages += [version - v for group in groups.values() for pair in group for v in pair]
+            await asyncio.sleep(arguments.update)
+            version = step
+            schedule.advance(step)
+        counted = steps - skipped
+        return Simulated(
+            counted / (loop.time() - since), idle / counted,
+            sum(age > offset for age in ages) / len(ages),
+        )  # fmt: skip
+
+    found: Simulated = simulate(work())
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Asynchronous collection")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--median", type=float, default=0.5, help="seconds in the tool")
     parser.add_argument("--sigma", type=float, default=1.0, help="of their logarithm")
     parser.add_argument("--demo", action="store_true", help="the demo, three seeds, either way")
+    parser.add_argument("--simulated", action="store_true", help="the waiting alone")
+    parser.add_argument("--update", type=float, default=1.5, help="seconds, simulated")
     arguments = parser.parse_args()
-    if arguments.demo:
+    if arguments.simulated:
+        report("async_simulated", simulated_rows(arguments))
+    elif arguments.demo:
         report("async_demo", demo_rows(), ["torch", "transformers", "agentscope"])
     else:
         report("async", tool_rows(arguments), ["torch", "transformers"])
