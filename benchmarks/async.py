@@ -26,6 +26,7 @@ import statistics
 import sys
 import tempfile
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +200,7 @@ class Simulated:
 
 def simulated(arguments: argparse.Namespace, offset: int, *, waits: bool) -> Simulated:
     sys.path.insert(0, str(ROOT))
-    from tests.rollout.clock import simulate
+    simulate = import_module("tests.rollout.clock").simulate
     from tuner.rollout.schedule import Schedule
 
     tasks, group, steps, skipped = 4, 8, 210, 10

@@ -576,3 +576,21 @@ def test_attempts_that_were_tried_again_are_counted(make_loop):
 def test_what_only_tune_trains_is_refused(make_loop, tuner, named):
     with pytest.raises(ConfigError, match=named):
         make_loop(tuner=tuner)
+
+
+def test_what_runs_ahead_goes_on_while_an_update_is_made(make_loop):
+    actor, rollout = make_loop(staleness=1)
+    loader = StatefulDataLoader(ROWS, 2)
+    batch = rollout.prepare_batch(loader, Random(), group_size=2)
+    actor.compute_advantages(batch)
+    actor.ppo_update(batch)
+    # Nobody was told of the new weights yet: the engine goes on with those that it has.
+    between = rollout.rollout_batch(ROWS[:2], Random(), group_size=2)
+    assert {v for t in between.traces for c in t.calls for v in c.versions} == {0}
+    actor.update_weights()
+    after = rollout.rollout_batch(ROWS[:2], Random(), group_size=2)
+    assert {v for t in after.traces for c in t.calls for v in c.versions} == {1}
+    after.pop("prox_logp", None)
+    logp = actor.compute_logp(after)
+    mask = after["loss_mask"].bool()
+    assert torch.allclose(logp[mask], after["logprobs"][mask].to(logp), atol=1e-4)
