@@ -160,13 +160,13 @@ def time_split(
     `rollout_seconds/` is the mean over the step's rollouts, of the same parts and of `queue`: until
     there was room for it.
     """
-    parts = Counter[str]()
+    parts: defaultdict[str, float] = defaultdict(float)
     for trace in traces:
         generation = trace.seconds.get("generation", 0.0)
         parts["generation"] += generation
         parts["agent"] += max(0.0, trace.seconds.get("workflow", 0.0) - generation)
         parts["judge"] += trace.seconds.get("judge", 0.0)
-    scale = idle / (parts.total() or 1.0)
+    scale = idle / (sum(parts.values()) or 1.0)
     rollouts = sum(trace.final for trace in traces) or 1
     queue = sum(trace.seconds.get("queue", 0.0) for trace in traces)
     return {

@@ -17,7 +17,8 @@ from tuner.training.batch import PENALIZABLE
 
 # What a turn of the trainer's loop is made of: waiting for rollouts, and the rest.
 _WAITING = "time/read_experience"
-_WORKING = ("time/train_step", "time/sync_weight", "time/save_checkpoint")
+_WORKING = ("time/train_step", "time/save_checkpoint")
+_HANDING_OVER = "time/sync_weight"
 # Algorithms that learn from the differences between the rewards of a group.
 COMPARE_GROUPS = frozenset(
     {"multi_step_grpo", "grpo", "grpo_verl", "dapo", "gspo", "cispo", "sapo", "rloo"}
@@ -151,12 +152,13 @@ def _times(
     """Wall seconds of a step by part, as Trinity-RFT measured them."""
     collecting = trainer.get(_WAITING, explorer.get("explorer/time/wait_explore_step", 0.0))
     training = sum(trainer.get(name, 0.0) for name in _WORKING)
-    seconds = collecting + training
+    sync = trainer.get(_HANDING_OVER, 0.0)
+    seconds = collecting + training + sync
     if not seconds:
         return {}
     sampled = sum(trace.sampled_tokens for trace in traces)
     return {
-        **time_split(traces, collecting, training),
+        **time_split(traces, collecting, training, sync),
         "time/step": seconds,
         "tokens_per_second": sampled / seconds,
     }
