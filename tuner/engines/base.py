@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from tuner.errors import TunerError
+
+if TYPE_CHECKING:
+    from tuner.engines.grammar import Grammars
 
 FinishReason = Literal["stop", "length"]
 
 
 class EngineError(TunerError, RuntimeError):
     """A completion could not be finished: the engine failed or was closed; the cause is chained."""
+
+
+class EngineLostError(EngineError):
+    """The process that generated has died or cannot be reached; the message ends with its log."""
 
 
 class GrammarError(TunerError, ValueError):
@@ -89,12 +96,48 @@ class EngineCapabilities:
     Attributes:
         grammars: Whether completions can be held to a form (`SamplingParams.grammar`).
         end_ids: Token ids that end a completion.
+        shares_weights: Whether it reads the trainer's own tensors, which may then change only
+            inside `pause()`. One with a copy may generate while the trainer trains.
     """
 
     max_model_len: int
     max_top_logprobs: int = 20
     grammars: bool = False
     end_ids: frozenset[int] = frozenset()
+    shares_weights: bool = False
+
+
+@dataclass
+class EngineStats:
+    """What an engine has done since it was made, and what it is doing now.
+
+    Attributes:
+        prompt_tokens_computed: Tokens computed before the first sampled one, and those computed
+            again after the weights changed under a request in flight.
+        prompt_tokens_reused: Tokens whose keys and values were taken from another request.
+        sampled_tokens: Tokens sampled.
+        requests: Requests finished.
+        steps: Forward passes; 0 where somebody else makes them.
+        step_seconds: Seconds in those passes, sampling and bookkeeping included.
+        unannounced_updates: Times the weights had changed without `update_weights`. The cache was
+            forgotten in time, but the recorded versions are those of the last announced weights.
+        restarts: Times a process that had died was started again.
+        update_seconds: Seconds of the last `update_weights`.
+        running: Requests that hold a slot now.
+        waiting: Requests that wait for one now.
+    """
+
+    prompt_tokens_computed: int = 0
+    prompt_tokens_reused: int = 0
+    sampled_tokens: int = 0
+    requests: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
+    unannounced_updates: int = 0
+    restarts: int = 0
+    update_seconds: float = 0.0
+    running: int = 0
+    waiting: int = 0
 
 
 class Engine(Protocol):
@@ -121,14 +164,37 @@ class Engine(Protocol):
         Raises:
             ContextLengthError: The prompt leaves no room for a single token.
             GrammarError: The sampling's grammar cannot be compiled.
-            EngineError: The engine failed or was closed while the request was in flight.
+            EngineError: The engine failed or was closed while the request was in flight; an
+                `EngineLostError` where a process of its own died. The next request may succeed.
         """
 
     def pause(self) -> AbstractAsyncContextManager[None]:
-        """Hold generation between two tokens while the block runs (weights may change)."""
+        """Hold generation between two tokens while the block runs (weights may change).
+
+        Requests in flight go on afterwards with the tokens they have, of whatever version.
+        """
 
     async def update_weights(self, version: int) -> None:
-        """Serve the weights as they are now under `version`; forget every cached prefix."""
+        """Serve the weights as they are now under `version`; forget every cached prefix.
+
+        The next token of a request in flight is sampled with the new weights alone: prompt and
+        completion so far are computed again.
+
+        Raises:
+            EngineError: The engine cannot serve them; it serves nothing else instead.
+        """
 
     async def close(self) -> None:
         """Stop; requests in flight fail."""
+
+
+class TrainingEngine(Engine, Protocol):
+    """What a run of our own needs of its engine besides."""
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counts since the engine was made, as a copy."""
+
+    @property
+    def grammars(self) -> Grammars:
+        """What it compiles grammars with; the trainer replays completions with the same."""

@@ -1,4 +1,4 @@
-"""One request on its way through an engine."""
+"""One completion on its way through an engine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,21 +24,18 @@ from tuner.engines.base import (
 from tuner.engines.grammar import GrammarState, unpacked
 from tuner.engines.sampling import SamplingBatch, choose, most_probable
 from tuner.engines.stop_strings import StopStrings
+from tuner.errors import ContextLengthError
 
 
 @dataclass(eq=False)
-class Request:
+class Progress:
     """A prompt, its settings and what has been sampled so far.
 
     Attributes:
         prompt_ids: Token ids, shape [P].
         limit: The most tokens it may sample: `max_tokens`, or less where the context ends.
         end_ids: Token ids that end a completion.
-        uniforms: The request's own random stream; one number is drawn per sampled token.
-        future: Receives the Generation, on the event loop that asked for it.
         sink: Is told of each token.
-        form: Where it is in its grammar; None without one.
-        error: Why it cannot go on, although the others of its batch can.
         cached_tokens: Prompt tokens reused when it was first admitted; -1 before that.
         cancelled: Nobody waits for it any more.
     """
@@ -47,11 +45,7 @@ class Request:
     limit: int
     end_ids: frozenset[int]
     stops: StopStrings | None
-    uniforms: Random
-    future: asyncio.Future[Generation]
     sink: TokenSink | None = None
-    form: GrammarState | None = None
-    error: EngineError | None = None
     completion_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -59,11 +53,6 @@ class Request:
     cached_tokens: int = -1
     finish_reason: FinishReason | None = None
     cancelled: bool = False
-
-    @property
-    def abandoned(self) -> bool:
-        """Whether nobody can receive the result any more."""
-        return self.cancelled or self.future.get_loop().is_closed()
 
     def token_ids(self) -> list[int]:
         """Prompt and completion so far: what the next token depends on."""
@@ -77,12 +66,6 @@ class Request:
         self.completion_ids.append(token_id)
         self.logprobs.append(logprob)
         self.versions.append(version)
-        if self.form is not None:
-            try:
-                self.form.advance(token_id)
-            except GrammarError as error:
-                self.error = EngineError(str(error))
-                return True
         if token_id in self.end_ids or (self.stops is not None and self.stops.push(token_id)):
             self.finish_reason = "stop"
         elif len(self.completion_ids) >= self.limit:
@@ -100,6 +83,68 @@ class Request:
             top_logprobs=tuple(self.top_logprobs),
             cached_tokens=self.cached_tokens,
         )
+
+
+@dataclass(eq=False, kw_only=True)
+class Request(Progress):
+    """A completion that is sampled in this process.
+
+    Attributes:
+        uniforms: The request's own random stream; one number is drawn per sampled token.
+        future: Receives the Generation, on the event loop that asked for it.
+        form: Where it is in its grammar; None without one.
+        error: Why it cannot go on, although the others of its batch can.
+    """
+
+    uniforms: Random
+    future: asyncio.Future[Generation]
+    form: GrammarState | None = None
+    error: EngineError | None = None
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether nobody can receive the result any more."""
+        return self.cancelled or self.future.get_loop().is_closed()
+
+    def push(self, token_id: int, logprob: float, version: int) -> bool:
+        """Take a sampled token; True when it was the last one, or cannot be followed."""
+        finished = super().push(token_id, logprob, version)
+        if self.form is not None and not self.cancelled:
+            try:
+                self.form.advance(token_id)
+            except GrammarError as error:
+                self.error = EngineError(str(error))
+                return True
+        return finished
+
+
+def check_prompt(prompt_ids: Sequence[int], *, vocabulary: int, max_model_len: int) -> None:
+    """Refuse a prompt that the model cannot read or go on with.
+
+    Raises:
+        ContextLengthError: It leaves no room for a single token.
+        EngineError: It is empty, or has ids that the model does not know.
+    """
+    if len(prompt_ids) >= max_model_len:
+        raise ContextLengthError(
+            f"the prompt has {len(prompt_ids)} tokens and max_model_len is {max_model_len}: no "
+            "room for a single token; raise model.max_model_len or shorten the prompt"
+        )
+    if not prompt_ids:
+        raise EngineError("the prompt is empty: a model needs at least one token")
+    if min(prompt_ids) < 0 or max(prompt_ids) >= vocabulary:
+        wrong = next(i for i in prompt_ids if not 0 <= i < vocabulary)
+        raise EngineError(
+            f"the prompt has token id {wrong}, but the model knows 0 to {vocabulary - 1}: is the "
+            "tokenizer the model's own?"
+        )
+
+
+def end_ids_of(generation_config: Any, tokenizer: Any) -> frozenset[int]:
+    """End-of-sequence ids that the model's generation settings and the tokenizer name."""
+    named = getattr(generation_config, "eos_token_id", None)
+    ids = [] if named is None else named if isinstance(named, list) else [named]
+    return frozenset([*ids, *(() if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])])
 
 
 def sample_next(

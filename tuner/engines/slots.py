@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tuner.engines.base import EngineStats
 from tuner.engines.kv_cache import Placement, SlotCache, attention_mask
 from tuner.engines.request import Request, sample_next
-from tuner.engines.runner import EngineStats, forward_options
+from tuner.engines.runner import forward_options
 from tuner.engines.sampling import SamplingBatch
 from tuner.engines.weights_guard import WeightsGuard
 

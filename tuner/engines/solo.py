@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from tuner.engines.base import EngineStats
 from tuner.engines.request import Request, sample_next
-from tuner.engines.runner import EngineStats, forward_options
+from tuner.engines.runner import forward_options
 from tuner.engines.sampling import SamplingBatch
 from tuner.engines.weights_guard import WeightsGuard
 

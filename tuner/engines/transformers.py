@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -22,20 +22,21 @@ from tuner.engines.adapters import served_model
 from tuner.engines.base import (
     EngineCapabilities,
     EngineError,
+    EngineStats,
     Generation,
     SamplingParams,
     TokenSink,
 )
 from tuner.engines.grammar import Grammars, GrammarState
 from tuner.engines.layer_kinds import layer_windows, rows_agree
-from tuner.engines.request import Request
-from tuner.engines.runner import EngineStats, Runner
+from tuner.engines.request import Request, check_prompt, end_ids_of
+from tuner.engines.runner import Runner
 from tuner.engines.sampling import check_sampling
 from tuner.engines.slots import SlotRunner
 from tuner.engines.solo import SoloRunner
 from tuner.engines.stop_strings import StopStrings
 from tuner.engines.weights_guard import WeightsGuard
-from tuner.errors import ConfigError, ContextLengthError
+from tuner.errors import ConfigError
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -117,11 +118,12 @@ class TransformersEngine:
         self._model = served_model(model)
         self._model.train(False)
         self._tokenizer = tokenizer
-        self._end_ids = frozenset(_end_ids(self._model, tokenizer))
+        self._end_ids = end_ids_of(self._model.generation_config, tokenizer)
         self._capabilities = EngineCapabilities(
             max_model_len=max_model_len,
             grammars=Grammars.supports(tokenizer),
             end_ids=self._end_ids,
+            shares_weights=True,
         )
         embeddings: Any = self._model.get_input_embeddings()
         self._vocabulary = int(embeddings.weight.shape[0])
@@ -254,19 +256,7 @@ class TransformersEngine:
         form: GrammarState | None,
     ) -> Request:
         limit = self._capabilities.max_model_len
-        if len(prompt_ids) >= limit:
-            raise ContextLengthError(
-                f"the prompt has {len(prompt_ids)} tokens and max_model_len is {limit}: no room "
-                "for a single token; raise model.max_model_len or shorten the prompt"
-            )
-        if not prompt_ids:
-            raise EngineError("the prompt is empty: a model needs at least one token")
-        if min(prompt_ids) < 0 or max(prompt_ids) >= self._vocabulary:
-            wrong = next(i for i in prompt_ids if not 0 <= i < self._vocabulary)
-            raise EngineError(
-                f"the prompt has token id {wrong}, but the model knows 0 to "
-                f"{self._vocabulary - 1}: is the tokenizer the model's own?"
-            )
+        check_prompt(prompt_ids, vocabulary=self._vocabulary, max_model_len=limit)
         return Request(
             prompt_ids=prompt_ids,
             sampling=sampling,
@@ -429,15 +419,6 @@ class TransformersEngine:
 
 def _average(known: float, now: float) -> float:
     return now if known == math.inf else 0.8 * known + 0.2 * now
-
-
-def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterable[int]:
-    """End-of-sequence ids that the model's generation settings and the tokenizer name."""
-    named = getattr(model.generation_config, "eos_token_id", None)
-    if named is not None:
-        yield from named if isinstance(named, list) else [named]
-    if tokenizer.eos_token_id is not None:
-        yield tokenizer.eos_token_id
 
 
 def _resolve(request: Request, generation: Generation) -> None:

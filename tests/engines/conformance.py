@@ -1,0 +1,398 @@
+"""What every engine must do, as one suite that a module runs by bringing a `rig` fixture.
+
+    from tests.engines.conformance import *  # noqa: F403
+
+    @pytest.fixture
+    async def rig() -> AsyncIterator[Rig]: ...
+
+The model is a toy of random weights; log-probs are compared with one plain forward pass of it at
+1e-4, whatever computed them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from tests.engines.models import VOCABULARY, change_weights, make_tokenizer, prompt
+from tuner.engines import EngineError, Generation, SamplingParams, TrainingEngine
+from tuner.engines.grammar import unpacked
+from tuner.engines.sampling import sampled_logprobs
+from tuner.errors import ConfigError, ContextLengthError
+
+TOLERANCE = 1e-4
+CONTEXT = 256
+LONG = SamplingParams(max_tokens=200)
+
+
+@torch.no_grad()
+def make_rig_model() -> PreTrainedModel:
+    """A toy that meets its end token by chance at great heat only; its embeddings are tied."""
+    end = make_tokenizer().eos_token_id
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,  # the least that vLLM computes on a CPU
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        eos_token_id=end,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+    torch.manual_seed(0)
+    model: PreTrainedModel = Qwen3ForCausalLM(config).eval()
+    embeddings: Any = model.get_input_embeddings().weight
+    # One direction that is long in every hidden state, and against which the end token points.
+    embeddings[end] = 0
+    embeddings[:, 0] = 2
+    embeddings[end, 0] = -2
+    return model
+
+
+@dataclass
+class Rig:
+    """An engine under test, and the model that it generates with.
+
+    Attributes:
+        crash: Makes what generates die, as a machine would.
+        cause: What the error of a request in flight then says.
+        spare: Tokens of a prefix that are computed again at most where it is reused.
+    """
+
+    engine: TrainingEngine
+    model: PreTrainedModel
+    crash: Callable[[], None]
+    cause: str
+    spare: int = 1
+
+
+@dataclass
+class Sink:
+    """Sees the tokens as they come."""
+
+    room: int = 10**9
+    tokens: list[tuple[int, float, int]] = field(default_factory=list)
+
+    def push(self, token_id: int, logprob: float, version: int) -> bool:
+        if len(self.tokens) >= self.room:
+            return False
+        self.tokens.append((token_id, logprob, version))
+        return True
+
+    async def has(self, count: int) -> None:
+        async with asyncio.timeout(60):
+            while len(self.tokens) < count:  # noqa: ASYNC110  # called from other threads
+                await asyncio.sleep(0.001)
+
+
+@torch.no_grad()
+def recomputed(rig: Rig, ids: list[int], got: Generation, sampling: SamplingParams) -> torch.Tensor:
+    """Log-probs of the completion by one plain forward pass, shape [T]."""
+    completion = torch.tensor(got.completion_ids)
+    logits = rig.model(torch.tensor([[*ids, *got.completion_ids]]), use_cache=False).logits
+    logits = logits[0, len(ids) - 1 : -1]
+    if sampling.grammar:
+        vocabulary = logits.shape[-1]
+        bits = rig.engine.grammars.replay(sampling.grammar, got.completion_ids, vocabulary)
+        logits = logits.masked_fill(~unpacked(bits, vocabulary, logits.device), -torch.inf)
+    logprobs = sampled_logprobs(logits, sampling.temperature, sampling.top_k, sampling.top_p)
+    return logprobs.gather(-1, completion[:, None])[:, 0]
+
+
+def error(rig: Rig, ids: list[int], got: Generation, sampling: SamplingParams) -> float:
+    """Largest difference between recorded and recomputed log-probs."""
+    return float((recomputed(rig, ids, got, sampling) - torch.tensor(got.logprobs)).abs().max())
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(max_tokens=20, seed=1),
+        SamplingParams(max_tokens=20, temperature=0.7, seed=2),
+        SamplingParams(max_tokens=20, temperature=1.3, top_k=7, seed=3),
+        SamplingParams(max_tokens=20, top_p=0.8, seed=4),
+        SamplingParams(max_tokens=20, temperature=0.6, top_k=12, top_p=0.9, seed=5),
+        SamplingParams(max_tokens=20, temperature=0.0),
+    ],
+    ids=["plain", "cool", "top-k", "top-p", "all", "greedy"],
+)
+async def test_log_probs_are_those_of_the_sampled_distribution(rig, sampling):
+    ids = prompt(40)
+    got = await rig.engine.generate(ids, sampling, "session")
+    assert len(got.completion_ids) == len(got.logprobs) == len(got.versions) == 20
+    assert error(rig, ids, got, sampling) < TOLERANCE
+
+
+async def test_a_crowd_is_sampled_as_exactly_as_one(rig):
+    asked = [
+        (prompt(8 + 5 * n, n), SamplingParams(max_tokens=12, seed=n, temperature=0.5 + n / 10))
+        for n in range(12)
+    ]
+    results = await asyncio.gather(*(rig.engine.generate(i, s, str(s.seed)) for i, s in asked))
+    for (ids, sampling), got in zip(asked, results, strict=True):
+        assert error(rig, ids, got, sampling) < TOLERANCE
+
+
+async def test_a_seed_gives_its_completion_again_and_others_differ(rig):
+    ids, sampling = prompt(30), SamplingParams(max_tokens=16, seed=7)
+    first = await rig.engine.generate(ids, sampling, "one")
+    again = await rig.engine.generate(ids, sampling, "two")
+    others = await asyncio.gather(  # n of one prompt
+        *(rig.engine.generate(ids, replace(sampling, seed=n), "n") for n in range(20, 24))
+    )
+    assert again.completion_ids == first.completion_ids
+    assert len({first.completion_ids, *(got.completion_ids for got in others)}) == 5
+    assert all(error(rig, ids, got, sampling) < TOLERANCE for got in [first, again, *others])
+
+
+async def test_alternatives_are_the_most_probable_tokens(rig):
+    sampling = SamplingParams(max_tokens=6, temperature=0.7, top_k=3, top_logprobs=5)
+    got = await rig.engine.generate(prompt(10), sampling, "session")
+    assert len(got.top_logprobs) == 6
+    for token, logprob, pairs in zip(
+        got.completion_ids, got.logprobs, got.top_logprobs, strict=True
+    ):
+        assert len(pairs) == 3
+        assert dict(pairs)[token] == pytest.approx(logprob, abs=1e-6)
+        assert sum(torch.tensor([p for _, p in pairs]).exp()) == pytest.approx(1, abs=1e-4)
+    greedy = await rig.engine.generate(
+        prompt(10), SamplingParams(max_tokens=2, temperature=0.0, top_logprobs=2), "session"
+    )
+    assert greedy.top_logprobs == tuple(((token, 0.0),) for token in greedy.completion_ids)
+
+
+async def test_an_end_token_stops_and_is_kept(rig):
+    ids, (end,) = prompt(20), rig.engine.capabilities.end_ids
+    hot = SamplingParams(max_tokens=100, temperature=100.0)  # else it is never met
+    for seed in range(60):
+        got = await rig.engine.generate(ids, replace(hot, seed=seed), "session")
+        if got.finish_reason == "stop":
+            assert got.completion_ids.index(end) == len(got.completion_ids) - 1
+            assert error(rig, ids, got, hot) < TOLERANCE
+            return
+        assert end not in got.completion_ids
+    pytest.fail("no completion met the end token")
+
+
+async def test_a_stop_string_ends_it_and_its_tokens_are_kept(rig):
+    ids, decode = prompt(20), make_tokenizer().decode
+    free = await rig.engine.generate(ids, SamplingParams(max_tokens=30), "session")
+    stop = re.findall(r"[!-~]{2,4}", decode(free.completion_ids))[-1]
+    sampling = SamplingParams(max_tokens=30, stop=("not there", stop))
+    got = await rig.engine.generate(ids, sampling, "session")
+    assert got.finish_reason == "stop"
+    assert got.completion_ids == free.completion_ids[: len(got.completion_ids)]
+    assert stop in decode(got.completion_ids)
+    assert stop not in decode(got.completion_ids[:-1])
+
+
+async def test_the_sink_sees_what_is_returned(rig):
+    sink = Sink()
+    got = await rig.engine.generate(prompt(9), SamplingParams(max_tokens=15), "session", sink)
+    assert sink.tokens == list(zip(got.completion_ids, got.logprobs, got.versions, strict=True))
+
+
+async def test_a_sink_that_wants_no_more_ends_the_request(rig):
+    sink = Sink(room=4)
+    request = asyncio.ensure_future(rig.engine.generate(prompt(9), LONG, "session", sink))
+    await sink.has(4)
+    await nobody_runs(rig)
+    request.cancel()
+    with suppress(asyncio.CancelledError):
+        await asyncio.wait_for(request, 30)
+    assert len(sink.tokens) == 4
+
+
+async def test_a_cancelled_request_ends(rig):
+    sink = Sink()
+    request = asyncio.ensure_future(rig.engine.generate(prompt(5), LONG, "session", sink))
+    await sink.has(3)
+    request.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await request
+    await nobody_runs(rig)
+    seen, sampled = len(sink.tokens), rig.engine.stats.sampled_tokens
+    got = await rig.engine.generate(prompt(5), SamplingParams(max_tokens=3), "session")
+    assert len(got.completion_ids) == 3
+    assert len(sink.tokens) == seen
+    assert rig.engine.stats.sampled_tokens == sampled + 3
+
+
+async def nobody_runs(rig: Rig) -> None:
+    async with asyncio.timeout(30):
+        while rig.engine.stats.running or rig.engine.stats.waiting:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+async def test_a_prompt_without_room_is_refused_with_both_numbers(rig):
+    with pytest.raises(ContextLengthError, match=rf"{CONTEXT} tokens.*max_model_len is {CONTEXT}"):
+        await rig.engine.generate(prompt(CONTEXT), SamplingParams(max_tokens=1), "session")
+
+
+async def test_the_end_of_the_context_is_a_length_stop(rig):
+    ids, sampling = prompt(CONTEXT - 5), SamplingParams(max_tokens=100)
+    got = await rig.engine.generate(ids, sampling, "session")
+    assert (len(got.completion_ids), got.finish_reason) == (5, "length")
+    assert error(rig, ids, got, sampling) < TOLERANCE
+
+
+@pytest.mark.parametrize("ids", [[], [1, 300], [-1]], ids=["empty", "unknown", "negative"])
+async def test_prompts_that_the_model_cannot_read_are_refused(rig, ids):
+    with pytest.raises(EngineError, match="prompt"):
+        await rig.engine.generate(ids, SamplingParams(max_tokens=1), "session")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"max_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_k": 0}, {"stop": ("",)}],
+)
+async def test_settings_without_a_meaning_are_refused_by_name(rig, wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        await rig.engine.generate(prompt(5), replace(LONG, **wrong), "session")
+
+
+async def test_new_weights_serve_their_own_log_probs_and_no_old_prefix(rig):
+    ids, sampling = prompt(100), SamplingParams(max_tokens=10, seed=3)
+    before = rig.engine.version
+    old = await rig.engine.generate(ids, sampling, "session")
+    warm = await rig.engine.generate(ids, sampling, "session")
+    assert error(rig, ids, old, sampling) < TOLERANCE
+    change_weights(rig.model)
+    await rig.engine.update_weights(before + 1)
+    assert rig.engine.version == before + 1
+    new = await rig.engine.generate(ids, sampling, "session")
+    assert new.versions == (before + 1,) * 10
+    assert error(rig, ids, new, sampling) < TOLERANCE
+    assert error(rig, ids, old, sampling) > 0.01
+    assert warm.cached_tokens >= 100 - rig.spare
+    assert new.cached_tokens == 0
+
+
+async def test_a_pause_holds_generation_and_it_goes_on_where_it_was(rig):
+    sink = Sink()
+    sampling = SamplingParams(max_tokens=60, seed=2)
+    request = asyncio.ensure_future(rig.engine.generate(prompt(20), sampling, "session", sink))
+    await sink.has(5)
+    async with rig.engine.pause():
+        held = len(sink.tokens)
+        late = asyncio.ensure_future(
+            rig.engine.generate(prompt(9), SamplingParams(max_tokens=2), "late")
+        )
+        async with rig.engine.pause():
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)
+        assert len(sink.tokens) == held
+        assert not late.done()
+    got = await asyncio.wait_for(request, 60)
+    await asyncio.wait_for(late, 60)
+    assert held < 60 == len(got.completion_ids)
+    assert error(rig, prompt(20), got, sampling) < TOLERANCE
+
+
+async def test_new_weights_in_the_middle_of_a_completion(rig):
+    """Its tokens before are of the old weights, those after of the new ones, alone."""
+    before, sink = rig.engine.version, Sink()
+    ids, sampling = prompt(40), SamplingParams(max_tokens=80, seed=5, temperature=0.9)
+    request = asyncio.ensure_future(rig.engine.generate(ids, sampling, "session", sink))
+    await sink.has(10)
+    async with rig.engine.pause():
+        held = len(sink.tokens)
+        old = recomputed(rig, ids, as_generation(sink), sampling)
+        change_weights(rig.model)
+        await rig.engine.update_weights(before + 1)
+    got = await asyncio.wait_for(request, 60)
+    assert got.versions == (before,) * held + (before + 1,) * (80 - held)
+    new = recomputed(rig, ids, got, sampling)
+    logprobs = torch.tensor(got.logprobs)
+    assert float((logprobs[:held] - old).abs().max()) < TOLERANCE
+    assert float((logprobs[held:] - new[held:]).abs().max()) < TOLERANCE
+    assert float((logprobs[:held] - new[:held]).abs().max()) > 0.01
+
+
+def as_generation(sink: Sink) -> Any:
+    ids, logprobs, versions = zip(*sink.tokens, strict=True)
+    return Generation(ids, logprobs, versions, "length")
+
+
+async def test_a_conversation_computes_each_token_once_per_version(rig):
+    """Twenty turns: what is computed is what is new, but for the unfinished block of a cache."""
+    engine, turns = rig.engine, 10
+    talk = prompt(30)
+    for version in (0, 1):
+        if version:
+            change_weights(rig.model, 0.05)
+            await engine.update_weights(engine.version + 1)
+            talk = prompt(30, 9)
+        before = engine.stats
+        for turn in range(turns):
+            got = await engine.generate(talk, SamplingParams(max_tokens=6, seed=turn), "agent")
+            talk = [*talk, *got.completion_ids, *prompt(10, turn)]
+        now = engine.stats
+        computed = now.prompt_tokens_computed - before.prompt_tokens_computed
+        reused = now.prompt_tokens_reused - before.prompt_tokens_reused
+        distinct = 30 + 10 * (turns - 1)
+        asked = sum(30 + 16 * turn for turn in range(turns))
+        assert computed + reused == asked
+        assert distinct <= computed <= distinct + turns * rig.spare
+        assert now.sampled_tokens - before.sampled_tokens == 6 * turns
+
+
+GRAMMAR = "start: /[0-9]{3,12}/"
+
+
+async def test_a_completion_keeps_to_its_form_and_its_log_probs_are_exact(rig):
+    if not rig.engine.capabilities.grammars:
+        with pytest.raises(EngineError, match="grammar"):
+            await rig.engine.generate(prompt(9), replace(LONG, grammar=GRAMMAR), "session")
+        return
+    for seed in range(4):
+        sampling = SamplingParams(max_tokens=30, grammar=GRAMMAR, seed=seed, temperature=0.8)
+        ids = prompt(20, seed)
+        got = await rig.engine.generate(ids, sampling, "session")
+        text = make_tokenizer().decode(got.completion_ids, skip_special_tokens=True)
+        assert re.fullmatch("[0-9]{3,12}", text)
+        assert got.finish_reason == "stop"
+        assert error(rig, ids, got, sampling) < TOLERANCE
+
+
+async def test_a_form_stays_whole_through_new_weights(rig):
+    if not rig.engine.capabilities.grammars:
+        pytest.skip("it has no grammars")
+    sampling = SamplingParams(max_tokens=100, grammar="start: /[0-9]{80}/", seed=1)
+    sink = Sink()
+    request = asyncio.ensure_future(rig.engine.generate(prompt(20), sampling, "session", sink))
+    await sink.has(3)
+    change_weights(rig.model, 0.05)
+    await rig.engine.update_weights(rig.engine.version + 1)
+    got = await asyncio.wait_for(request, 60)
+    text = make_tokenizer().decode(got.completion_ids, skip_special_tokens=True)
+    assert re.fullmatch("[0-9]{80}", text)
+
+
+async def test_a_crash_fails_what_is_in_flight_and_the_next_request_is_served(rig):
+    engine, before = rig.engine, rig.engine.version
+    change_weights(rig.model, 0.05)
+    await engine.update_weights(before + 1)
+    sink = Sink()
+    request = asyncio.ensure_future(engine.generate(prompt(9), LONG, "session", sink))
+    await sink.has(3)
+    rig.crash()
+    with pytest.raises(EngineError, match=rig.cause):
+        await asyncio.wait_for(request, 120)
+    ids, sampling = prompt(30), SamplingParams(max_tokens=5)
+    got = await asyncio.wait_for(engine.generate(ids, sampling, "session"), 300)
+    assert got.versions == (before + 1,) * 5
+    assert error(rig, ids, got, sampling) < TOLERANCE
