@@ -1,0 +1,56 @@
+"""Engines over vLLM with the toy of the conformance suite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.engines.conformance import CONTEXT
+from tests.engines.models import VOCABULARY, make_tokenizer
+from tuner.engines.served import ServedEngine
+from tuner.engines.token_server import TokenServer
+from tuner.engines.vllm.core import VllmSettings
+from tuner.engines.vllm.sampling import check_for_vllm
+
+BLOCK = 32
+"""Tokens of a block of keys and values on a CPU."""
+
+
+def settings(folder: Path, **changes: Any) -> VllmSettings:
+    """How the toy in `folder` is served."""
+    given: dict[str, Any] = {
+        "dtype": "float32",
+        "max_model_len": CONTEXT,
+        "max_slots": 16,
+        "end_ids": (make_tokenizer().eos_token_id,),
+        "tokenizer": str(folder),
+        "enforce_eager": True,
+    }
+    return VllmSettings(**{**given, **changes})
+
+
+def saver(model: Any) -> Callable[[Path], None]:
+    """Writes a model with its tokenizer, which vLLM reads for grammars."""
+
+    def save(folder: Path) -> None:
+        model.save_pretrained(folder)
+        make_tokenizer().save_pretrained(folder)
+
+    return save
+
+
+def engine(
+    servers: Sequence[TokenServer], save: Callable[[Path], None], folder: Path, **options: Any
+) -> ServedEngine:
+    """The engine over these servers."""
+    given: dict[str, Any] = {
+        "tokenizer": make_tokenizer(),
+        "end_ids": frozenset({make_tokenizer().eos_token_id}),
+        "vocabulary": VOCABULARY,
+        "max_model_len": CONTEXT,
+        "grammars": True,
+        "check": check_for_vllm,
+        "max_restarts": 10,
+    }
+    return ServedEngine(servers, save=save, folder=folder, **{**given, **options})

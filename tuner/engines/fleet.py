@@ -1,0 +1,150 @@
+"""The servers of an engine, and the weights they have."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tuner.engines.base import EngineError, EngineLostError
+from tuner.engines.token_server import TokenServer, Weights
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Seat:
+    """One server.
+
+    Attributes:
+        up: Whether it serves the fleet's weights, as far as is known.
+        load: Requests that it is sampling for.
+        lost: Why it is not up any more.
+    """
+
+    server: TokenServer
+    up: bool = False
+    load: int = 0
+    starts: int = 0
+    lost: EngineLostError | None = None
+
+    def lose(self, error: EngineLostError) -> None:
+        """It died."""
+        self.up, self.lost = False, error
+
+
+class Fleet:
+    """Starts servers, gives them weights, and starts those again that died.
+
+    Its methods block, and are called one at a time.
+
+    Args:
+        servers: None of them runs yet, or with whatever weights.
+        save: Writes the weights as they are now into a folder.
+        folder: Where weights are handed over.
+        max_restarts: How often servers that died are started again, in all.
+
+    Attributes:
+        weights: What is served; None before the first start.
+        restarts: How often one was started again.
+        failure: Why nothing can be served any more.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[TokenServer],
+        *,
+        save: Callable[[Path], None],
+        folder: Path,
+        max_restarts: int,
+    ) -> None:
+        self.seats = [Seat(server) for server in servers]
+        self.weights: Weights | None = None
+        self.restarts = 0
+        self.failure: EngineError | None = None
+        self._save = save
+        self._folder = folder
+        self._max_restarts = max_restarts
+        self._run = uuid.uuid4().hex[:12]
+
+    def bring_up(self, seat: Seat, version: int) -> None:
+        """Start a server that is not up, with the weights that are served.
+
+        Raises:
+            EngineLostError: It does not come up; the next call tries again.
+            EngineError: It died too often, or cannot have the weights; so will every later call.
+        """
+        if self.failure is not None:
+            raise EngineError(str(self.failure)) from self.failure
+        if seat.up:
+            return
+        if self.weights is None:
+            self.weights = self._written(version)
+        if seat.starts:
+            self._count_restart(seat)
+        seat.starts += 1
+        try:
+            seat.server.start(self.weights)
+        except EngineLostError as error:
+            seat.lose(error)
+            if seat.starts == 1:
+                self.failure = error
+            raise
+        except EngineError as error:
+            self.failure = error
+            raise
+        seat.up = True
+
+    def _count_restart(self, seat: Seat) -> None:
+        if self.restarts >= self._max_restarts:
+            self.failure = EngineError(
+                f"{seat.server.name} died after {self.restarts} restarts of the run's servers, and "
+                f"tuner.engine.max_restarts is {self._max_restarts}: nothing can be generated any "
+                f"more. {seat.lost}"
+            )
+            raise self.failure from seat.lost
+        self.restarts += 1
+        _log.warning("starting %s again: %s", seat.server.name, seat.lost)
+
+    def change_weights(self, version: int) -> None:
+        """Serve the weights as they are now, everywhere, with nothing computed by others.
+
+        Raises:
+            EngineError: A server cannot have them, or died too often.
+        """
+        before = self.weights
+        self.weights = self._written(version)
+        for seat in self.seats:
+            if seat.up:
+                try:
+                    seat.server.load(self.weights)
+                except EngineLostError as error:
+                    seat.lose(error)
+                except EngineError as error:
+                    seat.up, self.failure = False, error
+                    raise
+            if not seat.up:
+                self.bring_up(seat, version)
+        if before is not None:
+            shutil.rmtree(before.folder, ignore_errors=True)
+
+    def stop(self) -> None:
+        """End every server, and remove the weights that were handed over."""
+        for seat in self.seats:
+            seat.up = False
+            seat.server.stop()
+        if self.weights is not None:
+            shutil.rmtree(self.weights.folder, ignore_errors=True)
+            with suppress(OSError):
+                self._folder.rmdir()
+
+    def _written(self, version: int) -> Weights:
+        label = f"{self._run}-{version}-{uuid.uuid4().hex[:8]}"
+        folder = self._folder / label
+        folder.mkdir(parents=True)
+        self._save(folder)
+        return Weights(folder, label)

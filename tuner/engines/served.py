@@ -1,0 +1,384 @@
+"""An engine over processes that have copies of the weights.
+
+A request is sampled in parts. A pause ends the part at whatever token it has reached; the next part
+has prompt and completion so far as its prompt, and the weights of its own version:
+
+    prompt ─▶ a b c │ pause, new weights │ prompt a b c ─▶ d e f <end>
+    version   0 0 0                                        1 1 1
+
+so every token is sampled with one version alone, and recomputing it with that version gives its
+log-prob. Stop strings are found here, in the ids, and may begin in one part and end in another. A
+completion that must have a form cannot be cut in two, because a grammar can only be begun at its
+beginning: a pause waits for it to end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tuner.engines.base import (
+    EngineCapabilities,
+    EngineError,
+    EngineLostError,
+    EngineStats,
+    Generation,
+    SamplingParams,
+    TokenSink,
+)
+from tuner.engines.fleet import Fleet, Seat
+from tuner.engines.grammar import Grammars
+from tuner.engines.request import Progress, check_prompt
+from tuner.engines.sampling import check_sampling
+from tuner.engines.stop_strings import StopStrings
+from tuner.engines.token_server import Sampled, TokenServer
+
+_POLL = 0.0005
+"""Seconds between looks at whether the parts in flight have ended."""
+_SESSIONS = 65536
+"""Sessions whose server is remembered."""
+
+
+@dataclass(eq=False)
+class _Flight:
+    """A request, and the part of it that is being sampled."""
+
+    progress: Progress
+    loop: asyncio.AbstractEventLoop
+    wake: asyncio.Event
+    part: asyncio.Task[None] | None = None
+
+    def end_part(self) -> None:
+        part = self.part
+        if part is not None and not self.progress.sampling.grammar:
+            with suppress(RuntimeError):  # its loop was closed: nobody waits
+                self.loop.call_soon_threadsafe(part.cancel)
+
+    def wake_up(self) -> None:
+        with suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self.wake.set)
+
+    @property
+    def running(self) -> bool:
+        return self.part is not None and not self.loop.is_closed()
+
+
+class ServedEngine:
+    """Generates on one or more `TokenServer`s with copies of weights that somebody trains.
+
+    The turns of a session go to one server, so that they find their prefix in its cache; a new
+    session goes to the one with the fewest requests. A server that dies fails its requests; the
+    next request starts it again, with the weights that the engine serves, `max_restarts` times in
+    all, after which every request fails with the cause. Any number of event loops may call
+    `generate`.
+
+    Args:
+        servers: They are started by the first request, or by `start()`.
+        save: Writes the weights as they are now into a folder.
+        folder: Where weights are handed over; every server must see it. Emptied at the end.
+        tokenizer: For stop strings and grammars.
+        end_ids: Token ids that end a completion.
+        vocabulary: Number of token ids that the model knows.
+        max_model_len: Prompt and completion tokens of one request at most.
+        grammars: Whether the servers follow our grammars exactly.
+        check: Refuses sampling settings that the servers would not honour.
+        version: Version of the weights as they are now.
+        max_restarts: How often servers that died are started again, in all.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[TokenServer],
+        *,
+        save: Callable[[Path], None],
+        folder: Path,
+        tokenizer: Any,
+        end_ids: frozenset[int],
+        vocabulary: int,
+        max_model_len: int,
+        grammars: bool = False,
+        check: Callable[[SamplingParams], None] = check_sampling,
+        version: int = 0,
+        max_restarts: int = 3,
+    ) -> None:
+        self._fleet = Fleet(servers, save=save, folder=folder, max_restarts=max_restarts)
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self._check = check
+        self._grammars = Grammars(tokenizer, end_ids)
+        self._capabilities = EngineCapabilities(
+            max_model_len=max_model_len,
+            grammars=grammars and Grammars.supports(tokenizer),
+            end_ids=end_ids,
+        )
+        self._version = version
+        self._closed = False
+        self._stats = EngineStats()
+        self._flights: set[_Flight] = set()
+        self._sessions: OrderedDict[str, Seat] = OrderedDict()
+        self._gate = threading.Lock()  # held while a part begins, and while a pause does
+        self._pauses = 0
+        # One thread: starting, loading and stopping happen one after the other.
+        self._executor = ThreadPoolExecutor(1, "tuner-engine")
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that the next token is sampled with."""
+        return self._version
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """Limits that the gateway enforces."""
+        return self._capabilities
+
+    @property
+    def grammars(self) -> Grammars:
+        """What it compiles grammars with; the trainer replays completions with the same."""
+        return self._grammars
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counts since the engine was made, as a copy."""
+        with self._gate:
+            self._stats.restarts = self._fleet.restarts
+            running = sum(flight.part is not None for flight in self._flights)
+            return replace(self._stats, running=running, waiting=len(self._flights) - running)
+
+    @property
+    def failure(self) -> EngineError | None:
+        """Why no request can succeed any more, or None."""
+        return self._fleet.failure
+
+    # Generating
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        session: str,
+        sink: TokenSink | None = None,
+    ) -> Generation:
+        """Sample one completion; see `Engine.generate`.
+
+        Raises:
+            ContextLengthError: The prompt leaves no room for a single token.
+            ConfigError: A sampling setting is out of its range, or not honoured by the servers.
+            GrammarError: The sampling's grammar cannot be compiled.
+            EngineLostError: The server died while the request was in flight.
+            EngineError: The server refused it, or the engine was closed.
+        """
+        self._check(sampling)
+        if sampling.grammar:
+            if not self._capabilities.grammars:
+                raise EngineError("this engine cannot hold a completion to a grammar")
+            if not self._grammars.is_compiled(sampling.grammar):
+                await asyncio.to_thread(self._grammars.start, sampling.grammar)
+        prompt, limit = list(prompt_ids), self._capabilities.max_model_len
+        check_prompt(prompt, vocabulary=self._vocabulary, max_model_len=limit)
+        progress = Progress(
+            prompt_ids=prompt,
+            sampling=sampling,
+            limit=min(sampling.max_tokens, limit - len(prompt)),
+            end_ids=self._capabilities.end_ids,
+            stops=StopStrings(self._tokenizer, sampling.stop) if sampling.stop else None,
+            sink=sink,
+        )
+        flight = _Flight(progress, asyncio.get_running_loop(), asyncio.Event())
+        with self._gate:
+            self._flights.add(flight)
+        try:
+            while progress.finish_reason is None:
+                await self._part(flight, session)
+        finally:
+            with self._gate:
+                self._flights.discard(flight)
+                self._stats.requests += progress.finish_reason is not None
+        return progress.generation()
+
+    async def _part(self, flight: _Flight, session: str) -> None:
+        """Sample until the end, or until a pause."""
+        seat = await self._seat(session)
+        with self._gate:
+            if self._closed:
+                raise EngineError("the engine is closed")
+            paused = self._pauses > 0
+            flight.wake.clear()
+            if not paused and seat.up:
+                weights = self._fleet.weights
+                assert weights is not None
+                work = self._sample(flight.progress, seat, weights.label, self._version)
+                flight.part = part = flight.loop.create_task(work)
+                seat.load += 1
+        if paused:
+            await flight.wake.wait()
+            return
+        if not seat.up:
+            return
+        try:
+            await asyncio.wait({part})
+        except asyncio.CancelledError:
+            part.cancel()
+            await asyncio.wait({part})
+            raise
+        finally:
+            seat.load -= 1
+            flight.part = None
+        if part.cancelled():
+            if flight.progress.cancelled:  # the sink is full
+                raise asyncio.CancelledError
+            if self._closed:
+                raise EngineError("the engine was closed while the request was in flight")
+        else:
+            part.result()
+
+    async def _sample(self, progress: Progress, seat: Seat, label: str, version: int) -> None:
+        done = len(progress.completion_ids)
+        prompt = progress.token_ids()
+        asked = replace(
+            progress.sampling,
+            max_tokens=progress.limit - done,
+            seed=_continued(progress.sampling.seed, done),
+            stop=(),
+        )
+        first = True
+        try:
+            async with aclosing(seat.server.stream(prompt, asked, label)) as stream:
+                async for sampled in stream:
+                    if first and sampled.cached_tokens >= 0:
+                        first = False
+                        self._count_prompt(progress, len(prompt), sampled.cached_tokens)
+                    if self._take(progress, sampled, version):
+                        return
+        except EngineLostError as error:
+            seat.lose(error)
+            raise
+        raise EngineError(
+            f"{seat.server.name} ended a completion after {len(progress.completion_ids)} tokens, "
+            "before its end"
+        )
+
+    def _count_prompt(self, progress: Progress, tokens: int, cached: int) -> None:
+        with self._gate:
+            self._stats.prompt_tokens_reused += cached
+            self._stats.prompt_tokens_computed += tokens - cached
+        if progress.cached_tokens < 0:
+            progress.cached_tokens = cached
+
+    def _take(self, progress: Progress, sampled: Sampled, version: int) -> bool:
+        """Hand tokens over; True when the completion is finished."""
+        before = len(progress.completion_ids)
+        try:
+            for place, (token_id, logprob) in enumerate(
+                zip(sampled.ids, sampled.logprobs, strict=True)
+            ):
+                finished = progress.push(token_id, logprob, version)
+                if progress.cancelled:
+                    raise asyncio.CancelledError
+                if progress.sampling.top_logprobs:
+                    progress.top_logprobs.append(sampled.top_logprobs[place])
+                if finished:
+                    return True
+        finally:
+            with self._gate:
+                self._stats.sampled_tokens += len(progress.completion_ids) - before
+        if sampled.finish_reason == "stop" and progress.sampling.grammar:
+            progress.finish_reason = "stop"  # nothing may follow what is there
+            return True
+        return False
+
+    async def _seat(self, session: str) -> Seat:
+        """The server of a session, running."""
+        with self._gate:
+            seat = self._sessions.pop(session, None)
+            if seat is None:
+                seat = min(self._fleet.seats, key=lambda one: one.load)
+            self._sessions[session] = seat
+            if len(self._sessions) > _SESSIONS:
+                self._sessions.popitem(last=False)
+        if not seat.up:
+            await self._locked(self._fleet.bring_up, seat, self._version)
+        return seat
+
+    # Pauses and weights
+
+    @asynccontextmanager
+    async def pause(self) -> AsyncIterator[None]:
+        """Hold generation between two tokens while the block runs; blocks may be nested."""
+        with self._gate:
+            self._pauses += 1
+            flights = list(self._flights)
+        try:
+            for flight in flights:
+                flight.end_part()
+            while any(flight.running for flight in flights):  # noqa: ASYNC110  # on several loops
+                await asyncio.sleep(_POLL)
+            yield
+        finally:
+            with self._gate:
+                self._pauses -= 1
+                waiting = [] if self._pauses else list(self._flights)
+            for flight in waiting:
+                flight.wake_up()
+
+    async def start(self) -> None:
+        """Start every server that does not run yet.
+
+        Raises:
+            EngineError: One does not come up.
+        """
+        for seat in self._fleet.seats:
+            await self._locked(self._fleet.bring_up, seat, self._version)
+
+    async def update_weights(self, version: int) -> None:
+        """Serve the weights as they are now under `version`; see `Engine.update_weights`.
+
+        A server that died, before or meanwhile, is started with them.
+        """
+        async with self.pause():
+            started = time.perf_counter()
+            await self._locked(self._change_weights, version)
+            self._stats.update_seconds = time.perf_counter() - started
+
+    async def close(self) -> None:
+        """Stop; requests in flight fail."""
+        with self._gate:
+            self._closed = True
+            flights = list(self._flights)
+        for flight in flights:
+            if flight.part is not None:
+                with suppress(RuntimeError):
+                    flight.loop.call_soon_threadsafe(flight.part.cancel)
+            flight.wake_up()
+        await self._locked(self._fleet.stop)
+        self._executor.shutdown(wait=False)
+
+    async def _locked(self, work: Callable[..., None], *args: Any) -> None:
+        """Run `work` in the thread where servers are started, loaded and stopped."""
+        if self._closed and work != self._fleet.stop:
+            raise EngineError("the engine is closed")
+        await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
+
+    def _change_weights(self, version: int) -> None:
+        self._version = version
+        self._fleet.change_weights(version)
+
+
+def _continued(seed: int, done: int) -> int:
+    """The seed of a part that begins after `done` tokens, in [0, 2**63).
+
+    Another one for each part: with the first part's, the random numbers of its first tokens would
+    come again.
+    """
+    if not done:
+        return seed % 2**63
+    digest = hashlib.blake2b(f"{seed}:{done}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % 2**63

@@ -1,0 +1,232 @@
+"""vLLM in other processes: those that somebody runs elsewhere, and those that we start."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import httpx
+
+from tuner.engines.base import EngineError, EngineLostError, SamplingParams
+from tuner.engines.token_server import Sampled, Weights
+from tuner.engines.vllm.core import VllmSettings
+from tuner.engines.vllm.server import KEY
+
+_LOADING_SECONDS = 3600.0
+"""How long starting vLLM and loading weights may take."""
+_CONNECT_SECONDS = 300.0
+"""How long a server elsewhere may be away."""
+_LOG_LINES = 25
+
+
+class VllmServer:
+    """A server of `tuner.engines.vllm.server` at an address, that somebody else runs.
+
+    Args:
+        url: As in `http://10.0.0.2:8100`.
+        key: What the server was given as TUNER_ENGINE_KEY.
+        settings: With which it shall run vLLM.
+    """
+
+    def __init__(self, url: str, key: str, settings: VllmSettings) -> None:
+        self._url = url.rstrip("/")
+        self._settings = asdict(settings)
+        self._headers = {"authorization": f"Bearer {key}"}
+        self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient]
+        self._clients = WeakKeyDictionary()
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"the vLLM server at {self._url}"
+
+    def start(self, weights: Weights) -> None:
+        """Give it the weights, as soon as it can be reached.
+
+        Raises:
+            EngineLostError: It cannot be reached for five minutes, or dies.
+            EngineError: It cannot load them.
+        """
+        deadline = time.monotonic() + _CONNECT_SECONDS
+        while True:
+            try:
+                httpx.get(f"{self._url}/health", headers=self._headers, trust_env=False)
+                break
+            except httpx.HTTPError as error:
+                if time.monotonic() > deadline:
+                    raise self._lost("cannot be reached", error) from error
+                time.sleep(1)
+        self.load(weights)
+
+    def load(self, weights: Weights) -> None:
+        """See `TokenServer.load`."""
+        body = {
+            "settings": self._settings,
+            "folder": str(weights.folder),
+            "label": weights.label,
+        }
+        try:
+            answer = httpx.post(
+                f"{self._url}/load",
+                json=body,
+                headers=self._headers,
+                timeout=_LOADING_SECONDS,
+                trust_env=False,
+            )
+        except httpx.HTTPError as error:
+            raise self._lost("broke off while it loaded weights", error) from error
+        if answer.status_code != 200:
+            raise self._refusal(answer.status_code, answer.content)
+
+    def stop(self) -> None:
+        """Leave it alone."""
+
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, label: str
+    ) -> AsyncGenerator[Sampled, None]:
+        """See `TokenServer.stream`."""
+        body = {"prompt_ids": list(prompt_ids), "sampling": asdict(sampling), "label": label}
+        try:
+            async with self._client().stream("POST", "/generate", json=body) as response:
+                if response.status_code != 200:
+                    raise self._refusal(response.status_code, await response.aread())
+                async for line in response.aiter_lines():
+                    yield self._sampled(json.loads(line))
+        except httpx.HTTPError as error:
+            failure = await asyncio.to_thread(self._lost, "broke off", error)
+            raise failure from error
+
+    def _client(self) -> httpx.AsyncClient:
+        loop = asyncio.get_running_loop()
+        client = self._clients.get(loop)
+        if client is None:
+            client = self._clients[loop] = httpx.AsyncClient(
+                base_url=self._url,
+                headers=self._headers,
+                # A completion may wait in line and take as long as its rollout may.
+                timeout=httpx.Timeout(None, connect=60),
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+                trust_env=False,
+            )
+        return client
+
+    def _sampled(self, line: Any) -> Sampled:
+        if isinstance(line, dict):
+            raise self._error(line)
+        ids, logprobs, top, cached, reason = line
+        pairs = tuple(tuple((id_, logprob) for id_, logprob in place) for place in top)
+        return Sampled(tuple(ids), tuple(logprobs), pairs, cached, reason)
+
+    def _refusal(self, status: int, body: bytes) -> EngineError:
+        try:
+            return self._error(json.loads(body))
+        except (ValueError, KeyError, TypeError):
+            text = body.decode(errors="replace")[:300]
+            return EngineError(f"{self.name} refused a request with {status}: {text}")
+
+    def _error(self, found: Mapping[str, Any]) -> EngineError:
+        kind = EngineLostError if found["lost"] else EngineError
+        return kind(f"{self.name}: {found['error']}")
+
+    def _lost(self, what: str, error: Exception) -> EngineLostError:
+        return EngineLostError(f"{self.name} {what}: {type(error).__name__}: {error}")
+
+
+class VllmProcess(VllmServer):
+    """A server that we start on a loopback port, and end when this process ends, however it does.
+
+    Args:
+        settings: With which it shall run vLLM.
+        log: What it prints goes there.
+        environment: Variables that it gets besides ours, as CUDA_VISIBLE_DEVICES.
+    """
+
+    def __init__(
+        self, settings: VllmSettings, *, log: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__("", secrets.token_urlsafe(24), settings)
+        self._log = log
+        self._environment = dict(environment or {})
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"the vLLM server that logs to {self._log}"
+
+    @property
+    def pid(self) -> int | None:
+        """Its process, which leads a group of its own; None where it does not run."""
+        return None if self._process is None else self._process.pid
+
+    def start(self, weights: Weights) -> None:
+        """Start a process, in place of the one before; see `TokenServer.start`."""
+        self.stop()
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as door:
+            door.bind(("127.0.0.1", 0))
+            # What arrives before the server listens to it waits in the socket's queue.
+            door.listen(2048)
+            self._url = f"http://127.0.0.1:{door.getsockname()[1]}"
+            self._clients = WeakKeyDictionary()
+            self._process = self._launch(door)
+        self.load(weights)
+
+    def _launch(self, door: socket.socket) -> subprocess.Popen[bytes]:
+        key = self._headers["authorization"].removeprefix("Bearer ")
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "tuner.engines.vllm.server", "--fd", str(door.fileno())],
+                env={**os.environ, **self._environment, KEY: key},
+                stdin=subprocess.PIPE,  # at its end the server ends
+                stdout=log,
+                stderr=log,
+                pass_fds=[door.fileno()],
+                start_new_session=True,
+            )
+
+    def stop(self) -> None:
+        """Kill it and its children."""
+        process = self._process
+        if process is None:
+            return
+        self._process = None
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+
+    def _error(self, found: Mapping[str, Any]) -> EngineError:
+        error = super()._error(found)
+        return EngineLostError(f"{error}\n{self._tail()}") if found["lost"] else error
+
+    def _lost(self, what: str, error: Exception) -> EngineLostError:
+        ended = ""
+        if self._process is not None:
+            try:
+                ended = f" (it ended with {self._process.wait(timeout=5)})"
+            except subprocess.TimeoutExpired:
+                ended = " (it still runs)"
+        return EngineLostError(f"{super()._lost(what, error)}{ended}\n{self._tail()}")
+
+    def _tail(self) -> str:
+        """The last lines of its log."""
+        try:
+            lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            return "it left no log"
+        return "\n".join(["the last lines of its log:", *lines[-_LOG_LINES:]])

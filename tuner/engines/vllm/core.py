@@ -1,0 +1,205 @@
+"""vLLM's asynchronous engine with the weights of a training run.
+
+Written against vLLM's public Python API: `AsyncEngineArgs`, `AsyncLLM.generate`, `collective_rpc`
+on a worker extension, `LoRARequest`, `reset_prefix_cache`. Tested with the version in
+constraints-vllm.txt.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tuner.engines.base import EngineError, EngineLostError, SamplingParams
+from tuner.engines.token_server import Sampled, Weights
+from tuner.engines.vllm.sampling import sampled, vllm_sampling
+from tuner.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Upper limits of an adapter's rank that vLLM can be started with."""
+
+
+@dataclass(frozen=True)
+class VllmSettings:
+    """How vLLM is started; every field survives JSON.
+
+    Attributes:
+        model: Folder or Hub name of the model that an adapter belongs to; None where all weights
+            are trained, and come with the folder that is loaded first.
+        dtype: "float32", "bfloat16" or "float16".
+        max_model_len: Prompt and completion tokens of one request at most.
+        max_slots: Requests computed at once at most.
+        end_ids: Token ids that end a completion.
+        tokenizer: Folder or Hub name of the tokenizer, for grammars; None is beside the weights.
+        lora_rank: Rank of the adapter that is trained; None where all weights are.
+        tensor_parallel_size: GPUs that share the weights.
+        gpu_memory_utilization: Part of the GPU's memory; None leaves vLLM's own.
+        enforce_eager: Do not capture CUDA graphs.
+        seed: Of vLLM itself; requests bring their own.
+        extra: Further arguments of vLLM's `AsyncEngineArgs`.
+    """
+
+    dtype: str
+    max_model_len: int
+    max_slots: int
+    end_ids: tuple[int, ...]
+    model: str | None = None
+    tokenizer: str | None = None
+    lora_rank: int | None = None
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float | None = None
+    enforce_eager: bool = False
+    seed: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class VllmCore:
+    """vLLM with one version of the weights at a time; belongs to one event loop."""
+
+    def __init__(self, settings: VllmSettings, weights: Weights) -> None:
+        self._settings = settings
+        self._engine = _start(settings, weights)
+        self._numbers = itertools.count()
+        self._adapter: LoRARequest | None = None
+        self._label: str | None = weights.label if settings.lora_rank is None else None
+
+    @property
+    def label(self) -> str | None:
+        """Which weights it has; None while they change, or where that failed."""
+        return self._label
+
+    @property
+    def dead(self) -> bool:
+        """Whether vLLM's processes have died."""
+        return bool(self._engine.errored)
+
+    async def load(self, weights: Weights) -> None:
+        """Serve these weights, with nothing computed by others. No request is in flight.
+
+        Raises:
+            EngineLostError: vLLM's processes died.
+            EngineError: vLLM cannot load them; it has no label any more.
+        """
+        self._label = None
+        try:
+            if self._settings.lora_rank is None:
+                await self._engine.collective_rpc("tuner_load_weights", args=(str(weights.folder),))
+            else:
+                await self._change_adapter(weights)
+            if not await self._engine.reset_prefix_cache():
+                raise EngineError(
+                    "vLLM did not forget its prefix cache, because requests still hold parts of it"
+                )
+        except EngineError:
+            raise
+        except Exception as error:
+            raise self._failure(f"loading {weights.folder}", error) from error
+        self._label = weights.label
+
+    async def _change_adapter(self, weights: Weights) -> None:
+        from vllm.lora.request import LoRARequest
+
+        before = self._adapter
+        # A number of its own for each: vLLM keeps adapters by number.
+        self._adapter = LoRARequest(
+            lora_name=weights.label,
+            lora_int_id=1 + next(self._numbers),
+            lora_path=str(weights.folder),
+        )
+        if before is not None:
+            await self._engine.remove_lora(before.lora_int_id)
+        await self._engine.add_lora(self._adapter)
+
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, label: str
+    ) -> AsyncGenerator[Sampled, None]:
+        """See `TokenServer.stream`."""
+        from vllm.inputs import TokensPrompt
+
+        if label != self._label:
+            raise EngineError(
+                f"the weights {label} were asked for, but vLLM has "
+                f"{self._label or 'none that are complete'}"
+            )
+        settings = vllm_sampling(sampling, self._settings.end_ids)
+        outputs = self._engine.generate(
+            TokensPrompt(prompt_token_ids=list(prompt_ids)),
+            settings,
+            f"tuner-{next(self._numbers)}",
+            lora_request=self._adapter,
+        )
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    yield sampled(output, sampling)
+        except EngineError:
+            raise
+        except Exception as error:
+            raise self._failure("generating", error) from error
+
+    def _failure(self, what: str, error: Exception) -> EngineError:
+        kind = EngineLostError if self.dead else EngineError
+        return kind(f"vLLM failed while {what}: {type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """End vLLM's processes."""
+        self._engine.shutdown()
+
+
+def _start(settings: VllmSettings, weights: Weights) -> AsyncLLM:
+    """Start vLLM's processes; blocks until the model is loaded.
+
+    Raises:
+        MissingDependencyError: vLLM is not installed.
+        EngineLostError: It does not start.
+    """
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    try:
+        from vllm import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"vLLM cannot be imported ({error}): pip install 'agentscope-tuner[vllm]', or set "
+            "explorer.rollout_model.engine_type to transformers"
+        ) from error
+    model = settings.model or str(weights.folder)
+    arguments: dict[str, Any] = {
+        "model": model,
+        "tokenizer": settings.tokenizer or model,
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_slots,
+        "max_logprobs": 20,
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        "generation_config": "vllm",  # not the sampling settings of the model's folder
+        "structured_outputs_config": {"backend": "guidance"},
+        "worker_extension_cls": "tuner.engines.vllm.worker.WeightsExtension",
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "enforce_eager": settings.enforce_eager,
+        "seed": settings.seed,
+        "disable_log_stats": True,
+    }
+    if current_platform.is_cpu():
+        arguments["block_size"] = 32  # the least there: a prefix is reused in whole blocks
+    arguments |= settings.extra
+    if settings.gpu_memory_utilization is not None:
+        arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
+    if settings.lora_rank is not None:
+        rank = next(rank for rank in LORA_RANKS if rank >= settings.lora_rank)
+        arguments |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
+    try:
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    except Exception as error:
+        raise EngineLostError(
+            f"vLLM does not start with {weights.folder}: {type(error).__name__}: {error}"
+        ) from error

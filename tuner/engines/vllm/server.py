@@ -1,0 +1,202 @@
+"""vLLM behind HTTP, token ids in and out, for one training run at a time.
+
+    TUNER_ENGINE_KEY=... python -m tuner.engines.vllm.server [--host H] [--port P]
+
+It starts empty; the run that connects says with which settings and weights. A request names the
+weights that it wants and gets 409 where the server has others: after a crash it never answers with
+weights that the run has left behind. Every path demands the key.
+
+| path | body | answer |
+|---|---|---|
+| `GET /health` | | `{"label"}` |
+| `POST /load` | `{"settings", "folder", "label"}` | `{}` when these are served, and nothing old |
+| `POST /generate` | `{"prompt_ids", "sampling", "label"}` | a line of JSON per step |
+
+`settings` has the fields of `VllmSettings`, `sampling` those of `SamplingParams`. A line is `[ids,
+logprobs, top_logprobs, cached_tokens, finish_reason]`, or `{"error", "lost"}` where the completion
+fails; `lost` says whether vLLM has died.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from tuner.engines.base import EngineError, EngineLostError, SamplingParams
+from tuner.engines.token_server import Sampled, Weights
+from tuner.engines.vllm.core import VllmCore, VllmSettings
+from tuner.errors import TunerError
+
+KEY = "TUNER_ENGINE_KEY"
+
+
+class VllmHost:
+    """The one vLLM of this process, started by the first weights it is given."""
+
+    def __init__(self) -> None:
+        self._settings: VllmSettings | None = None
+        self._core: VllmCore | None = None
+
+    @property
+    def label(self) -> str | None:
+        """Which weights are served."""
+        return None if self._core is None else self._core.label
+
+    async def load(self, settings: VllmSettings, weights: Weights) -> None:
+        """Serve these weights; vLLM is started again where it died or had other settings.
+
+        Raises:
+            EngineLostError: vLLM does not start, or died.
+            EngineError: It cannot load them.
+        """
+        if not weights.folder.is_dir():
+            raise EngineError(
+                f"the weights are handed over in {weights.folder}, which is not there on the "
+                "engine's machine: the run directory must be on a disk that both machines see "
+                "under one name"
+            )
+        if self._core is None or self._core.dead or settings != self._settings:
+            self.close()
+            self._core, self._settings = VllmCore(settings, weights), settings
+            if settings.lora_rank is None:
+                return  # it was started with them
+        await self._core.load(weights)
+
+    def stream(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, label: str
+    ) -> AsyncGenerator[Sampled, None]:
+        """See `TokenServer.stream`."""
+        if self._core is None:
+            raise EngineLostError("vLLM has not been given any weights")
+        return self._core.stream(prompt_ids, sampling, label)
+
+    def close(self) -> None:
+        """End vLLM."""
+        if self._core is not None:
+            self._core.close()
+        self._core = None
+
+
+def make_app(host: VllmHost, key: str) -> Starlette:
+    """The HTTP side of `host`."""
+
+    def refused(request: Request) -> Response | None:
+        given = request.headers.get("authorization", "")
+        if secrets.compare_digest(given.encode(), f"Bearer {key}".encode()):
+            return None
+        return JSONResponse({"error": "the key is missing or wrong", "lost": False}, 401)
+
+    async def health(request: Request) -> Response:
+        return refused(request) or JSONResponse({"label": host.label})
+
+    async def load(request: Request) -> Response:
+        if no := refused(request):
+            return no
+        body = await request.json()
+        try:
+            settings = settings_from(body["settings"])
+            await host.load(settings, Weights(Path(body["folder"]), body["label"]))
+        except TunerError as error:
+            return JSONResponse(_error(error), 500)
+        return JSONResponse({})
+
+    async def generate(request: Request) -> Response:
+        if no := refused(request):
+            return no
+        body = await request.json()
+        if body["label"] != host.label:
+            message = f"the weights {body['label']} were asked for; here are {host.label}"
+            return JSONResponse({"error": message, "lost": host.label is None}, 409)
+        sampling = SamplingParams(**{**body["sampling"], "stop": tuple(body["sampling"]["stop"])})
+
+        async def lines() -> AsyncIterator[bytes]:
+            try:
+                async with aclosing(
+                    host.stream(body["prompt_ids"], sampling, body["label"])
+                ) as stream:
+                    async for one in stream:
+                        yield _line(one)
+            except EngineError as error:
+                yield json.dumps(_error(error)).encode() + b"\n"
+
+        return StreamingResponse(lines(), media_type="application/x-ndjson")
+
+    return Starlette(
+        routes=[
+            Route("/health", health),
+            Route("/load", load, methods=["POST"]),
+            Route("/generate", generate, methods=["POST"]),
+        ]
+    )
+
+
+def settings_from(fields: dict[str, Any]) -> VllmSettings:
+    """`VllmSettings` that have been JSON."""
+    return VllmSettings(**{**fields, "end_ids": tuple(fields["end_ids"])})
+
+
+def _line(one: Sampled) -> bytes:
+    parts = [one.ids, one.logprobs, one.top_logprobs, one.cached_tokens, one.finish_reason]
+    return json.dumps(parts, separators=(",", ":")).encode() + b"\n"
+
+
+def _error(error: TunerError) -> dict[str, Any]:
+    return {"error": str(error), "lost": isinstance(error, EngineLostError)}
+
+
+def _end_with_parent() -> None:
+    """End this process and its children when whoever holds the other end of stdin is gone."""
+
+    def wait() -> None:
+        sys.stdin.buffer.read()
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def main() -> None:
+    """Serve until told to end."""
+    parser = argparse.ArgumentParser(prog="python -m tuner.engines.vllm.server")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8100)
+    parser.add_argument("--fd", type=int, help="a listening socket, from the run that starts this")
+    options = parser.parse_args()
+    key = os.environ.pop(KEY, "")
+    if not key:
+        parser.error(f"set {KEY} in the environment: every request must bring it")
+    if options.fd is not None:
+        _end_with_parent()
+        door = socket.socket(fileno=options.fd)
+    else:
+        door = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        door.bind((options.host, options.port))
+    host = VllmHost()
+    config = uvicorn.Config(
+        make_app(host, key), lifespan="off", log_level="warning", access_log=False
+    )
+    try:
+        asyncio.run(uvicorn.Server(config).serve([door]))
+    finally:
+        host.close()
+
+
+if __name__ == "__main__":
+    main()
