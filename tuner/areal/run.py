@@ -87,7 +87,7 @@ class Run:
     def held(self) -> Iterator[None]:
         """Hold generation while the block runs: one model computes one thing at a time. Where
         generation has weights of its own, it goes on."""
-        if self.stack.served is not None:
+        if not self.stack.shares_weights:
             yield
             return
         held = self._hold()
@@ -120,7 +120,7 @@ class Run:
 
     def weights_will_change(self) -> None:
         """Hold generation from now on until `weights_are`, unless it has weights of its own."""
-        if self._training is None and self.stack.served is None:
+        if self._training is None and self.stack.shares_weights:
             self._training = self._hold()
 
     def weights_are(self, publish: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -93,7 +93,7 @@ class Loop(ABC):
 
     async def off_the_loop(self, stack: Stack, work: Callable[[], T]) -> T:
         """The result of `work`, in a thread where generation goes on meanwhile."""
-        if stack.served is None:
+        if stack.shares_weights:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 from tuner.algorithms.table import ADVANTAGES, ALGORITHMS
 from tuner.backends.adapters import Adapter, add_adapter, require_peft
 from tuner.backends.auxiliary import AuxiliaryModels
+from tuner.backends.engines import build_engine
 from tuner.backends.models import (
     check_same_vocabulary,
     choose_device,
@@ -21,10 +23,12 @@ from tuner.backends.models import (
     load_tokenizer,
     save_model,
 )
+from tuner.backends.placement import Placement
 from tuner.backends.serving import ServedCopy
 from tuner.chat_models import ChatModelKind, chat_model, default_kind
 from tuner.config import RunConfig
 from tuner.config.algorithm_conflicts import longest_answer
+from tuner.engines import TrainingEngine
 from tuner.engines.transformers import TransformersEngine
 from tuner.errors import ConfigError
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults, SessionLimits
@@ -41,12 +45,13 @@ from tuner.training.reference import Reference
 
 @dataclass
 class Stack:
-    """The parts of a run on one machine. One copy of the weights: `model` is in both the
-    engine and the trainer, and so is the adapter inside it, where there is one; unless generation
-    goes on while training does.
+    """The parts of a run on one machine. `model` is the trainer's, and so is the adapter inside
+    it, where there is one. The engine over transformers generates with the same, unless generation
+    goes on while training does; every other with a copy.
 
     Attributes:
-        served: What the engine has in place of `model` then, else None.
+        served: What the engine over transformers has in place of `model` then, else None.
+        placement: Where an engine with a copy is; None for the one over transformers.
         runner: None where there is no workflow, so that nothing can be rolled out.
         teacher: The auxiliary model that `on_policy_distill` learns from.
     """
@@ -54,17 +59,23 @@ class Stack:
     model: PreTrainedModel
     adapter: Adapter | None
     tokenizer: Any
-    engine: TransformersEngine
+    engine: TrainingEngine
     gateway: Gateway
     auxiliary: AuxiliaryModels
     runner: RolloutRunner | None
     teacher: PreTrainedModel | None = None
     served: ServedCopy | None = None
+    placement: Placement | None = None
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the engine generates with the very weights that are trained."""
+        return self.served is None and self.engine.capabilities.shares_weights
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
         """While the block runs the weights may change; who shares them generates nothing."""
-        if self.served is not None:
+        if not self.shares_weights:
             yield
             return
         # The reference may be the same model without its adapter: nobody samples meanwhile.
@@ -80,11 +91,7 @@ class Stack:
 
     def save_weights(self, folder: Path) -> None:
         """What is trained, model or adapter, in Hugging Face's form, and the tokenizer."""
-        if self.adapter is None:
-            save_model(self.model, self.tokenizer, folder)
-        else:
-            self.adapter.save(folder)
-            self.tokenizer.save_pretrained(folder)
+        _save(self.model, self.adapter, self.tokenizer, folder)
 
     async def aclose(self) -> None:
         await self.auxiliary.aclose()
@@ -111,8 +118,10 @@ def build_stack(
     Raises:
         ModelLoadError: A model or adapter cannot be loaded.
         ConfigError: `max_model_len` is more than the model has positions, the teacher has another
-            vocabulary, or `lora_configs` asks for layers that the model does not have.
-        MissingDependencyError: `lora_configs` is set, and peft is not installed.
+            vocabulary, `lora_configs` asks for layers that the model does not have, or vLLM does
+            not fit beside the trainer.
+        MissingDependencyError: `lora_configs` is set, and peft is not installed; or vLLM is asked
+            for, and it is not.
     """
     device = choose_device(config.tuner.device)
     path, lora, adapter = config.model.model_path, config.model.lora, None
@@ -126,16 +135,22 @@ def build_stack(
             model, lora, model_path=path, seed=config.tuner.seed, checkpoint=weights
         )
     tokenizer = load_tokenizer(path)
-    served = ServedCopy(model) if config.synchronizer.sync_offset else None
-    engine = TransformersEngine(
+    settings, rollout_model = trainer_settings(config, 1, 1), config.explorer.rollout_model
+    served = None
+    if config.synchronizer.sync_offset and rollout_model.engine_type == "transformers":
+        served = ServedCopy(model)
+    engine, placement = build_engine(
+        config,
         model if served is None else served.model,
         tokenizer,
         max_model_len=context_length(
             config.model.max_model_len, model.config, "model.max_model_len"
         ),
-        max_slots=config.tuner.max_slots,
-        deterministic=config.tuner.deterministic,
         version=version,
+        save=partial(_save, model, adapter, tokenizer),
+        adapter=None if adapter is None else adapter.model,
+        references=int(settings.uses_reference and adapter is None),
+        critics=int(settings.uses_critic),
     )
     gateway = Gateway(
         engine,
@@ -161,7 +176,16 @@ def build_stack(
             auxiliary_models=auxiliary.opened,
             settings=rollout_settings(config),
         )
-    return Stack(model, adapter, tokenizer, engine, gateway, auxiliary, runner, teacher, served)
+    return Stack(
+        model, adapter, tokenizer, engine, gateway, auxiliary, runner, teacher, served, placement
+    )
+
+
+def _save(model: PreTrainedModel, adapter: Adapter | None, tokenizer: Any, folder: Path) -> None:
+    if adapter is None:
+        return save_model(model, tokenizer, folder)
+    adapter.save(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def rollout_settings(config: RunConfig) -> RolloutSettings:

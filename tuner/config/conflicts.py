@@ -7,6 +7,7 @@ from typing import Any
 
 from tuner.config.algorithm_conflicts import algorithm_conflicts
 from tuner.config.asynchronous_conflicts import asynchronous_conflicts
+from tuner.config.engine import engine_conflicts
 from tuner.config.problems import Problem
 from tuner.config.recorded_conflicts import recorded_conflicts
 from tuner.config.schema import RunConfig
@@ -26,6 +27,7 @@ def conflicts(config: RunConfig, foreign: Mapping[str, Any]) -> list[Problem]:
         *_sampling(config),
         *_agents(config),
         *asynchronous_conflicts(config),
+        *engine_conflicts(config),
         *algorithm_conflicts(config),
         *recorded_conflicts(config, foreign),
     ]

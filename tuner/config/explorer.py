@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -16,10 +16,41 @@ REASONING_PARSER = "Reads `<think>` out of the model's text; null leaves the tex
 
 
 class RolloutModelSection(Section):
-    """`explorer.rollout_model.*`: the policy as the agents see it."""
+    """`explorer.rollout_model.*`: the policy as the agents see it, and what generates."""
 
+    engine_type: Literal["transformers", "vllm"] = Field(
+        default="transformers",
+        description="What generates: transformers on the trainer's own weights, or vLLM with a "
+        "copy ([engines](engines.md)).",
+    )
+    engine_num: int = Field(
+        default=1, ge=1, description="Servers that are started. For vllm; otherwise 1."
+    )
+    tensor_parallel_size: int = Field(
+        default=1, ge=1, description="GPUs of one engine. For vllm; otherwise 1."
+    )
+    gpu_memory_utilization: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Part of a GPU's memory for one engine. For vllm. Not set: what the trainer "
+        "leaves where they share the GPU, else vLLM's own.",
+    )
+    enforce_eager: bool = Field(
+        default=False,
+        description="Do not capture CUDA graphs. For vllm; transformers captures none.",
+    )
+    extra_engine_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further arguments of vLLM's `AsyncEngineArgs`, by name. For vllm.",
+    )
     tool_call_parser: str | None = Field(default="hermes", description=TOOL_CALL_PARSER)
     reasoning_parser: str | None = Field(default="deepseek_r1", description=REASONING_PARSER)
+
+    @field_validator("extra_engine_args", mode="before")
+    @classmethod
+    def _from_nothing(cls, value: Any) -> Any:
+        return {} if value is None else value
 
 
 class AuxiliaryModelSection(Section):

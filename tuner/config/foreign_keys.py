@@ -6,6 +6,7 @@ asks, and refused by name otherwise. A key in neither this table nor the schema 
 
 from __future__ import annotations
 
+from tuner.config.explorer import RolloutModelSection
 from tuner.config.foreign import Accepts, Anything, Foreign, Same, Values
 
 
@@ -20,9 +21,9 @@ _ANY = Anything()
 
 _ONE_ENGINE = "the local backend has one engine, with one copy of the weights"
 _SET_BY_TRINITY = "Trinity-RFT fills this in itself"
-_SHARED = "weights are shared in place, so there is nothing to send"
+_SHARED = "weights are shared in place, or handed over as files"
 _ONE_ADAPTER = "the engine serves the one adapter that is trained, with the trainer's weights"
-_ENGINE = "the local backend does not run vLLM or SGLang"
+_ENGINE = "auxiliary models are not served by vLLM or SGLang"
 _ENGINE_MEMORY = "the local engine takes the memory that tuner.max_slots answers need"
 _TRAINS = "rollouts and training are in one process"
 _FORMAT = "the workflow gets the whole row and picks its fields itself"
@@ -331,12 +332,12 @@ _ENGINE_KEYS: list[tuple[str, Accepts, str]] = [
     ("enable_expert_parallel", _OFF, _ONE_ENGINE),
     ("gpu_per_engine", Values((0, 1)), _SET_BY_TRINITY),
     ("extra_engine_args", Values(({},)), _ENGINE),
-    ("use_v1", _ANY, _ENGINE),
+    ("use_v1", _ANY, "there is one kind of engine"),
     ("enforce_eager", _ANY, _ENGINE),
     ("enable_prefix_caching", _ON, "common prefixes are always computed once"),
-    ("enable_chunked_prefill", _ANY, _ENGINE),
+    ("enable_chunked_prefill", _ANY, "it does not change what is sampled"),
     ("gpu_memory_utilization", _NONE, _ENGINE_MEMORY),
-    ("dtype", Same("tuner.dtype"), "the engine shares the trainer's weights"),
+    ("dtype", Same("tuner.dtype"), "engine and trainer have one precision"),
     ("seed", Same("tuner.seed"), "a run has one seed"),
     ("logprobs", Values((0,)), "a request says itself which log-probs it wants"),
     ("max_prompt_tokens", _NONE, "a prompt may take what max_model_len leaves"),
@@ -372,7 +373,11 @@ _ENGINE_KEYS: list[tuple[str, Accepts, str]] = [
 
 _ONE_MODEL = "the rollout model is the model that is trained"
 _EXPLORER = [
-    *[Foreign(f"explorer.rollout_model.{key}", accepts, why) for key, accepts, why in _ENGINE_KEYS],
+    *[
+        Foreign(f"explorer.rollout_model.{key}", accepts, why)
+        for key, accepts, why in _ENGINE_KEYS
+        if key not in RolloutModelSection.model_fields
+    ],
     *[
         Foreign(f"explorer.auxiliary_models.*.{key}", accepts, why)
         for key, accepts, why in _ENGINE_KEYS

@@ -17,6 +17,7 @@ from tuner.algorithms.table import ALGORITHMS
 from tuner.config.algorithm import AlgorithmSection
 from tuner.config.algorithm_extras import AlgorithmExtras, CriticSection
 from tuner.config.buffer import BufferSection, EvalTasksetSection, RolloutArgs, TasksetSection
+from tuner.config.engine import EngineSection
 from tuner.config.explorer import ExplorerSection, ModelSection
 from tuner.config.section import Section
 from tuner.config.synchronizer import SynchronizerSection
@@ -162,6 +163,13 @@ class TunerSection(Section):
         description="`auto` takes the GPU if there is one. On `trinity`, `cpu` says that the GPUs "
         "which `cluster` declares are only counted, as in a test.",
     )
+    placement: Literal["auto", "colocate", "separate"] = Field(
+        default="auto",
+        description="Where the engine is: with the trainer, in this process and on its device "
+        "(`colocate`), or in processes of its own, on other GPUs where there are GPUs "
+        "(`separate`). `auto` takes what fits and says why ([engines](engines.md)).",
+    )
+    engine: EngineSection = EngineSection()
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
         description="Type of the weights of policy, engine and reference. With `bfloat16` the "

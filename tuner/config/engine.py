@@ -1,0 +1,139 @@
+"""`tuner.engine.*`, and which settings of the engines contradict each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, field_validator
+
+from tuner.config.problems import Problem
+from tuner.config.section import Section
+
+if TYPE_CHECKING:
+    from tuner.config.schema import RunConfig
+
+LARGEST_RANK = 512
+"""Of an adapter that vLLM serves."""
+
+# Arguments of vLLM that follow from other settings, or that exactness hangs on.
+_OURS = {
+    "model": "model.model_path",
+    "tokenizer": "model.model_path",
+    "dtype": "tuner.dtype",
+    "seed": "tuner.seed",
+    "max_model_len": "model.max_model_len",
+    "max_num_seqs": "tuner.max_slots",
+    "tensor_parallel_size": "explorer.rollout_model.tensor_parallel_size",
+    "gpu_memory_utilization": "explorer.rollout_model.gpu_memory_utilization",
+    "enforce_eager": "explorer.rollout_model.enforce_eager",
+    "enable_lora": "model.lora_configs",
+    "max_lora_rank": "model.lora_configs",
+    "max_loras": "model.lora_configs",
+    "max_logprobs": None,
+    "logprobs_mode": None,
+    "enable_prefix_caching": None,
+    "generation_config": None,
+    "structured_outputs_config": None,
+    "worker_extension_cls": None,
+}
+
+
+class EngineSection(Section):
+    """`tuner.engine.*`: vLLM servers, beyond what `explorer.rollout_model` says."""
+
+    urls: tuple[str, ...] = Field(
+        default=(),
+        description="Servers that run elsewhere ([engines](engines.md)), as in "
+        "`http://10.0.0.2:8100`. Not set: servers are started here.",
+    )
+    api_key_env: str = Field(
+        default="TUNER_ENGINE_KEY",
+        min_length=1,
+        description="Environment variable that holds the key of the servers at `urls`.",
+    )
+    max_restarts: int = Field(
+        default=3,
+        ge=0,
+        description="How often servers that died are started again, in all; then the run fails.",
+    )
+
+    @field_validator("urls")
+    @classmethod
+    def _are_urls(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for url in value:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"{url!r} does not start with http:// or https://")
+        return value
+
+
+def engine_conflicts(config: RunConfig) -> Iterator[Problem]:
+    """What the chosen engine cannot do."""
+    if config.explorer.rollout_model.engine_type == "transformers":
+        yield from _without_servers(config)
+    else:
+        yield from _with_vllm(config)
+
+
+def _without_servers(config: RunConfig) -> Iterator[Problem]:
+    rollout_model, prefix = config.explorer.rollout_model, "explorer.rollout_model"
+    given: dict[str, tuple[Any, Any]] = {
+        f"{prefix}.engine_num": (rollout_model.engine_num, 1),
+        f"{prefix}.tensor_parallel_size": (rollout_model.tensor_parallel_size, 1),
+        f"{prefix}.gpu_memory_utilization": (rollout_model.gpu_memory_utilization, None),
+        f"{prefix}.extra_engine_args": (rollout_model.extra_engine_args, {}),
+        "tuner.engine.urls": (list(config.tuner.engine.urls), []),
+    }
+    for path, (value, default) in given.items():
+        if value != default:
+            yield Problem(
+                path,
+                f"{path} is {value}, but the engine over transformers is part of this process, "
+                f"with the trainer's own weights; remove it, or set {prefix}.engine_type to vllm",
+            )
+    if config.tuner.placement == "separate":
+        yield Problem(
+            "tuner.placement",
+            "tuner.placement is separate, but the engine over transformers generates with the "
+            f"trainer's own weights: set it to colocate, or {prefix}.engine_type to vllm",
+        )
+
+
+def _with_vllm(config: RunConfig) -> Iterator[Problem]:
+    rollout_model, prefix = config.explorer.rollout_model, "explorer.rollout_model"
+    urls = config.tuner.engine.urls
+    if config.tuner.deterministic:
+        yield Problem(
+            "tuner.deterministic",
+            f"tuner.deterministic is true, but {prefix}.engine_type is vllm, whose numbers depend "
+            "on who else is in flight: set that to transformers",
+        )
+    if config.tuner.placement == "colocate" and urls:
+        yield Problem(
+            "tuner.placement",
+            "tuner.placement is colocate, but tuner.engine.urls names servers elsewhere: set one "
+            "of them",
+        )
+    if config.tuner.placement == "colocate" and rollout_model.engine_num > 1:
+        yield Problem(
+            f"{prefix}.engine_num",
+            f"{prefix}.engine_num is {rollout_model.engine_num}, but tuner.placement is colocate, "
+            "which is one engine in this process: set placement to separate, or engine_num to 1",
+        )
+    if urls and rollout_model.engine_num not in (1, len(urls)):
+        yield Problem(
+            f"{prefix}.engine_num",
+            f"{prefix}.engine_num is {rollout_model.engine_num}, but tuner.engine.urls names "
+            f"{len(urls)}: remove engine_num",
+        )
+    for name in sorted(_OURS.keys() & rollout_model.extra_engine_args.keys()):
+        path = f"{prefix}.extra_engine_args.{name}"
+        instead = f"set {_OURS[name]}" if _OURS[name] else "log-probs would not be exact otherwise"
+        yield Problem(path, f"{path} cannot be set: {instead}")
+    lora = config.model.lora
+    if lora is not None and (lora.lora_rank or 0) > LARGEST_RANK:
+        yield Problem(
+            "model.lora_configs.0.lora_rank",
+            f"model.lora_configs.0.lora_rank is {lora.lora_rank}, but vLLM serves {LARGEST_RANK} "
+            f"at most: lower it, or set {prefix}.engine_type to transformers",
+        )
