@@ -4,6 +4,7 @@
 # make test-browser   the page of a run in a real browser; needs Chromium
 # make test-frameworks   the tests that need agent frameworks, in an environment of their own
 # make test-trinity   the tests that run Trinity-RFT on Ray, in an environment of their own (7 GB)
+# make test-vllm   the tests that run vLLM on a CPU, in an environment of their own (3.6 GB)
 # make bench  every benchmark; prints tables and writes benchmarks/results/*.json
 
 PYTHON ?= python3
@@ -15,8 +16,10 @@ VENV3 := .venv-frameworks
 BIN3 := $(VENV3)/bin
 VENV4 := .venv-trinity
 BIN4 := $(VENV4)/bin
+VENV5 := .venv-vllm
+BIN5 := $(VENV5)/bin
 
-.PHONY: demo test test-agentscope2 test-browser test-frameworks test-trinity bench install clean
+.PHONY: demo test test-agentscope2 test-browser test-frameworks test-trinity test-vllm bench install clean
 
 install: $(VENV)/.installed
 
@@ -81,6 +84,19 @@ $(VENV4)/.installed: constraints-trinity.txt
 test-trinity:
 	@if $(MAKE) $(VENV4)/.installed; then $(BIN4)/pytest tests/integration/trinity; \
 	else echo "SKIPPED: test-trinity ran no test: constraints-trinity.txt cannot be installed here" >&2; fi
+
+# Compiled, unlike the others: each start of vLLM imports it in three processes.
+$(VENV5)/.installed: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv $(VENV5)
+	$(BIN5)/python -m pip install --quiet --upgrade pip
+	$(BIN5)/python -m pip install --quiet --compile --no-deps --requirement constraints-vllm.txt
+	$(BIN5)/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
+# Where these packages cannot be had, it says so and does not fail; that no test ran is seen.
+test-vllm:
+	@if $(MAKE) $(VENV5)/.installed; then $(BIN5)/pytest tests/integration/vllm tests/engines/test_grammar.py; \
+	else echo "SKIPPED: test-vllm ran no test: constraints-vllm.txt cannot be installed here" >&2; fi
 
 # LiteLLM, a peer of the gateway's benchmark, wants other versions than we do.
 .venv-litellm/bin/litellm:

@@ -134,6 +134,8 @@ def inputs(run: Run, stack: Stack) -> Iterator[str]:
     yield f"  rows           train: {len(run.train_tasks)}{', ' + evaluated if evaluated else ''}"
     yield f"  model          {config.model.model_path}"
     yield f"                 {parameters / 1e6:.2f}M parameters on {device}, context {context}"
+    if stack.placement is not None:
+        yield f"  engine         vllm, {stack.placement}"
 
 
 def _one_call(stack: Stack, traces: Sequence[Trace]) -> Iterator[str]:

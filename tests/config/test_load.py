@@ -102,7 +102,7 @@ def test_values_that_need_a_cluster_are_refused_together_with_file_and_line(writ
     )
     assert "cluster.node_num is 4" in message
     assert "explorer.rollout_model.engine_num is 4" in message
-    assert "set it to 1, or remove it" in message
+    assert "remove it, or set explorer.rollout_model.engine_type to vllm" in message
 
 
 @pytest.mark.parametrize(
@@ -111,8 +111,8 @@ def test_values_that_need_a_cluster_are_refused_together_with_file_and_line(writ
         ("synchronizer.sync_interval=2", "has the new weights after every step"),
         ("synchronizer.sync_style=fully_async", "always has the newest weights"),
         ("explorer.rollout_model.enable_openai_api=false", "set it to true"),
-        ("explorer.rollout_model.tensor_parallel_size=2", "one copy of the weights"),
-        ("explorer.rollout_model.gpu_memory_utilization=0.9", "tuner.max_slots"),
+        ("explorer.rollout_model.tensor_parallel_size=2", "the trainer's own weights"),
+        ("explorer.rollout_model.gpu_memory_utilization=0.9", "engine_type to vllm"),
         ("explorer.rollout_model.dtype=bfloat16", "set tuner.dtype (now float32)"),
         ("explorer.rollout_model.max_model_len=5", "set model.max_model_len (now not set)"),
         ("trainer.use_dynamic_bsz=false", "max_token_len_per_gpu"),

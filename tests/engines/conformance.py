@@ -31,11 +31,12 @@ from tuner.errors import ConfigError, ContextLengthError
 TOLERANCE = 1e-4
 CONTEXT = 256
 LONG = SamplingParams(max_tokens=200)
+LAST_WORD = 299
 
 
 @torch.no_grad()
 def make_rig_model() -> PreTrainedModel:
-    """A toy that meets its end token by chance at great heat only; its embeddings are tied."""
+    """A toy that ends after the token LAST_WORD and never elsewhere; its embeddings are tied."""
     end = make_tokenizer().eos_token_id
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -53,12 +54,16 @@ def make_rig_model() -> PreTrainedModel:
         pad_token_id=None,
     )
     torch.manual_seed(0)
-    model: PreTrainedModel = Qwen3ForCausalLM(config).eval()
+    model = Qwen3ForCausalLM(config).eval()
+    # One direction that every hidden state keeps, against which the end token points.
     embeddings: Any = model.get_input_embeddings().weight
-    # One direction that is long in every hidden state, and against which the end token points.
-    embeddings[end] = 0
-    embeddings[:, 0] = 2
-    embeddings[end, 0] = -2
+    embeddings[[end, LAST_WORD]] = 0
+    embeddings[:, 0] = 8
+    embeddings[LAST_WORD, 0] = -8
+    embeddings[end, 0] = -12
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight[0] = 0
+        layer.mlp.down_proj.weight[0] = 0
     return model
 
 
@@ -175,16 +180,11 @@ async def test_alternatives_are_the_most_probable_tokens(rig):
 
 
 async def test_an_end_token_stops_and_is_kept(rig):
-    ids, (end,) = prompt(20), rig.engine.capabilities.end_ids
-    hot = SamplingParams(max_tokens=100, temperature=100.0)  # else it is never met
-    for seed in range(60):
-        got = await rig.engine.generate(ids, replace(hot, seed=seed), "session")
-        if got.finish_reason == "stop":
-            assert got.completion_ids.index(end) == len(got.completion_ids) - 1
-            assert error(rig, ids, got, hot) < TOLERANCE
-            return
-        assert end not in got.completion_ids
-    pytest.fail("no completion met the end token")
+    ids, (end,) = [*prompt(20), LAST_WORD], rig.engine.capabilities.end_ids
+    sampling = replace(LONG, temperature=0.5)
+    got = await rig.engine.generate(ids, sampling, "session")
+    assert (got.completion_ids, got.finish_reason) == ((end,), "stop")
+    assert error(rig, ids, got, sampling) < TOLERANCE
 
 
 async def test_a_stop_string_ends_it_and_its_tokens_are_kept(rig):
@@ -283,7 +283,7 @@ async def test_new_weights_serve_their_own_log_probs_and_no_old_prefix(rig):
 
 async def test_a_pause_holds_generation_and_it_goes_on_where_it_was(rig):
     sink = Sink()
-    sampling = SamplingParams(max_tokens=60, seed=2)
+    sampling = SamplingParams(max_tokens=200, seed=2)
     request = asyncio.ensure_future(rig.engine.generate(prompt(20), sampling, "session", sink))
     await sink.has(5)
     async with rig.engine.pause():
@@ -298,23 +298,24 @@ async def test_a_pause_holds_generation_and_it_goes_on_where_it_was(rig):
         assert not late.done()
     got = await asyncio.wait_for(request, 60)
     await asyncio.wait_for(late, 60)
-    assert held < 60 == len(got.completion_ids)
+    assert held < 200 == len(got.completion_ids)
     assert error(rig, prompt(20), got, sampling) < TOLERANCE
 
 
 async def test_new_weights_in_the_middle_of_a_completion(rig):
     """Its tokens before are of the old weights, those after of the new ones, alone."""
     before, sink = rig.engine.version, Sink()
-    ids, sampling = prompt(40), SamplingParams(max_tokens=80, seed=5, temperature=0.9)
+    ids, sampling = prompt(40), SamplingParams(max_tokens=200, seed=5, temperature=0.9)
     request = asyncio.ensure_future(rig.engine.generate(ids, sampling, "session", sink))
     await sink.has(10)
     async with rig.engine.pause():
         held = len(sink.tokens)
+        assert held < 200
         old = recomputed(rig, ids, as_generation(sink), sampling)
         change_weights(rig.model)
         await rig.engine.update_weights(before + 1)
     got = await asyncio.wait_for(request, 60)
-    assert got.versions == (before,) * held + (before + 1,) * (80 - held)
+    assert got.versions == (before,) * held + (before + 1,) * (200 - held)
     new = recomputed(rig, ids, got, sampling)
     logprobs = torch.tensor(got.logprobs)
     assert float((logprobs[:held] - old).abs().max()) < TOLERANCE
@@ -371,7 +372,7 @@ async def test_a_completion_keeps_to_its_form_and_its_log_probs_are_exact(rig):
 async def test_a_form_stays_whole_through_new_weights(rig):
     if not rig.engine.capabilities.grammars:
         pytest.skip("it has no grammars")
-    sampling = SamplingParams(max_tokens=100, grammar="start: /[0-9]{80}/", seed=1)
+    sampling = SamplingParams(max_tokens=200, grammar="start: /[0-9]{150}/", seed=1)
     sink = Sink()
     request = asyncio.ensure_future(rig.engine.generate(prompt(20), sampling, "session", sink))
     await sink.has(3)
@@ -379,7 +380,7 @@ async def test_a_form_stays_whole_through_new_weights(rig):
     await rig.engine.update_weights(rig.engine.version + 1)
     got = await asyncio.wait_for(request, 60)
     text = make_tokenizer().decode(got.completion_ids, skip_special_tokens=True)
-    assert re.fullmatch("[0-9]{80}", text)
+    assert re.fullmatch("[0-9]{150}", text)
 
 
 async def test_a_crash_fails_what_is_in_flight_and_the_next_request_is_served(rig):

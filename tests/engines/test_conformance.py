@@ -1,18 +1,30 @@
-"""The engine over transformers keeps the contract of engines, batched and one at a time."""
+"""The engine over transformers keeps the contract of engines, batched and one at a time.
+
+So does the one over servers, on a server in this process.
+"""
 
 import pytest
 
 from tests.engines.conformance import *  # noqa: F403
 from tests.engines.conformance import CONTEXT, Rig, make_rig_model
-from tests.engines.models import make_tokenizer
+from tests.engines.local_server import LocalServer
+from tests.engines.models import VOCABULARY, make_tokenizer
+from tuner.engines.served import ServedEngine
 from tuner.engines.transformers import TransformersEngine
 
 
-@pytest.fixture(params=[False, True], ids=["batched", "deterministic"])
-async def rig(request):
-    model = make_rig_model()
+@pytest.fixture(params=["batched", "deterministic", "served"])
+async def rig(request, tmp_path):
+    made = served(tmp_path) if request.param == "served" else shared(request.param)
+    yield made
+    await made.engine.close()
+
+
+def shared(kind):
+    """On the weights that are trained."""
+    model, deterministic = make_rig_model(), kind == "deterministic"
     engine = TransformersEngine(
-        model, make_tokenizer(), max_model_len=CONTEXT, deterministic=request.param
+        model, make_tokenizer(), max_model_len=CONTEXT, deterministic=deterministic
     )
 
     def crash():
@@ -24,5 +36,20 @@ async def rig(request):
 
         handle = model.register_forward_pre_hook(fail)
 
-    yield Rig(engine, model, crash, "on fire", spare=CONTEXT * 20 if request.param else 1)
-    await engine.close()
+    return Rig(engine, model, crash, "on fire", spare=CONTEXT * 20 if deterministic else 1)
+
+
+def served(folder):
+    """On a copy of them."""
+    model, server = make_rig_model(), LocalServer()
+    engine = ServedEngine(
+        [server],
+        save=model.save_pretrained,
+        folder=folder / "weights",
+        tokenizer=make_tokenizer(),
+        end_ids=frozenset({make_tokenizer().eos_token_id}),
+        vocabulary=VOCABULARY,
+        max_model_len=CONTEXT,
+        grammars=True,
+    )
+    return Rig(engine, model, server.die, "on fire")

@@ -108,6 +108,8 @@ class Loop(ABC):
         for step in range(record.start + 1, record.total_steps + 1):
             started = time.perf_counter()
             metrics = await self.step(step, stack, trainer)
+            if stack.engine.failure is not None:
+                raise TrainingError(f"step {step}: {stack.engine.failure}")
             last = step == record.total_steps
             if evaluates and (last or is_due(step, config.explorer.eval_interval)):
                 with record.timeline.span("evaluation", step=step):

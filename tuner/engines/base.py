@@ -198,3 +198,7 @@ class TrainingEngine(Engine, Protocol):
     @property
     def grammars(self) -> Grammars:
         """What it compiles grammars with; the trainer replays completions with the same."""
+
+    @property
+    def failure(self) -> EngineError | None:
+        """Why no request can succeed any more, or None."""

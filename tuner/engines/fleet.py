@@ -23,12 +23,14 @@ class Seat:
     Attributes:
         up: Whether it serves the fleet's weights, as far as is known.
         load: Requests that it is sampling for.
+        sessions: Sessions whose turns go to it.
         lost: Why it is not up any more.
     """
 
     server: TokenServer
     up: bool = False
     load: int = 0
+    sessions: int = 0
     starts: int = 0
     lost: EngineLostError | None = None
 

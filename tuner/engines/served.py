@@ -300,10 +300,11 @@ class ServedEngine:
         with self._gate:
             seat = self._sessions.pop(session, None)
             if seat is None:
-                seat = min(self._fleet.seats, key=lambda one: one.load)
+                seat = min(self._fleet.seats, key=lambda one: (one.load, one.sessions))
+                seat.sessions += 1
             self._sessions[session] = seat
             if len(self._sessions) > _SESSIONS:
-                self._sessions.popitem(last=False)
+                self._sessions.popitem(last=False)[1].sessions -= 1
         if not seat.up:
             await self._locked(self._fleet.bring_up, seat, self._version)
         return seat

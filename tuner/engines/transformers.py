@@ -193,6 +193,11 @@ class TransformersEngine:
         return self._grammars
 
     @property
+    def failure(self) -> EngineError | None:
+        """None: a failed request says nothing of the next one."""
+        return None
+
+    @property
     def batched(self) -> bool:
         """Whether requests are computed together and reuse prefixes."""
         return isinstance(self._runner, SlotRunner)

@@ -129,14 +129,13 @@ class VllmCore:
                 f"the weights {label} were asked for, but vLLM has "
                 f"{self._label or 'none that are complete'}"
             )
-        settings = vllm_sampling(sampling, self._settings.end_ids)
-        outputs = self._engine.generate(
-            TokensPrompt(prompt_token_ids=list(prompt_ids)),
-            settings,
-            f"tuner-{next(self._numbers)}",
-            lora_request=self._adapter,
-        )
         try:
+            outputs = self._engine.generate(
+                TokensPrompt(prompt_token_ids=list(prompt_ids)),
+                vllm_sampling(sampling, self._settings.end_ids),
+                f"tuner-{next(self._numbers)}",
+                lora_request=self._adapter,
+            )
             async with aclosing(outputs):
                 async for output in outputs:
                     yield sampled(output, sampling)

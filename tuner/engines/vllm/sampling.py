@@ -2,8 +2,9 @@
 
 vLLM scales by temperature, then keeps top_k, then top_p, as we do; with
 `logprobs_mode="processed_logprobs"` its log-probs are those of the distribution at the end of that
-line. Two things differ: it serves a temperature between 0 and 0.01 as 0.01, which is refused, and
-reports greedy tokens with the log-probs of temperature 1, which become 0.
+line. Three things differ: it serves a temperature between 0 and 0.01 as 0.01, and takes none above
+2, which are both refused here; and it reports greedy tokens with the log-probs of temperature 1,
+which become 0.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import vllm
 
 _LOWEST = 0.01
+_HIGHEST = 2.0
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
@@ -32,6 +34,10 @@ def check_for_vllm(sampling: SamplingParams) -> None:
         ConfigError: Names the setting, its value and what is allowed.
     """
     check_sampling(sampling)
+    if sampling.temperature > _HIGHEST:
+        raise ConfigError(
+            f"sampling: temperature is {sampling.temperature!r}, and vLLM takes {_HIGHEST} at most"
+        )
     if 0 < sampling.temperature < _LOWEST:
         raise ConfigError(
             f"sampling: temperature is {sampling.temperature!r}, which vLLM would take for "

@@ -1,0 +1,91 @@
+"""A `TokenServer` in this process: a model of its own, loaded from the folder it is handed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+from transformers import AutoModelForCausalLM
+
+from tests.engines.conformance import CONTEXT
+from tests.engines.models import make_tokenizer
+from tuner.engines import EngineLostError, SamplingParams
+from tuner.engines.token_server import Sampled, Weights
+from tuner.engines.transformers import TransformersEngine
+
+
+class LocalServer:
+    """Serves until `die()`; counts what is asked of it.
+
+    Attributes:
+        asked: The prompt and seed of each part.
+        loaded: The label of each start and load.
+    """
+
+    def __init__(self, name: str = "the server") -> None:
+        self.name = name
+        self.asked: list[tuple[list[int], int]] = []
+        self.loaded: list[str] = []
+        self.dies_loading = False
+        self._engine: TransformersEngine | None = None
+        self._death: asyncio.Event | None = None
+
+    def die(self) -> None:
+        self._engine = None
+        if self._death is not None:
+            self._death.set()
+
+    def start(self, weights: Weights) -> None:
+        self._engine = None
+        model = AutoModelForCausalLM.from_pretrained(weights.folder)
+        self._engine = TransformersEngine(model, make_tokenizer(), max_model_len=CONTEXT)
+        self.loaded.append(weights.label)
+
+    def load(self, weights: Weights) -> None:
+        if self.dies_loading:
+            self.dies_loading = False
+            self._engine = None
+        if self._engine is None:
+            raise EngineLostError(f"{self.name} is on fire")
+        self.start(weights)
+
+    def stop(self) -> None:
+        self._engine = None
+
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, label: str
+    ) -> AsyncGenerator[Sampled, None]:
+        self.asked.append((list(prompt_ids), sampling.seed))
+        if self._engine is None:
+            raise EngineLostError(f"{self.name} is on fire")
+        assert label == self.loaded[-1]
+        tokens: asyncio.Queue[tuple[int, float]] = asyncio.Queue()
+        self._death = death = asyncio.Event()
+
+        class Sink:
+            def push(self, token_id: int, logprob: float, version: int) -> bool:
+                tokens.put_nowait((token_id, logprob))
+                return True
+
+        work = asyncio.ensure_future(self._engine.generate(prompt_ids, sampling, "any", Sink()))
+        try:
+            while not work.done() or not tokens.empty():
+                if death.is_set():
+                    raise EngineLostError(f"{self.name} is on fire")
+                # The last token waits for the end, with which the cache is known.
+                if tokens.qsize() > 1 and not sampling.top_logprobs:
+                    yield Sampled(*([x] for x in tokens.get_nowait()))  # type: ignore[arg-type]
+                elif work.done():
+                    got = work.result()
+                    rest = [tokens.get_nowait() for _ in range(tokens.qsize())]
+                    yield Sampled(
+                        tuple(token for token, _ in rest),
+                        tuple(logprob for _, logprob in rest),
+                        got.top_logprobs,
+                        got.cached_tokens,
+                        got.finish_reason,
+                    )
+                else:
+                    await asyncio.sleep(0)
+        finally:
+            work.cancel()
