@@ -2,6 +2,9 @@
 
     python benchmarks/engine.py [--rounds 3] [--threads N] [--no-continuous-batching]
 
+vLLM is a peer where it is installed, as in the environment of `make test-vllm`: through the engine
+`vllm`, in process, with as many threads, and on a CPU without compilation.
+
 Every case samples 128 tokens per request at temperature 1 from a random Qwen3-shaped model of
 0.83M parameters in float32. In `distinct`, prompts have 100 tokens and nothing in common; in
 `shared`, 64 requests are 8 groups of 8, each group with one prompt of 400 tokens. All peers take
@@ -20,9 +23,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
+import importlib.util
+import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,12 +43,17 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tuner.engines import SamplingParams
+from tuner.engines import Engine, SamplingParams
+from tuner.engines.served import ServedEngine
 from tuner.engines.transformers import TransformersEngine
+from tuner.engines.vllm.core import VllmSettings
+from tuner.engines.vllm.in_process import InProcessVllm
 
 VOCABULARY = 397
 NEW_TOKENS = 128
 CONTINUOUS = "continuous batching"
+CONTEXT = 1024
+VLLM = "vLLM"
 
 Prompts = list[list[int]]
 
@@ -85,10 +97,10 @@ def shared(count: int) -> Prompts:
 
 
 def new_engine(model: PreTrainedModel) -> TransformersEngine:
-    return TransformersEngine(model, make_tokenizer(), max_model_len=1024)
+    return TransformersEngine(model, make_tokenizer(), max_model_len=CONTEXT)
 
 
-async def crowd(engine: TransformersEngine, prompts: Prompts) -> None:
+async def crowd(engine: Engine, prompts: Prompts) -> None:
     settings = [SamplingParams(max_tokens=NEW_TOKENS, seed=n) for n in range(len(prompts))]
     await asyncio.gather(
         *(engine.generate(p, s, "bench") for p, s in zip(prompts, settings, strict=True))
@@ -102,6 +114,34 @@ def with_engine(model: PreTrainedModel) -> Callable[[Prompts], None]:
         asyncio.run(crowd(engine, prompts))
 
     return run
+
+
+def with_vllm(model: PreTrainedModel, folder: Path) -> Callable[[Prompts], None]:
+    """vLLM in float32 with a copy of the weights, through the engine `vllm`."""
+
+    def save(into: Path) -> None:
+        model.save_pretrained(into)
+        make_tokenizer().save_pretrained(into)
+
+    settings = VllmSettings(
+        dtype="float32",
+        max_model_len=CONTEXT,
+        max_slots=64,
+        end_ids=(),
+        enforce_eager=model.device.type == "cpu",
+        gpu_memory_utilization=0.4 if model.device.type == "cuda" else None,
+    )
+    engine = ServedEngine(
+        [InProcessVllm(settings)],
+        save=save,
+        folder=folder,
+        tokenizer=make_tokenizer(),
+        end_ids=frozenset(),
+        vocabulary=VOCABULARY,
+        max_model_len=CONTEXT,
+    )
+    asyncio.run(engine.start())
+    return lambda prompts: asyncio.run(crowd(engine, prompts))
 
 
 def with_generate(model: PreTrainedModel) -> Callable[[Prompts], None]:
@@ -194,12 +234,22 @@ def main() -> None:
     peers = {"model.generate": with_generate(model)}
     if not options.no_continuous_batching:
         peers[CONTINUOUS] = with_continuous_batching(model)
+    versions = ["torch", "transformers"]
+    if importlib.util.find_spec("vllm") is not None:
+        # Before vLLM starts its processes: they get as many threads as we have.
+        os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        peers[VLLM] = with_vllm(model, Path(tempfile.mkdtemp()))
+        versions.append("vllm-cpu" if options.device == "cpu" else "vllm")
     rows = []
     for case, make, count, target in cases:
         runs = {"ours": with_engine(model), **peers}
         speeds = measure(runs, lambda make=make, count=count: make(count), options.rounds)  # type: ignore[misc]
         for peer in peers:
             wanted = target if peer == "model.generate" else None
+            if peer == VLLM and count == 64 and options.device == "cpu":
+                wanted = 1.0
             rows.append(Row(case, "tokens/s", speeds["ours"], peer, speeds[peer], wanted))
     runs = {
         "loop": beside_agents(model, on_loop=True),
@@ -215,7 +265,7 @@ def main() -> None:
             speeds["thread"],
         )
     )
-    report("engine", rows, ["torch", "transformers"])
+    report("engine", rows, versions)
 
 
 def measure(
