@@ -80,6 +80,8 @@ class Loop(ABC):
         )
         try:
             trainer = record.trainer(stack)
+            if stack.placement is not None:
+                record.console.say(str(stack.placement))
             record.open_monitors()
             with record.console:
                 self.begin(stack)

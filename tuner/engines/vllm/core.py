@@ -7,6 +7,7 @@ constraints-vllm.txt.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 from collections.abc import AsyncGenerator, Sequence
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
+_POLL = 0.002
+_SECONDS_TO_END = 60.0
+"""How long requests that nobody waits for may take to end."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Upper limits of an adapter's rank that vLLM can be started with."""
 
@@ -68,6 +72,7 @@ class VllmCore:
         self._settings = settings
         self._engine = _start(settings, weights)
         self._numbers = itertools.count()
+        self._running = 0
         self._adapter: LoRARequest | None = None
         self._label: str | None = weights.label if settings.lora_rank is None else None
 
@@ -90,19 +95,29 @@ class VllmCore:
         """
         self._label = None
         try:
+            await self._idle()
             if self._settings.lora_rank is None:
                 await self._engine.collective_rpc("tuner_load_weights", args=(str(weights.folder),))
             else:
                 await self._change_adapter(weights)
-            if not await self._engine.reset_prefix_cache():
-                raise EngineError(
-                    "vLLM did not forget its prefix cache, because requests still hold parts of it"
-                )
+            await self._forget()
         except EngineError:
             raise
         except Exception as error:
             raise self._failure(f"loading {weights.folder}", error) from error
         self._label = weights.label
+
+    async def _idle(self) -> None:
+        """Wait for requests whose clients have gone and that are being taken back."""
+        async with asyncio.timeout(_SECONDS_TO_END):
+            while self._running:  # noqa: ASYNC110  # vLLM has no event for this
+                await asyncio.sleep(_POLL)
+
+    async def _forget(self) -> None:
+        """Forget every prefix; blocks of requests that were taken back come free a moment later."""
+        async with asyncio.timeout(_SECONDS_TO_END):
+            while not await self._engine.reset_prefix_cache():  # noqa: ASYNC110
+                await asyncio.sleep(_POLL)
 
     async def _change_adapter(self, weights: Weights) -> None:
         from vllm.lora.request import LoRARequest
@@ -129,6 +144,7 @@ class VllmCore:
                 f"the weights {label} were asked for, but vLLM has "
                 f"{self._label or 'none that are complete'}"
             )
+        self._running += 1
         try:
             outputs = self._engine.generate(
                 TokensPrompt(prompt_token_ids=list(prompt_ids)),
@@ -143,6 +159,8 @@ class VllmCore:
             raise
         except Exception as error:
             raise self._failure("generating", error) from error
+        finally:
+            self._running -= 1
 
     def _failure(self, what: str, error: Exception) -> EngineError:
         kind = EngineLostError if self.dead else EngineError
