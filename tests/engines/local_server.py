@@ -74,7 +74,8 @@ class LocalServer:
                     raise EngineLostError(f"{self.name} is on fire")
                 # The last token waits for the end, with which the cache is known.
                 if tokens.qsize() > 1 and not sampling.top_logprobs:
-                    yield Sampled(*([x] for x in tokens.get_nowait()))  # type: ignore[arg-type]
+                    token, logprob = tokens.get_nowait()
+                    yield Sampled((token,), (logprob,))
                 elif work.done():
                     got = work.result()
                     rest = [tokens.get_nowait() for _ in range(tokens.qsize())]
