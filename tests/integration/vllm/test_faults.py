@@ -53,12 +53,12 @@ async def test_the_life_of_a_run_whose_server_dies(toy_folder, tmp_path):
     load = process.load
 
     def load_and_die(weights):
+        process.load = load
         kill(process)
         load(weights)
 
     process.load = load_and_die
     await made.update_weights(1)
-    process.load = load
     assert made.stats.restarts == 1
     got = await made.generate(ids, SHORT, "s")
     assert got.versions == (1,) * 5
