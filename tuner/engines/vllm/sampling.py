@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tuner.engines.base import EngineError, FinishReason, SamplingParams
-from tuner.engines.grammar import with_header
+from tuner.engines.grammar_text import with_head
 from tuner.engines.sampling import check_sampling
 from tuner.engines.token_server import Sampled
 from tuner.errors import ConfigError
@@ -52,7 +52,7 @@ def vllm_sampling(sampling: SamplingParams, end_ids: Iterable[int]) -> vllm.Samp
 
     form = None
     if sampling.grammar:
-        form = StructuredOutputsParams(grammar=with_header(sampling.grammar))
+        form = StructuredOutputsParams(grammar=with_head(sampling.grammar))
     return VllmSampling(
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
