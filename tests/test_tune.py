@@ -150,7 +150,7 @@ def test_every_field_of_the_objects_reaches_the_configuration(backend):
 
 def test_objects_ask_for_nothing_that_one_machine_cannot_do(backend):
     for field, text in [
-        ("inference_engine_num", "engine_num is 2: the local backend has one engine"),
+        ("inference_engine_num", "engine_num is 2, but the engine over transformers"),
         ("tensor_parallel_size", "tensor_parallel_size is 2"),
     ]:
         model = TunerModelConfig(model_path="a/b", max_model_len=9, **{field: 2})

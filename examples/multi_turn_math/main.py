@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agents import (
+from math_agents import (
     MathEnvironment,
     MathMultiTurnAgent,
     messages_of,

@@ -298,7 +298,7 @@ def weights(result):
 
 def without_times(history):
     return [
-        {k: v for k, v in row.items() if not k.startswith("time/") and k != "tokens_per_second"}
+        {k: v for k, v in row.items() if not k.startswith(("time/", "rollout_seconds/")) and k != "tokens_per_second"}
         for row in history
     ]
 

@@ -48,7 +48,7 @@ def straight(random_model_path, tmp_path_factory):
 
 def without_times(history):
     return [
-        {k: v for k, v in row.items() if not k.startswith("time/") and "per_second" not in k}
+        {k: v for k, v in row.items() if not k.startswith(("time/", "rollout_seconds/")) and "per_second" not in k}
         for row in history
     ]
 

@@ -1,5 +1,6 @@
 """The search agent learns to look things up, as a script and as a notebook."""
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -17,13 +18,21 @@ def neighbours():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(EXAMPLE)
         yield
-    for name in ("main", "agent", "retrieval", "texts"):
+    for name in ("agent", "retrieval", "texts"):
         sys.modules.pop(name, None)
 
 
-def test_the_reward_rises_in_a_short_run(tmp_path):
-    import main
+@pytest.fixture(scope="module")
+def main(neighbours):
+    spec = importlib.util.spec_from_file_location(f"{EXAMPLE.name}_main", EXAMPLE / "main.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
 
+
+def test_the_reward_rises_in_a_short_run(main, tmp_path):
     config, run_dir = main.configured([f"fileroot={tmp_path}", "steps=8"])
     result = main.train(config, run_dir)
     assert result.after > result.before + 0.2

@@ -180,5 +180,5 @@ def _sample(
     )
 
 
-register_agent("math-multi-turn", MathMultiTurnAgent)
-register_environment("math", MathEnvironment)
+register_agent("retry", MathMultiTurnAgent)
+register_environment("retry", MathEnvironment)
