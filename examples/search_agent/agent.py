@@ -47,7 +47,12 @@ class SearchAgentWorkflow:
     ) -> None:
         self.gconfig = gconfig.new(n_samples=1, stop=STOP)
         self.tokenizer = tokenizer
-        self.retrieval = retrieval
+        # One for all episodes: making a client takes longer than a search.
+        self.client = httpx.AsyncClient(
+            base_url=retrieval.url,
+            headers={"Authorization": f"Bearer {retrieval.key}"},
+            timeout=30,
+        )
         self.max_turns = max_turns
         self.max_tokens = max_tokens
         self.topk = topk
@@ -61,29 +66,28 @@ class SearchAgentWorkflow:
         loss_mask = [0] * len(input_ids)
         versions = [-1] * len(input_ids)
         rid, reward = uuid.uuid4().hex, 0.0
-        async with httpx.AsyncClient(timeout=30) as client:
-            for _ in range(self.max_turns):
-                if len(input_ids) >= self.max_tokens:
-                    break
-                request = ModelRequest(rid=rid, input_ids=input_ids, gconfig=self.gconfig)
-                response = await engine.agenerate(request)
-                input_ids = input_ids + response.output_tokens
-                logprobs += response.output_logprobs
-                loss_mask += [1] * response.output_len
-                versions += response.output_versions
+        for _ in range(self.max_turns):
+            if len(input_ids) >= self.max_tokens:
+                break
+            request = ModelRequest(rid=rid, input_ids=input_ids, gconfig=self.gconfig)
+            response = await engine.agenerate(request)
+            input_ids = input_ids + response.output_tokens
+            logprobs += response.output_logprobs
+            loss_mask += [1] * response.output_len
+            versions += response.output_versions
 
-                text = self.tokenizer.decode(response.output_tokens)
-                if (answer := parse_answer(text)) is not None:
-                    reward = max(f1(answer, truth) for truth in data["answer"])
-                    break
-                if (query := parse_search_query(text)) is None:
-                    break
-                found = information(await self.search(client, query))
-                found_ids = self.tokenizer.encode(found, add_special_tokens=False)
-                input_ids = input_ids + found_ids
-                logprobs += [0.0] * len(found_ids)
-                loss_mask += [0] * len(found_ids)
-                versions += [-1] * len(found_ids)
+            text = self.tokenizer.decode(response.output_tokens)
+            if (answer := parse_answer(text)) is not None:
+                reward = max(f1(answer, truth) for truth in data["answer"])
+                break
+            if (query := parse_search_query(text)) is None:
+                break
+            found = information(await self.search(query))
+            found_ids = self.tokenizer.encode(found, add_special_tokens=False)
+            input_ids = input_ids + found_ids
+            logprobs += [0.0] * len(found_ids)
+            loss_mask += [0] * len(found_ids)
+            versions += [-1] * len(found_ids)
         return {
             "input_ids": torch.tensor([input_ids]),
             "logprobs": torch.tensor([logprobs]),
@@ -93,16 +97,15 @@ class SearchAgentWorkflow:
             "attention_mask": torch.ones(1, len(input_ids), dtype=torch.bool),
         }
 
-    async def search(self, client: httpx.AsyncClient, query: str) -> list[dict[str, str]]:
+    async def search(self, query: str) -> list[dict[str, str]]:
         """Ask the retrieval server; its failure is the rollout's, never a reward of 0.
 
         Raises:
             httpx.HTTPError: It cannot be reached, or refuses the request.
         """
-        response = await client.post(
-            f"{self.retrieval.url}/retrieve",
+        response = await self.client.post(
+            "/retrieve",
             json={"queries": [query], "topk": self.topk, "return_scores": False},
-            headers={"Authorization": f"Bearer {self.retrieval.key}"},
         )
         response.raise_for_status()
         results: list[dict[str, str]] = response.json()["result"][0]

@@ -298,7 +298,11 @@ def weights(result):
 
 def without_times(history):
     return [
-        {k: v for k, v in row.items() if not k.startswith(("time/", "rollout_seconds/")) and k != "tokens_per_second"}
+        {
+            name: value
+            for name, value in row.items()
+            if not name.startswith(("time/", "rollout_seconds/")) and name != "tokens_per_second"
+        }
         for row in history
     ]
 

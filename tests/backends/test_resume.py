@@ -48,7 +48,11 @@ def straight(random_model_path, tmp_path_factory):
 
 def without_times(history):
     return [
-        {k: v for k, v in row.items() if not k.startswith(("time/", "rollout_seconds/")) and "per_second" not in k}
+        {
+            name: value
+            for name, value in row.items()
+            if not name.startswith(("time/", "rollout_seconds/")) and "per_second" not in name
+        }
         for row in history
     ]
 

@@ -33,7 +33,7 @@ def main(neighbours):
 
 def test_both_ways_raise_the_held_out_reward(main, tmp_path):
     found = main.main(
-        ["--problems", "60", "buffer.total_steps=6", f"checkpoint_root_dir={tmp_path}"]
+        ["--problems", "50", "buffer.total_steps=5", f"checkpoint_root_dir={tmp_path}"]
     )
     start = found["before"]
     for way in main.WAYS:
