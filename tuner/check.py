@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tuner.backends.order import planned_steps
-from tuner.backends.stack import Stack, build_stack, build_trainer, trainer_settings
+from tuner.backends.settings import trainer_settings
+from tuner.backends.stack import Stack, build_stack, build_trainer
 from tuner.config import RunConfig
 from tuner.gateway import SamplingDefaults
 from tuner.rollout import StepPlan, collect

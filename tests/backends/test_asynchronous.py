@@ -15,7 +15,8 @@ from tests.backends import async_runs, runs
 from tuner.backends.local import deterministic_torch, run_local
 from tuner.backends.order import batch_indices
 from tuner.backends.serving import ServedCopy
-from tuner.backends.stack import build_stack, build_trainer, selection
+from tuner.backends.settings import selection
+from tuner.backends.stack import build_stack, build_trainer
 from tuner.errors import FunctionError
 from tuner.gateway import SamplingDefaults
 from tuner.rollout import StepPlan, collect

@@ -16,7 +16,8 @@ from tuner.areal.run import Run
 from tuner.areal.weights import FinetuneSpec, WeightUpdateMeta
 from tuner.backends.models import load_model, save_model
 from tuner.backends.run_directory import TRAINER_STATE
-from tuner.backends.stack import build_trainer, selection
+from tuner.backends.settings import selection
+from tuner.backends.stack import build_trainer
 from tuner.engines.base import SamplingParams
 from tuner.errors import ConfigError, TrainingError
 from tuner.training import Batch, PolicyTrainer, ScoredBatch

@@ -18,7 +18,7 @@ from tuner.areal.rows import AcceptFunction, Group, Rollout, group_of
 from tuner.areal.run import Run
 from tuner.areal.tensors import concat_padded_tensors
 from tuner.areal.workflows import Runnable
-from tuner.backends.stack import selection
+from tuner.backends.settings import selection
 from tuner.errors import ConfigError, TrainingError
 from tuner.gateway import SamplingDefaults
 from tuner.rollout.ahead import Ahead

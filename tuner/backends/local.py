@@ -36,7 +36,8 @@ from tuner.backends.order import planned_steps
 from tuner.backends.record import Task, finished_result, leave_report, open_directory
 from tuner.backends.recorded import RecordedLoop, read_examples
 from tuner.backends.run_directory import RunDirectory
-from tuner.backends.stack import Stack, selection
+from tuner.backends.settings import selection
+from tuner.backends.stack import Stack
 from tuner.config import RunConfig
 from tuner.config.schema import Penalize
 from tuner.result import TuneResult
