@@ -329,7 +329,7 @@ def as_generation(sink: Sink) -> Any:
 
 
 async def test_a_conversation_computes_each_token_once_per_version(rig):
-    """Twenty turns: what is computed is what is new, but for the unfinished block of a cache."""
+    """Ten turns: what is computed is what is new, but for the unfinished block of a cache."""
     engine, turns = rig.engine, 10
     talk = prompt(30)
     for version in (0, 1):
