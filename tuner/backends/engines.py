@@ -150,15 +150,19 @@ def _visible(gpus: tuple[int, ...]) -> dict[str, str]:
 
 def _folder(config: RunConfig, size: int) -> Path:
     """Where weights are handed over: in shared memory, where this machine alone reads them."""
-    if config.tuner.engine.urls:
-        folder = config.run_dir.resolve() / "engine" / "weights"
-    else:
-        run = hashlib.blake2b(str(config.run_dir.resolve()).encode(), digest_size=8).hexdigest()
-        folder = _SHARED_MEMORY / f"tuner-{os.getuid()}-{run}"
-        # Old and new weights are there together for a moment.
-        if not _SHARED_MEMORY.is_dir() or shutil.disk_usage(_SHARED_MEMORY).free < 3 * size:
-            folder = config.run_dir.resolve() / "engine" / "weights"
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+    on_disk = config.run_dir.resolve() / "engine" / "weights"
+    shutil.rmtree(on_disk, ignore_errors=True)  # of a run that was killed
+    # Old and new weights are there together for a moment.
+    room = _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free >= 3 * size
+    if config.tuner.engine.urls or not room:
+        return on_disk
+    run = hashlib.blake2b(str(config.run_dir.resolve()).encode(), digest_size=8).hexdigest()
+    folder = _SHARED_MEMORY / f"tuner-{os.getuid()}-{run}"
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:  # somebody else's: what is put there would not be ours alone
+        return on_disk
     return folder
 
 
