@@ -47,7 +47,7 @@ def test_curves_outcomes_and_the_split_of_time_are_drawn(page, link):
     expect(card(page, "Held-out reward (test)").locator("circle")).to_have_count(3)
     time_split = card(page, "Time per step")
     expect(time_split.locator("rect")).to_have_count(12 * 4)
-    expect(time_split.locator(".legend")).to_have_text("generationagentjudgetraining")
+    expect(time_split.locator(".legend")).to_have_text("generationagentjudgetrainingsync")
     expect(page.locator("#outcomes")).to_have_text("completed180timeout12")
     expect(page.locator("#balance")).to_have_text("12,000 sampled = 11,520 trained + 480 timeout")
     box = reward.locator("svg").bounding_box()
