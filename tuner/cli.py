@@ -143,7 +143,7 @@ def _functions(
     load = load_function
     if chosen_backend(path, overrides=overrides) == "trinity":
         from tuner.backends.trinity.config import resolve
-        from tuner.backends.trinity.functions import load  # type: ignore[assignment]
+        from tuner.backends.trinity.functions import load  # type: ignore[assignment]  # its own parameters
         from tuner.backends.trinity.modes import ROLLS_OUT
 
         settings = resolve(path, overrides=overrides)

@@ -158,7 +158,7 @@ def test_what_is_too_old_is_left_out_and_counted_where_a_step_does_not_wait(
             slow["left"] and "train" in task["question"]
         ):  # the first rollouts go on until training is far ahead
             slow["left"] -= 1
-            while not (tmp_path / "p/run/batches.jsonl").exists() or (  # noqa: ASYNC110
+            while not (tmp_path / "p/run/batches.jsonl").exists() or (  # noqa: ASYNC110  # a file
                 (tmp_path / "p/run/batches.jsonl").read_text().count("\n") < 4
             ):
                 await asyncio.sleep(0.005)

@@ -52,7 +52,7 @@ class Api:
         app = Starlette(routes=[Route("/v1/chat/completions", self.answer, methods=["POST"])])
         self.server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
         self.task = asyncio.ensure_future(self.server.serve())
-        while not self.server.started:  # noqa: ASYNC110
+        while not self.server.started:  # noqa: ASYNC110  # uvicorn has no event for this
             await asyncio.sleep(0.001)
         port = self.server.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{port}/v1"
@@ -83,7 +83,7 @@ async def test_while_one_is_refused_no_other_rollout_asks():
     async with Api(refusals=1, headers={"retry-after-ms": "80"}) as api:
         remote = model(api)
         first = asyncio.ensure_future(ask(remote))
-        while len(api.times) < 1 or api.running:  # noqa: ASYNC110
+        while len(api.times) < 1 or api.running:  # noqa: ASYNC110  # counts of a server
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.02)  # the answer has arrived
         others = [asyncio.ensure_future(ask(remote)) for _ in range(3)]

@@ -37,7 +37,7 @@ def test_a_file_for_both_backends_may_have_steps_of_the_trainer(tmp_path):
 def test_without_trinity_the_extra_is_named_before_anything_runs():
     pytest.importorskip("tuner.backends.trinity.installed")
     try:
-        import trinity  # noqa: F401
+        import trinity  # noqa: F401  # whether it can be
     except ImportError:
         with pytest.raises(MissingDependencyError, match=r"pip install .*\[trinity\]"):
             tune(workflow, None, [{"a": 1}], backend="trinity")

@@ -233,6 +233,7 @@ async def test_a_cancelled_request_ends(rig):
 
 async def nobody_runs(rig: Rig) -> None:
     async with asyncio.timeout(30):
+        # An engine has no event for this.
         while rig.engine.stats.running or rig.engine.stats.waiting:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 

@@ -5,7 +5,7 @@ So does the one over servers, on a server in this process.
 
 import pytest
 
-from tests.engines.conformance import *  # noqa: F403
+from tests.engines.conformance import *  # noqa: F403  # pytest collects the suite
 from tests.engines.conformance import CONTEXT, Rig, make_rig_model
 from tests.engines.local_server import LocalServer
 from tests.engines.models import VOCABULARY, make_tokenizer

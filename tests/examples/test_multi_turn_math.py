@@ -1,34 +1,10 @@
 """The agent that may try again learns, whichever way it is written."""
 
-import importlib.util
-import sys
 from pathlib import Path
-
-import pytest
 
 from tuner.traces import TraceStore
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "multi_turn_math"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def neighbours():
-    """The example imports its neighbours, as a script can."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(EXAMPLE)
-        yield
-    for name in ("math_agents",):
-        sys.modules.pop(name, None)
-
-
-@pytest.fixture(scope="module")
-def main(neighbours):
-    spec = importlib.util.spec_from_file_location(f"{EXAMPLE.name}_main", EXAMPLE / "main.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
 
 
 def test_both_ways_raise_the_held_out_reward(main, tmp_path):

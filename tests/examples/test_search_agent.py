@@ -1,35 +1,12 @@
 """The search agent learns to look things up, as a script and as a notebook."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import nbformat
-import pytest
 from nbclient import NotebookClient
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "search_agent"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def neighbours():
-    """The example imports its neighbours, as a script can."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(EXAMPLE)
-        yield
-    for name in ("agent", "retrieval", "texts"):
-        sys.modules.pop(name, None)
-
-
-@pytest.fixture(scope="module")
-def main(neighbours):
-    spec = importlib.util.spec_from_file_location(f"{EXAMPLE.name}_main", EXAMPLE / "main.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
 
 
 def test_the_reward_rises_in_a_short_run(main, tmp_path):
@@ -42,7 +19,7 @@ def test_the_reward_rises_in_a_short_run(main, tmp_path):
     assert (run_dir / "checkpoint" / "model.safetensors").is_file()
 
 
-def test_a_retrieval_server_that_is_gone_fails_rollouts_and_training_goes_on(tmp_path):
+def test_a_retrieval_server_that_is_gone_fails_rollouts_and_training_goes_on(main, tmp_path):
     import agent
     import retrieval
 

@@ -70,7 +70,7 @@ class Adapter:
 def require_peft() -> None:
     """Raises MissingDependencyError where peft is not installed."""
     try:
-        import peft  # noqa: F401
+        import peft  # noqa: F401  # whether it can be
     except ImportError as error:
         raise MissingDependencyError(
             f"model.lora_configs needs the library peft ({error}): "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tuner.backends.run_directory import RunDirectory
@@ -64,13 +64,31 @@ def check_same_run(
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key) and not _may_change(key, now)
     ]
+    refuse_changes(directory, changes, fingerprint)
+
+
+def refuse_changes(
+    directory: RunDirectory, changes: Sequence[str], fingerprint: Mapping[str, str]
+) -> None:
+    """Stop where settings have changed, or the rows of a dataset since `data.json` was written.
+
+    Args:
+        changes: One phrase for each setting.
+        fingerprint: What tells the rows of each dataset from others, by its name.
+
+    Raises:
+        ConfigError: Something has; names all of it.
+    """
     data_file = directory.path / "data.json"
     if data_file.exists():
         old_data = json.loads(data_file.read_text(encoding="utf-8"))
-        changes += [
-            f"the rows of dataset {name!r} have changed"
-            for name in sorted(old_data.keys() | fingerprint.keys())
-            if old_data.get(name) != fingerprint.get(name)
+        changes = [
+            *changes,
+            *(
+                f"the rows of dataset {name!r} have changed"
+                for name in sorted(old_data.keys() | fingerprint.keys())
+                if old_data.get(name) != fingerprint.get(name)
+            ),
         ]
     if changes:
         raise ConfigError(

@@ -42,6 +42,7 @@ class PatientClient(openai.DefaultAsyncHttpxClient):
 
     async def _patiently(self, request: Any, options: dict[str, Any]) -> Any:
         for number in range(1, TRIES + 1):
+            # Others may have been told to wait longer meanwhile.
             while (left := self._not_before - time.monotonic()) > 0:  # noqa: ASYNC110
                 await asyncio.sleep(left)
             response = await super().send(request, **options)

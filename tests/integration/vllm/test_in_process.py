@@ -3,7 +3,7 @@
 import psutil
 import pytest
 
-from tests.engines.conformance import *  # noqa: F403
+from tests.engines.conformance import *  # noqa: F403  # pytest collects the suite
 from tests.engines.conformance import TOLERANCE, Rig, error, make_rig_model
 from tests.engines.models import change_weights, prompt
 from tests.integration.vllm.rigs import BLOCK, engine, saver, settings

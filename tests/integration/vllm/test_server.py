@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tests.engines.conformance import *  # noqa: F403
+from tests.engines.conformance import *  # noqa: F403  # pytest collects the suite
 from tests.engines.conformance import Rig, make_rig_model
 from tests.integration.vllm.rigs import BLOCK, engine, saver, settings
 from tuner.engines.vllm.client import VllmProcess

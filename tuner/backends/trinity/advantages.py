@@ -38,7 +38,7 @@ class _Rewarded:
         return inside & self.experience.action_mask.bool()
 
 
-class CallRewards(StepWiseGRPOAdvantageFn):  # type: ignore[misc]
+class CallRewards(StepWiseGRPOAdvantageFn):  # type: ignore[misc]  # untyped
     """Trinity-RFT's `step_wise_grpo`, with rewards of single calls; named in `advantage_fn`."""
 
     def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:

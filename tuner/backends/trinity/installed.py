@@ -29,7 +29,7 @@ def require_trinity() -> None:
             f"installed: {how}"
         )
     try:
-        import trinity.common.config  # noqa: F401
+        import trinity.common.config  # noqa: F401  # whether it can be
     except Exception as error:
         raise MissingDependencyError(
             f"Trinity-RFT {version} is installed, but importing it fails: "

@@ -12,7 +12,7 @@ from trinity.utils.monitor import MONITOR, Monitor
 from tuner.backends.trinity.journal import report_file
 
 
-class TunerMonitor(Monitor):  # type: ignore[misc]
+class TunerMonitor(Monitor):  # type: ignore[misc]  # untyped
     """A Trinity-RFT monitor; each of its processes (`role`) makes one.
 
     Writes `tuner/<role>.jsonl`, a line per report, and passes everything on to the trackers named

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tuner.backends.resume import refuse_changes
 from tuner.backends.run_directory import RunDirectory, write_atomically
 from tuner.backends.trinity.journal import Journal
 from tuner.backends.trinity.progress import Progress
 from tuner.backends.trinity.summary import step_of
-from tuner.errors import ConfigError
 from tuner.traces import Outcome, Trace, read_traces
 from tuner.traces.store import trace_to_json
 
@@ -114,20 +114,7 @@ def check_same_run(
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key) and not _may_change(key, str(schedule))
     ]
-    data_file = directory.path / "data.json"
-    if data_file.exists():
-        old = json.loads(data_file.read_text(encoding="utf-8"))
-        changes += [
-            f"the rows of dataset {name!r} have changed"
-            for name in sorted(old.keys() | fingerprint.keys())
-            if old.get(name) != fingerprint.get(name)
-        ]
-    if changes:
-        raise ConfigError(
-            f"{directory.path} holds a run that was started differently: {'; '.join(changes)}. "
-            "Give this run another `name`, or set continue_from_checkpoint=false to start a new "
-            "one beside it"
-        )
+    refuse_changes(directory, changes, fingerprint)
 
 
 def rewind(config: Config, progress: Progress, sizes: Sequence[int]) -> Start:

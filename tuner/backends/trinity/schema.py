@@ -36,7 +36,7 @@ def _root() -> type[Any]:
     require_trinity()
     from trinity.common.config import Config
 
-    return Config  # type: ignore[no-any-return]
+    return Config  # type: ignore[no-any-return]  # untyped
 
 
 def _types(section: type[Any]) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def _types(section: type[Any]) -> dict[str, Any]:
 def _section(hint: Any) -> tuple[type[Any] | None, bool]:
     """(the section that a field holds or None, whether it holds many of them)."""
     if dataclasses.is_dataclass(hint):
-        return hint, False  # type: ignore[return-value]
+        return hint, False  # type: ignore[return-value]  # is_dataclass() admits instances
     many = get_origin(hint) in (list, dict)
     if many or get_origin(hint) in (Union, UnionType):
         for argument in get_args(hint):

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from trinity.common.models.model import ModelWrapper
 
 
-class TunerWorkflow(Workflow):  # type: ignore[misc]
+class TunerWorkflow(Workflow):  # type: ignore[misc]  # untyped
     """Runs a group of rollouts of one task; named in `default_workflow_type`."""
 
     is_async = True

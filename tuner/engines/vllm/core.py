@@ -116,6 +116,7 @@ class VllmCore:
     async def _forget(self) -> None:
         """Forget every prefix; blocks of requests that were taken back come free a moment later."""
         async with asyncio.timeout(_SECONDS_TO_END):
+            # vLLM has no event for this.
             while not await self._engine.reset_prefix_cache():  # noqa: ASYNC110
                 await asyncio.sleep(_POLL)
 
