@@ -330,8 +330,8 @@ def as_generation(sink: Sink) -> Any:
 
 
 async def test_a_conversation_computes_each_token_once_per_version(rig):
-    """Ten turns: what is computed is what is new, but for the unfinished block of a cache."""
-    engine, turns = rig.engine, 10
+    """Twenty turns: what is computed is what is new, but for the unfinished block of a cache."""
+    engine, turns, sampled, added = rig.engine, 20, 4, 6
     talk = prompt(30)
     for version in (0, 1):
         if version:
@@ -340,16 +340,18 @@ async def test_a_conversation_computes_each_token_once_per_version(rig):
             talk = prompt(30, 9)
         before = engine.stats
         for turn in range(turns):
-            got = await engine.generate(talk, SamplingParams(max_tokens=6, seed=turn), "agent")
-            talk = [*talk, *got.completion_ids, *prompt(10, turn)]
+            got = await engine.generate(
+                talk, SamplingParams(max_tokens=sampled, seed=turn), "agent"
+            )
+            talk = [*talk, *got.completion_ids, *prompt(added, turn)]
         now = engine.stats
         computed = now.prompt_tokens_computed - before.prompt_tokens_computed
         reused = now.prompt_tokens_reused - before.prompt_tokens_reused
-        distinct = 30 + 10 * (turns - 1)
-        asked = sum(30 + 16 * turn for turn in range(turns))
+        distinct = 30 + added * (turns - 1)
+        asked = sum(30 + (sampled + added) * turn for turn in range(turns))
         assert computed + reused == asked
         assert distinct <= computed <= distinct + turns * rig.spare
-        assert now.sampled_tokens - before.sampled_tokens == 6 * turns
+        assert now.sampled_tokens - before.sampled_tokens == sampled * turns
 
 
 GRAMMAR = "start: /[0-9]{3,12}/"
