@@ -164,9 +164,27 @@ def test_long_runs_without_branches_need_no_mask_and_compute_the_pairs_of_their_
     for block in blocks:
         size = block.last - block.first
         for keys in block.keys:
-            count = len(keys.node_K)
-            pairs += {"wholly": size * count, "causally": size * (size + 1) // 2}[keys.attended]
+            if keys.attended == "wholly":
+                pairs += size * len(keys.node_K)
+            for start, stop, number in keys.siblings:
+                length = (stop - start) // number
+                pairs += number * length * (length + 1) // 2
+        assert all(keys.attended != "in part" for keys in block.keys)
     assert pairs == (tree.depth + 1).sum()
+
+
+def test_answers_to_one_question_attend_to_it_together_and_each_to_itself():
+    lengths = (70, 70, 80, 70, 90, 90)
+    rows = [row(prompt(100), prompt(length, seed)) for seed, length in enumerate(lengths, 1)]
+    rows.append(row(prompt(90, 9), prompt(70, 8)))
+    _, blocks = blocks_of(rows)
+    wholly = [keys for block in blocks for keys in block.keys if keys.attended == "wholly"]
+    assert [len(keys.node_K) for keys in wholly] == [100]
+    # Of one length, and beside each other in the order of the tree.
+    counts = [s.number for block in blocks for keys in block.keys for s in keys.siblings]
+    assert sum(counts) == len(lengths) + 2
+    assert len(counts) < len(lengths) + 2
+    assert_same_gradient(model_of("qwen3"), rows, cuts=[("tree", 10_000)], tolerance=1e-5)
 
 
 def bush():

@@ -15,7 +15,7 @@ the same rule is a FlexAttention block mask; that path has not been measured.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -189,11 +189,12 @@ class _BlockAttention(torch.autograd.Function):
         for block in attention.blocks:
             nodes = slice(block.first, block.last)
             output, logsumexp = _join(
-                _flash(
+                _causally(query, key, value, keys, scale)
+                if keys.attended == "causally"
+                else _flash(
                     query[:, :, nodes],
                     keys.select(key),
                     keys.select(value),
-                    is_causal=keys.attended == "causally",
                     attn_mask=attention.mask_of(block, keys, query.dtype),
                     scale=scale,
                 )
@@ -217,8 +218,14 @@ class _BlockAttention(torch.autograd.Function):
         )
         for block, logsumexp in zip(attention.blocks, sums, strict=True):
             nodes = slice(block.first, block.last)
+            # Output and log-sum-exp of all keys make this the gradient of these keys' part.
             for keys in block.keys:
-                # Output and log-sum-exp of all keys make this the gradient of these keys' part.
+                if keys.attended == "causally":
+                    states = gradient, query, key, value, result
+                    for part, *found in _causally_backward(states, logsumexp, keys, ctx.scale):
+                        for total, own in zip((of_query, of_key, of_value), found, strict=True):
+                            total[:, :, part] += own
+                    continue
                 query_part, key_part, value_part = _flash_backward(
                     gradient[:, :, nodes],
                     query[:, :, nodes],
@@ -227,7 +234,7 @@ class _BlockAttention(torch.autograd.Function):
                     result[:, :, nodes],
                     logsumexp,
                     0.0,
-                    keys.attended == "causally",
+                    False,
                     attn_mask=attention.mask_of(block, keys, query.dtype),
                     scale=ctx.scale,
                 )
@@ -236,6 +243,42 @@ class _BlockAttention(torch.autograd.Function):
                 keys.add(of_value, value_part)
         dtype = key.dtype
         return of_query.to(dtype), of_key.to(dtype), of_value.to(dtype), None, None
+
+
+def _causally(
+    query: Tensor, key: Tensor, value: Tensor, keys: Keys, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output [1, heads, B, width] of runs that attend to themselves, and its log-sum-exps."""
+    outputs, sums = [], []
+    for siblings in keys.siblings:
+        output, logsumexp = _flash(
+            siblings.rows(query),
+            siblings.rows(key),
+            siblings.rows(value),
+            is_causal=True,
+            scale=scale,
+        )
+        outputs.append(siblings.joined(output))
+        sums.append(siblings.joined(logsumexp))
+    if len(outputs) == 1:
+        return outputs[0], sums[0]
+    return torch.cat(outputs, 2), torch.cat(sums, 2)
+
+
+def _causally_backward(
+    states: tuple[Tensor, ...], logsumexp: Tensor, keys: Keys, scale: float
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    """Nodes, and the gradients of their queries, keys and values."""
+    first = keys.siblings[0].start
+    for siblings in keys.siblings:
+        part = slice(siblings.start, siblings.stop)
+        gradient, query, key, value, result = (siblings.rows(each) for each in states)
+        own = siblings._replace(start=part.start - first, stop=part.stop - first)
+        found = _flash_backward(
+            gradient, query, key, value, result, own.rows(logsumexp), 0.0, True, scale=scale
+        )
+        of_query, of_key, of_value = (siblings.joined(each) for each in found)
+        yield part, of_query, of_key, of_value
 
 
 def _join(parts: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

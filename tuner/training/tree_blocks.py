@@ -12,18 +12,21 @@ that all nodes of the block attend to need no mask:
 
 A long run of nodes without branches, which is most of a conversation, is a block of its own: it
 attends to everything before it that is on its path, and to itself as any text does, so it needs no
-mask at all, and its pairs are those of its paths and no more. Shorter runs are taken together.
+mask at all, and its pairs are those of its paths and no more. Such runs that follow the same path,
+the answers to one question, are one block: together they attend to the path, each to itself.
+Shorter runs are taken together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Literal
+from itertools import groupby, pairwise
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tuner.engines.transfer import to_device
@@ -37,6 +40,25 @@ RUNS = 16
 """Keys in so many runs of consecutive nodes are copied run by run, in more one by one."""
 
 
+class Siblings(NamedTuple):
+    """`number` runs of equal length, one after the other in the nodes [start, stop)."""
+
+    start: int
+    stop: int
+    number: int
+
+    def rows(self, states_N: Tensor) -> Tensor:
+        """[1, heads, N, ...] -> [number, heads, length of a run, ...]"""
+        nodes = states_N[0, :, self.start : self.stop]
+        rows: Tensor = nodes.unflatten(1, (self.number, -1)).transpose(0, 1)
+        return rows
+
+    @staticmethod
+    def joined(rows: Tensor) -> Tensor:
+        """The other way, of these nodes alone: -> [1, heads, stop - start, ...]"""
+        return rows.transpose(0, 1).flatten(1, 2)[None]
+
+
 @dataclass(frozen=True)
 class Keys:
     """K nodes of a tree, in order, to which the nodes of a block attend.
@@ -44,13 +66,15 @@ class Keys:
     Attributes:
         node_K: Their indices.
         attended: Wholly: by all nodes of the block. Causally: they are the block itself, and each
-            of its nodes attends to all up to itself. In part: to be masked.
+            of its nodes attends to all of its own run up to itself. In part: to be masked.
         runs: The nodes in runs of consecutive ones, where these are few.
+        siblings: The runs that attend causally, those of one length that follow each other at once.
     """
 
     node_K: Tensor
     attended: Literal["wholly", "causally", "in part"]
     runs: tuple[slice, ...] | None
+    siblings: tuple[Siblings, ...] = ()
 
     def select(self, states: Tensor) -> Tensor:
         """Keys or values of these nodes: [1, heads, N, width] -> [1, heads, K, width]."""
@@ -79,35 +103,81 @@ class Block:
     keys: tuple[Keys, ...]
 
 
+@dataclass(frozen=True)
+class _Cut:
+    """Nodes [first, last), the nodes before them that any attends to, and which of those all do."""
+
+    first: int
+    last: int
+    before: IntArray
+    shared: NDArray[np.bool_]
+    causal: bool
+
+    def is_beside(self, other: _Cut) -> bool:
+        """Whether both are runs that follow the same path."""
+        return self.causal and other.causal and np.array_equal(self.before, other.before)
+
+
 def blocks_of(tree: TokenTree, window: int | None, device: torch.device) -> Iterator[Block]:
     """The blocks of a tree for layers with this window, None for unlimited, in order of nodes."""
+    together: list[_Cut] = []
     for first, last in _cuts(tree, window):
-        before = np.flatnonzero(tree.end[:first] > first)
-        shared = tree.end[before] >= last
-        causal = bool((tree.end[first:last] == tree.end[first]).all())
-        if window is not None:
-            depth = tree.depth[first:last]
-            # A node of the block may be higher in the tree than the first one, and sees more.
-            seen = depth.min() - tree.depth[before] < window
-            before, shared = before[seen], shared[seen]
-            shared &= depth.max() - tree.depth[before] < window
-            causal &= last - first <= window
-        causal &= bool(shared.all())
-        rest = np.concatenate((before[~shared], np.arange(first, last)))
-        keys = [_keys(rest, "causally" if causal else "in part", device)]
-        if shared.any():
-            keys.append(_keys(before[shared], "wholly", device))
-        yield Block(first, last, tuple(keys))
+        cut = _cut(tree, window, first, last)
+        if together and not (window is None and cut.is_beside(together[-1])):
+            yield _block(together, device)
+            together = []
+        together.append(cut)
+    if together:
+        yield _block(together, device)
+
+
+def _cut(tree: TokenTree, window: int | None, first: int, last: int) -> _Cut:
+    before = np.flatnonzero(tree.end[:first] > first)
+    shared = tree.end[before] >= last
+    causal = bool((tree.end[first:last] == tree.end[first]).all())
+    if window is not None:
+        depth = tree.depth[first:last]
+        # A node of the cut may be higher in the tree than the first one, and sees more.
+        seen = depth.min() - tree.depth[before] < window
+        before, shared = before[seen], shared[seen]
+        shared &= depth.max() - tree.depth[before] < window
+        causal &= last - first <= window
+    return _Cut(first, last, before, shared, causal and bool(shared.all()))
+
+
+def _block(cuts: list[_Cut], device: torch.device) -> Block:
+    """One block of one cut, or of several runs that follow the same path."""
+    first, last = cuts[0].first, cuts[-1].last
+    before, shared = cuts[0].before, cuts[0].shared
+    own = np.arange(first, last)
+    if cuts[0].causal:
+        keys = [_keys(own, "causally", device, _siblings(cuts))]
+    else:
+        keys = [_keys(np.concatenate((before[~shared], own)), "in part", device)]
+    if shared.any():
+        keys.append(_keys(before[shared], "wholly", device))
+    return Block(first, last, tuple(keys))
+
+
+def _siblings(runs: list[_Cut]) -> tuple[Siblings, ...]:
+    siblings = []
+    for _, equal in groupby(runs, key=lambda run: run.last - run.first):
+        found = list(equal)
+        siblings.append(Siblings(found[0].first, found[-1].last, len(found)))
+    return tuple(siblings)
 
 
 def _keys(
-    nodes: IntArray, attended: Literal["wholly", "causally", "in part"], device: torch.device
+    nodes: IntArray,
+    attended: Literal["wholly", "causally", "in part"],
+    device: torch.device,
+    siblings: tuple[Siblings, ...] = (),
 ) -> Keys:
     ends = np.flatnonzero(np.diff(nodes) != 1) + 1
     runs = None
     if len(ends) < RUNS:
         runs = tuple(slice(int(run[0]), int(run[-1]) + 1) for run in np.split(nodes, ends))
-    return Keys(to_device(nodes, device), attended, runs)
+    return Keys(to_device(nodes, device), attended, runs, siblings)
 
 
 def _cuts(tree: TokenTree, window: int | None) -> Iterator[tuple[int, int]]:
