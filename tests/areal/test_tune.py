@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.areal.loop import ROWS, Random
 from tests.areal.test_agents import MyAgent
-from tests.areal.test_loop import ROWS, Random
 from tests.areal.test_queues import Counting, Once
 from tuner import tune
 from tuner.areal import AgentWorkflow, QueueWorkflow, TokenWorkflow

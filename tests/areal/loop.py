@@ -1,0 +1,33 @@
+"""A workflow, rows and a step that tests of the loop in the open share."""
+
+import asyncio
+
+from tests.areal.test_tokens import PROMPT, single
+from tuner.areal import GenerationHyperparameters, ModelRequest, concat_padded_tensors
+
+GCONFIG = GenerationHyperparameters(max_new_tokens=5)
+ROWS = [{"question": str(i), "answer": ["a"], "n": i} for i in range(8)]
+
+
+class Random:
+    """One answer, rewarded by its first token; `group` of them in one dict."""
+
+    def __init__(self, group=1, gconfig=GCONFIG):
+        self.group = group
+        self.gconfig = gconfig
+        self.seen = []
+
+    async def arun_episode(self, engine, data):
+        self.seen.append(data["n"])
+        responses = await asyncio.gather(
+            *[engine.agenerate(ModelRequest(PROMPT, self.gconfig)) for _ in range(self.group)]
+        )
+        return concat_padded_tensors([single(r, r.output_tokens[0] % 5) for r in responses])
+
+
+def step(actor, batch):
+    actor.compute_advantages(batch)
+    metrics = actor.ppo_update(batch)
+    actor.step_lr_scheduler()
+    actor.update_weights()
+    return metrics
