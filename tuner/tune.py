@@ -23,6 +23,7 @@ from tuner.dataset import (
 from tuner.errors import ConfigError, DatasetError, FunctionError
 from tuner.given import Given, is_by_name, settings_of, source_key
 from tuner.model import TunerModelConfig
+from tuner.workflow import check_settings
 
 if TYPE_CHECKING:
     from tuner.result import TuneResult
@@ -188,6 +189,7 @@ def _prepared(
     config = load_config(config_path, settings=settings, overrides=overrides)
     config = with_default_model(config)
     _check_functions_are_there(config, workflow_func, judge_func)
+    check_settings(workflow_func, config)
     train_tasks = _train_tasks(config, train_dataset)
     return Run(config, workflow_func, judge_func, train_tasks, _eval_tasks(config, eval_dataset))
 

@@ -28,6 +28,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tuner.errors import ConfigError, DatasetError, FunctionError, TunerError
 
+if TYPE_CHECKING:
+    from tuner.config import RunConfig
+
 # Begins the names of modules that were loaded from a file given by its path.
 FILE_MODULE = "tuner_file_"
 
@@ -117,6 +120,18 @@ def check_workflow_function(func: Callable[..., Any]) -> None:
         FunctionError: It is no function, or its parameters do not fit.
     """
     check_function(func, WORKFLOW)
+
+
+def check_settings(func: Any, config: RunConfig) -> None:
+    """Let a workflow that is an object refuse settings that do not go with it, where it has
+    `check_settings(config)`.
+
+    Raises:
+        ConfigError: It does.
+    """
+    check = getattr(func, "check_settings", None)
+    if check is not None:
+        check(config)
 
 
 async def call_workflow(

@@ -10,7 +10,9 @@ from typing import Any
 
 import openai
 
+from tuner.backends.settings import adds_up
 from tuner.chat_models.handle import SessionHandle
+from tuner.config import RunConfig
 from tuner.errors import ConfigError, FunctionError
 from tuner.gateway import RecordedCall
 from tuner.gateway.transport import in_process_http_client
@@ -35,7 +37,9 @@ class AgentWorkflow:
     Args:
         agent: An instance; a class; or where to find one: "package.module:Name",
             "path/file.py:Name" or "package.module.Name".
-        turn_discount: What a turn gets of the return of the one after it.
+        turn_discount: What a turn gets of the return of the one after it. Of no use where the run
+            discounts itself (`tuner.algorithm.turn_discount`, ppo), and refused there: rewards by
+            call id are then what is discounted.
         arguments: For the constructor, where a class is given.
 
     Raises:
@@ -75,6 +79,18 @@ class AgentWorkflow:
         self._run = run
         self._source = f"{type(agent).__name__}.run"
         self._discount = turn_discount
+
+    def check_settings(self, config: RunConfig) -> None:
+        """Refuse a discount of its own beside the trainer's.
+
+        Raises:
+            ConfigError: There are two.
+        """
+        if self._discount != 1.0 and adds_up(config):
+            raise ConfigError(
+                f"AgentWorkflow has turn_discount {self._discount}, and the run too discounts what "
+                f"calls lead to ({_discounted_by(config)}): leave one of them out"
+            )
 
     async def __call__(self, task: dict[str, Any], model: SessionHandle) -> WorkflowOutput:
         """Run the agent once as a rollout.
@@ -117,11 +133,13 @@ class AgentWorkflow:
         for call in calls:
             name = call.id if call.id in rewards else _response(call.id)
             own.append(_number(rewards[name], self._source) if name in rewards else None)
-        for call, total in zip(calls, returns(calls, own, self._discount), strict=True):
+        for call, reward, total in zip(
+            calls, own, returns(calls, own, self._discount), strict=True
+        ):
             if total is None:
                 call.exclude()
             else:
-                call.reward = total
+                call.reward, call.gained = total, reward
         return next(reward for reward in reversed(own) if reward is not None)
 
 
@@ -151,6 +169,12 @@ def returns(
         if later:
             totals[index] = (own[index] or 0.0) + discount * sum(later) / len(later)
     return totals
+
+
+def _discounted_by(config: RunConfig) -> str:
+    if config.algorithm.advantage_fn == "ppo":
+        return "algorithm.advantage_fn ppo"
+    return f"tuner.algorithm.turn_discount {config.tuner.algorithm.turn_discount}"
 
 
 def _response(call_id: str) -> str:

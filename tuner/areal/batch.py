@@ -4,14 +4,18 @@ Besides the keys of `tuner.areal.tensors`, for B trajectories:
 
     key           shape   what
     temperatures  [B, L]  sampling settings of each trained token; `top_ps` and `top_ks` likewise
+    calls         [B, L]  optional: which call of its rollout sampled each trained token
     rollout_ids   [B]     which rollout a trajectory is of; a rollout counts once in its group
     group_ids     [B]     which group that rollout is of; rewards are compared inside a group
     prox_logp     [B, L]  put there by the user: log-probs of the weights that the step begins with
     advantages    [B, L]  put there by `compute_advantages`
     ref_logp      [B, L]  put there by `compute_advantages`, where KL is taken off the rewards
+    values        [B, L]  put there by `compute_advantages`, where there is a critic
+    returns       [B, L]  likewise: what it is trained towards
 
 A trajectory with several trained stretches is one row for each of them (`tuner.training.batch`):
-exactly the calls that were sampled, whose common prefixes the token tree computes once.
+exactly the calls that were sampled, whose common prefixes the token tree computes once. Without
+`calls` each stretch is taken for a call. A trajectory's reward is gained where its last one ends.
 """
 
 from __future__ import annotations
@@ -94,9 +98,9 @@ def to_batch(
 ) -> tuple[Batch, tuple[Place, ...]]:
     """The trainer's batch, and where each of its rows lies.
 
-    Groups of one rollout are left out and counted, since there is nothing to compare. Where
-    the trajectories of one rollout have different rewards, every trajectory of its group is
-    compared by its own.
+    Groups of one rollout are left out and counted, unless the algorithm compares nothing inside a
+    group. Where the trajectories of one rollout have different rewards, every trajectory of its
+    group is compared by its own.
 
     Args:
         selection: What rewards become.
@@ -113,14 +117,17 @@ def to_batch(
     members: dict[int, dict[int, list[float]]] = {}
     for rollout, group, reward in zip(rollouts, groups, rewards, strict=True):
         members.setdefault(group, {}).setdefault(rollout, []).append(reward)
-    used = {group: found for group, found in members.items() if len(found) > 1}
+    least = 2 if selection.needs_group else 1
+    used = {group: found for group, found in members.items() if len(found) >= least}
     own = {g for g, found in used.items() if any(len(set(r)) > 1 for r in found.values())}
     index = {r: i for i, r in enumerate(r for found in used.values() for r in found)}
     group_index = {group: i for i, group in enumerate(used)}
     rows: list[Row] = []
     places: list[Place] = []
     dropped: Counter[str] = Counter()
-    for place in _stretches(values):
+    stretches = list(_stretches(values))
+    last = {place.row: place for place in stretches}
+    for place in stretches:
         group, rollout = groups[place.row], rollouts[place.row]
         if group not in used:
             dropped["group_of_one"] += place.stop - place.start
@@ -134,6 +141,7 @@ def to_batch(
                 default,
                 reward=shaped if group in own else None,
                 peers=group_index[group] if group in own else None,
+                gained=shaped if last[place.row] == place else 0.0,
             )
         )
         places.append(place)
@@ -200,7 +208,7 @@ def _stretches(values: Mapping[str, Tensor]) -> Iterator[Place]:
     """Trained stretches of tokens that were sampled with the same settings."""
     mask = values["loss_mask"].bool() & values["attention_mask"].bool()
     mask[:, 0] = False  # nothing comes before the first token
-    settings = [values[key] for key in SAMPLING_KEYS if key in values]
+    settings = [values[key] for key in (*SAMPLING_KEYS, "calls") if key in values]
     for row in range(mask.shape[0]):
         found: list[list[int]] = []  # [start, stop) each
         for place in mask[row].nonzero()[:, 0].tolist():
@@ -221,6 +229,7 @@ def _row(
     *,
     reward: float | None,
     peers: int | None,
+    gained: float,
 ) -> Row:
     row, start, stop = place.row, place.start, place.stop
     kinds = {"temperature": float, "top_p": float, "top_k": int}
@@ -233,8 +242,9 @@ def _row(
     if "versions" in values:
         versions = tuple(values["versions"][row, start:stop].tolist())
     ids = values["input_ids"][row, :stop].tolist()
+    call = f"call-{int(values['calls'][row, start])}" if "calls" in values else f"{row}-{start}"
     return Row(
-        call_id=f"trajectory-{row}-{start}",
+        call_id=call,
         rollout=rollout,
         prompt_ids=tuple(ids[:start]),
         completion_ids=tuple(ids[start:]),
@@ -248,4 +258,5 @@ def _row(
         reward=reward,
         peers=peers,
         versions=versions,
+        gained=gained,
     )

@@ -112,6 +112,9 @@ class GRPOConfig:
     train_dataset: DatasetConfig = field(default_factory=DatasetConfig)
     success_rate_lb: float = setting(0.0, "groups with fewer successes are left out: too hard")
     success_rate_ub: float = setting(1.0, "groups with more successes are left out: too easy")
+    turn_discount: float | None = setting(
+        None, "what a turn gets of what the next one leads to; not set: a reward is for all turns"
+    )
     tuner: dict[str, Any] = field(
         default_factory=dict, metadata={"help": "any other setting, by the names of tuner.config"}
     )
@@ -176,6 +179,7 @@ class GRPOConfig:
             "tuner.algorithm.importance_cap": actor.behav_imp_weight_cap,
             "tuner.algorithm.success_rate_lb": self.success_rate_lb,
             "tuner.algorithm.success_rate_ub": self.success_rate_ub,
+            "tuner.algorithm.turn_discount": self.turn_discount,
         }
         return load_config(None, settings=_merged(_nested(given), self.tuner))
 

@@ -14,6 +14,7 @@ from tuner.chat_models.handle import SessionHandle
 from tuner.errors import FunctionError
 from tuner.gateway import Session
 from tuner.traces import Call
+from tuner.training.batch import untrainable
 from tuner.workflow import Rejected, WorkflowOutput, is_async
 
 
@@ -44,19 +45,22 @@ class Episode:
         trajectories: As the workflow returned them.
         calls: Everything that was sampled, in order of commitment.
         settled: Which call sampled which trained token.
+        reward: The rollout's.
     """
 
     trajectories: tuple[Trajectory, ...]
     calls: tuple[Call, ...]
     settled: Settled
+    reward: float
 
 
 class TokenWorkflow:
     """A token-level workflow as a workflow function: `tune(TokenWorkflow(mine), dataset=...)`.
 
     One trajectory's reward is the rollout's. Of several trajectories each has the reward of its
-    own calls, and the rollout's is their mean. Sampled tokens that no trajectory trains are in the
-    trace and counted as dropped: `masked`, or `excluded_call` where it is a whole call.
+    own calls, and the rollout's is their mean; in a group in which one rollout has several, a
+    rollout with one is compared by its calls as well. Sampled tokens that no trajectory trains are
+    in the trace and counted as dropped: `masked`, or `excluded_call` where it is a whole call.
 
     Args:
         workflow: An object with `async arun_episode(engine, data)`.
@@ -84,8 +88,7 @@ class TokenWorkflow:
             FunctionError: What it returned cannot be trained as it says.
         """
         episode = await self.episode(task, model.session)
-        rewards = [trajectory.reward for trajectory in episode.trajectories]
-        return WorkflowOutput(reward=sum(rewards) / len(rewards))
+        return WorkflowOutput(reward=episode.reward)
 
     async def episode(self, task: dict[str, Any], session: Session) -> Episode:
         """Run one episode and give its calls the credit that its trajectories name.
@@ -120,7 +123,23 @@ def settled_episode(trajectories: Sequence[Trajectory], session: Session, source
             record.mask(start, stop)
         if len(trajectories) > 1:
             record.reward = trajectories[index].reward
-    return Episode(tuple(trajectories), calls, settled)
+    if len(trajectories) > 1:
+        for call, reward in _ends(trajectories, settled, calls):
+            recorded[call].gained = reward
+    mean = sum(trajectory.reward for trajectory in trajectories) / len(trajectories)
+    return Episode(tuple(trajectories), calls, settled, mean)
+
+
+def _ends(
+    trajectories: Sequence[Trajectory], settled: Settled, calls: Sequence[Call]
+) -> list[tuple[int, float]]:
+    """The last call of each trajectory that can be trained, and the trajectory's reward."""
+    ends: list[tuple[int, float]] = []
+    for trajectory, owners in zip(trajectories, settled.owners, strict=True):
+        own = [call for call in owners if call is not None and untrainable(calls[call]) is None]
+        if own:
+            ends.append((own[-1], trajectory.reward))
+    return ends
 
 
 def _gaps(places: frozenset[int], length: int) -> list[tuple[int, int]]:

@@ -92,8 +92,7 @@ class QueueWorkflow:
             EnvironmentFault: The environment gave something that is no answer.
         """
         episode = await self.episode(task, model.session)
-        rewards = [trajectory.reward for trajectory in episode.trajectories]
-        return WorkflowOutput(reward=sum(rewards) / len(rewards))
+        return WorkflowOutput(reward=episode.reward)
 
     async def episode(self, task: dict[str, Any], session: Session) -> Episode:
         """Run one episode and give its calls the credit that its trajectories name.

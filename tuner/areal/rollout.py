@@ -18,7 +18,7 @@ from tuner.areal.rows import AcceptFunction, Group, Rollout, group_of
 from tuner.areal.run import Run
 from tuner.areal.tensors import concat_padded_tensors
 from tuner.areal.workflows import Runnable
-from tuner.backends.settings import selection
+from tuner.backends.settings import adds_up, selection
 from tuner.errors import ConfigError, TrainingError
 from tuner.gateway import SamplingDefaults
 from tuner.rollout.ahead import Ahead
@@ -119,9 +119,11 @@ class RolloutEngine:
         Raises:
             TrainingError: Nothing is left to train; or generation is paused.
             FunctionError: The workflow returned what cannot be trained as it says.
+            ConfigError: The workflow and the configuration do not go together.
         """
         self._run.check_can_generate()
         runnable = Runnable(workflow)
+        runnable.check_settings(self._run.config)
 
         async def all_groups() -> list[Group]:
             try:
@@ -161,9 +163,11 @@ class RolloutEngine:
             TrainingError: No group of `tuner.signal_patience` batches was left to train; or
                 generation is paused.
             FunctionError: The workflow returned what cannot be trained as it says.
+            ConfigError: The workflow and the configuration do not go together.
         """
         self._run.check_can_generate()
         runnable = Runnable(workflow)
+        runnable.check_settings(self._run.config)
         batch = int(dataloader.batch_size)
         done: list[tuple[int, Group]] = []
         left_out: list[Group] = []
@@ -261,7 +265,10 @@ class RolloutEngine:
                 rollouts = [group.create_task(self._rollout(task, id, runnable)) for id in ids]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        return group_of([r.result() for r in rollouts], selection(self._run.config), accept)
+        config = self._run.config
+        return group_of(
+            [r.result() for r in rollouts], selection(config), accept, adds_up=adds_up(config)
+        )
 
     async def _rollout(self, task: dict[str, Any], id: RolloutId, runnable: Runnable) -> Rollout:
         config, runner = self._run.config, self._run.stack.runner

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 from torch import Tensor
 
 from tuner.areal.batch import Account
+from tuner.areal.derived import derived, derived_by_gain, left_out
 from tuner.areal.episodes import Episode
-from tuner.areal.settle import Settled
 from tuner.areal.tensors import Trajectory, concat_padded_tensors
 from tuner.traces import Call, Outcome, Trace
 from tuner.training import Selection
-from tuner.training.batch import untrainable
 
 AcceptFunction = Callable[[Mapping[str, Tensor]], bool]
 
@@ -54,7 +54,11 @@ class Group:
 
 
 def group_of(
-    rollouts: Sequence[Rollout], selection: Selection, accept: AcceptFunction | None = None
+    rollouts: Sequence[Rollout],
+    selection: Selection,
+    accept: AcceptFunction | None = None,
+    *,
+    adds_up: bool = False,
 ) -> Group:
     """The trajectories of one task's rollouts, chosen and counted.
 
@@ -64,9 +68,11 @@ def group_of(
     Args:
         selection: Which groups are trained on, and which rollouts of them.
         accept: Sees a group's tensors, and says whether it is trained on.
+        adds_up: Whether the algorithm adds up what calls lead to. Trajectories of a single rollout
+            of which one goes on from another then count as one.
     """
     rows: list[dict[str, Tensor]] = []
-    members: dict[int, list[tuple[Trace, float]]] = {}
+    members: dict[int, tuple[Trace, list[float]]] = {}
     numbers: list[int] = []
     dropped: Counter[str] = Counter()
     outcomes: Counter[str] = Counter()
@@ -79,29 +85,35 @@ def group_of(
             dropped[trace.outcome.value] += trace.sampled_tokens
             errors.append(f"{trace.id}: {trace.outcome}: {trace.error}")
             continue
-        episode = rollout.episode or derived(trace)
+        episode = rollout.episode or (
+            derived_by_gain(trace, selection.bias) if adds_up else derived(trace)
+        )
+        alone = [number] * len(episode.trajectories)
+        if len(rollouts) == 1:
+            alone = _gathered(rollout, episode, adds_up)
         trained: Counter[int] = Counter()
         for place, trajectory in enumerate(episode.trajectories):
             owners = [
-                None if owner is None or _reason(trace.calls[owner]) else owner
+                None if owner is None or left_out(trace.calls[owner]) else owner
                 for owner in episode.settled.owners[place]
             ]
             trained.update(owner for owner in owners if owner is not None)
             rows.append(_tensors(trajectory, owners, trace.calls))
-            numbers.append(number if len(rollouts) > 1 else place)
-            members.setdefault(numbers[-1], []).append((trace, trajectory.reward))
+            numbers.append(alone[place])
+            members.setdefault(numbers[-1], (trace, []))[1].append(
+                episode.reward if len(rollouts) > 1 else trajectory.reward
+            )
         for index, call in enumerate(trace.calls):
-            dropped[_reason(call) or "masked"] += len(call.completion_ids) - trained[index]
+            dropped[left_out(call) or "masked"] += len(call.completion_ids) - trained[index]
     traces = tuple(trace for rollout in rollouts for trace in rollout.attempts)
     tensors = concat_padded_tensors(rows) if rows else None
     if tensors is not None:
         tensors["rollout_ids"] = torch.tensor(numbers)
-        # A rollout with several trajectories counts with their mean.
-        means = [(found[0][0], _mean([r for _, r in found])) for found in members.values()]
-        reason = selection.reason(means) if len(means) > 1 else None
+        found = [(trace, fmean(rewards)) for trace, rewards in members.values()]
+        reason = selection.reason(found) if len(found) > 1 else None
         if reason is None and accept is not None and not accept(tensors):
             reason = "not_accepted"
-        kept = dict(zip(members, selection.kept(means), strict=True))
+        kept = dict(zip(members, selection.kept(found), strict=True))
         chosen_B = torch.tensor([reason is None and kept[number] for number in numbers])
         reason = reason or "not_best_of_group"
         dropped[reason] += int(tensors["loss_mask"][~chosen_B].sum())
@@ -124,46 +136,27 @@ def group_of(
     return Group(tensors, account, traces)
 
 
-def derived(trace: Trace) -> Episode:
-    """The trajectories of a rollout whose workflow did not name any: its calls, joined where one
-    goes on from another and both have the same reward."""
-    ids: list[tuple[int, ...]] = []
-    owners: list[list[int | None]] = []
-    rewards: list[float] = []
-    rollout_reward = trace.reward or 0.0
-    for index, call in enumerate(trace.calls):
-        if not call.completion_ids:
+def _gathered(rollout: Rollout, episode: Episode, adds_up: bool) -> list[int]:
+    """Which trajectories of a lone rollout count as one, by number. Where rewards are added up,
+    those of which one goes on from another: it has what that one trained, and does not train it.
+    """
+    count = len(episode.trajectories)
+    if adds_up and rollout.episode is None:
+        return [0] * count
+    numbers = list(range(count))
+    if not adds_up:
+        return numbers
+    owners = episode.settled.owners
+    for before, trajectory in enumerate(episode.trajectories):
+        first = next((i for i, owner in enumerate(owners[before]) if owner is not None), None)
+        if first is None:
             continue
-        reward = rollout_reward if call.reward is None else call.reward
-        own: list[int | None] = [None] * len(call.completion_ids)
-        for start, stop in () if call.excluded else call.stretches:
-            own[start:stop] = [index] * (stop - start)
-        row = next(
-            (
-                row
-                for row, known in enumerate(ids)
-                if rewards[row] == reward and call.prompt_ids[: len(known)] == known
-            ),
-            None,
-        )
-        if row is None:
-            row = len(ids)
-            ids.append(())
-            owners.append([])
-            rewards.append(reward)
-        owners[row] += [None] * (len(call.prompt_ids) - len(ids[row])) + own
-        ids[row] = call.prompt_ids + call.completion_ids
-    trajectories = tuple(
-        Trajectory(row, tuple(o is not None for o in own), (0.0,) * len(row), None, reward)
-        for row, own, reward in zip(ids, owners, rewards, strict=True)
-    )
-    settled = Settled(tuple(map(tuple, owners)), (None,) * len(trace.calls))
-    return Episode(trajectories, trace.calls, settled)
-
-
-def _reason(call: Call) -> str | None:
-    """Why a call is not trained here; tensors cannot say what form a call was held to."""
-    return untrainable(call) or ("constrained_call" if call.constrained else None)
+        begins = trajectory.input_ids[: first + 1]
+        for after, other in enumerate(episode.trajectories):
+            if other.input_ids[: first + 1] == begins and owners[after][first] is None:
+                joined, gone = sorted((numbers[before], numbers[after]))
+                numbers = [joined if number == gone else number for number in numbers]
+    return [sorted(set(numbers)).index(number) for number in numbers]
 
 
 def _tensors(
@@ -172,6 +165,7 @@ def _tensors(
     """One trajectory with what the trace knows of its trained tokens, shape [1, L]."""
     length = len(trajectory.input_ids)
     logprobs, versions = [0.0] * length, [-1] * length
+    calls_L = [-1 if owner is None else owner for owner in owners]
     temperatures, top_ps, top_ks = [1.0] * length, [1.0] * length, [-1] * length
     for place, owner in enumerate(owners):
         if owner is None:
@@ -187,13 +181,10 @@ def _tensors(
         "loss_mask": torch.tensor([[int(owner is not None) for owner in owners]]),
         "logprobs": torch.tensor([logprobs], dtype=torch.float32),
         "versions": torch.tensor([versions]),
+        "calls": torch.tensor([calls_L]),
         # In float64: the settings must come back as they were sent.
         "temperatures": torch.tensor([temperatures], dtype=torch.float64),
         "top_ps": torch.tensor([top_ps], dtype=torch.float64),
         "top_ks": torch.tensor([top_ks]),
         "rewards": torch.tensor([trajectory.reward], dtype=torch.float32),
     }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

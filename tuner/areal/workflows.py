@@ -8,9 +8,15 @@ from typing import Any
 from tuner.areal.agents import AgentWorkflow
 from tuner.areal.episodes import Episode, TokenWorkflow
 from tuner.areal.queue_workflow import QueueWorkflow
+from tuner.config import RunConfig
 from tuner.errors import FunctionError
 from tuner.gateway import Session
-from tuner.workflow import WorkflowOutput, call_workflow, check_workflow_function
+from tuner.workflow import (
+    WorkflowOutput,
+    call_workflow,
+    check_settings,
+    check_workflow_function,
+)
 
 
 class Runnable:
@@ -42,6 +48,14 @@ class Runnable:
         self._workflow = workflow
         self.episodes: dict[str, Episode] = {}
 
+    def check_settings(self, config: RunConfig) -> None:
+        """Let the workflow refuse settings that do not go with it.
+
+        Raises:
+            ConfigError: It does.
+        """
+        check_settings(self._workflow, config)
+
     async def __call__(
         self, task: dict[str, Any], model: Any, auxiliary_models: Any, logger: Any
     ) -> WorkflowOutput:
@@ -57,5 +71,4 @@ class Runnable:
         session: Session = model.session
         episode: Episode = await self._episode(task, session)
         self.episodes[session.id] = episode
-        rewards = [trajectory.reward for trajectory in episode.trajectories]
-        return WorkflowOutput(reward=sum(rewards) / len(rewards))
+        return WorkflowOutput(reward=episode.reward)

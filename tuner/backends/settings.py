@@ -121,5 +121,11 @@ def selection(config: RunConfig) -> Selection:
     )
 
 
+def adds_up(config: RunConfig) -> bool:
+    """Whether calls are trained by what they lead to, so that rewards are gained where they end."""
+    discounts = config.tuner.algorithm.turn_discount is not None
+    return discounts or config.algorithm.advantage_fn == "ppo"
+
+
 def _given(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}

@@ -18,6 +18,7 @@ class Credit:
     """What the workflow said about one call."""
 
     reward: float | None = None
+    gained: float | None = None
     excluded: bool = False
     masked: list[tuple[int, int]] = field(default_factory=list)
 
@@ -63,12 +64,20 @@ class RecordedCall:
 
     @reward.setter
     def reward(self, value: float | None) -> None:
-        if value is not None:
-            value = float(value)
-            if not math.isfinite(value):
-                raise ValueError(f"the reward of call {self.id} is {value}: give a finite number")
-        self._open()
-        self._credit.reward = value
+        self._credit.reward = self._checked("reward", value)
+
+    @property
+    def gained(self) -> float | None:
+        """What was gained where the call ended; None: what its reward and the rollout's say.
+
+        Raises:
+            As `reward`.
+        """
+        return self._credit.gained
+
+    @gained.setter
+    def gained(self, value: float | None) -> None:
+        self._credit.gained = self._checked("gain", value)
 
     def exclude(self) -> None:
         """Keep the call in the trace, but do not train it.
@@ -105,6 +114,14 @@ class RecordedCall:
     @property
     def _credit(self) -> Credit:
         return self._session.credits.setdefault(self.id, Credit())
+
+    def _checked(self, what: str, value: float | None) -> float | None:
+        if value is not None:
+            value = float(value)
+            if not math.isfinite(value):
+                raise ValueError(f"the {what} of call {self.id} is {value}: give a finite number")
+        self._open()
+        return value
 
     def _open(self) -> None:
         if self._session.sealed:

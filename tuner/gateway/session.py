@@ -129,7 +129,11 @@ class Session:
         said about them; empty where calls are not recorded."""
         return tuple(
             replace(
-                call, reward=credit.reward, excluded=credit.excluded, masked=tuple(credit.masked)
+                call,
+                reward=credit.reward,
+                gained=credit.gained,
+                excluded=credit.excluded,
+                masked=tuple(credit.masked),
             )
             if (credit := self.credits.get(call.id)) is not None
             else call

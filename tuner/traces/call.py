@@ -46,6 +46,9 @@ class Call:
         streamed: Whether the answer was a stream.
         role: The agent that made the call, where the workflow named it, or None.
         reward: The call's own reward, in place of its rollout's, or None.
+        gained: What was gained where the call ended, for algorithms that add up what calls lead to
+            (`turn_discount`, ppo). Where a call of the rollout has it, they add up these alone, and
+            neither `reward` nor the rollout's.
         excluded: Whether the workflow said that the call is not to be trained.
         masked: Stretches [from, to) of `completion_ids` that the workflow said are not to be
             trained, in order.
@@ -80,6 +83,7 @@ class Call:
     streamed: bool = False
     role: str | None = None
     reward: float | None = None
+    gained: float | None = None
     excluded: bool = False
     masked: tuple[tuple[int, int], ...] = ()
     undelivered: bool = False

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tuner.engines.base import SamplingParams
 from tuner.traces import Call, Outcome, RolloutId, Trace
+from tuner.training.own_rewards import alike
 from tuner.training.selection import Selection
 
 # An outcome that leaves calls behind and may be given a penalty instead of being dropped.
@@ -42,6 +43,8 @@ class Row:
     Attributes:
         rollout: Index of its rollout in the batch.
         reward: The call's own reward, or None: then its rollout's counts.
+        gained: What was gained where the call ended, where that does not follow from `reward` and
+            the rollout's (`Call.gained`); else None.
         peers: Index of the rows of its group that have a reward of their own and the same role,
             which its reward is compared with; None where it has no reward of its own.
         logprobs: Those that the completion was sampled with; empty where nobody sampled it.
@@ -58,6 +61,7 @@ class Row:
     reward: float | None = None
     peers: int | None = None
     versions: tuple[int, ...] = ()
+    gained: float | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
@@ -159,7 +163,10 @@ def build_batch(
             tokens[unused] += sum(trace.sampled_tokens for trace, _ in members)
             rollouts[unused] += len(members)
             continue
-        for (trace, reward), kept in zip(members, selection.kept(members), strict=True):
+        kept_R = selection.kept(members)
+        if not selection.lone_rewards:
+            members = alike(members)
+        for (trace, reward), kept in zip(members, kept_R, strict=True):
             if kept:
                 used.append((trace, selection.shaped(trace, reward), kept_groups))
             else:
@@ -171,6 +178,7 @@ def build_batch(
     peers = _peers(used, least=1 if selection.lone_rewards else 2)
     for index, (trace, _, group) in enumerate(used):
         before = len(rows), tokens["stale"]
+        told = selection.needs_reward and any(c.gained is not None for c in trace.calls)
         for call in trace.calls:
             reward = call.reward if selection.needs_reward else None
             own = peers.get((group, call.role)) if reward is not None else None
@@ -181,6 +189,7 @@ def build_batch(
                 tokens[reason] += len(call.completion_ids)
                 continue
             tokens["masked"] += sum(stop - start for start, stop in call.masked)
+            gained = 0.0 if call.gained is None else selection.of_call(call.gained)
             stretches, stale = fresh(call, oldest)
             tokens["stale"] += stale
             rows += [
@@ -194,6 +203,7 @@ def build_batch(
                     reward=None if reward is None else selection.of_call(reward),
                     peers=own,
                     versions=call.versions[start:stop],
+                    gained=gained if told else None,
                 )
                 for start, stop in stretches
             ]

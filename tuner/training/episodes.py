@@ -3,7 +3,8 @@
 Which call goes on from which is read from token ids (`tuner.traces.successors`) among the calls
 that are trained. A leaf ends the episode and gains the rollout's reward; a call with a reward of
 its own gains that as well, where it ends. So the last calls of a sub-agent and of the main agent
-both gain what the rollout gained. Where a mask cut a call into several rows, they are one call.
+both gain what the rollout gained. Where the workflow said what each call gained (`Row.gained`),
+that counts alone. Where a mask cut a call into several rows, they are one call.
 """
 
 from __future__ import annotations
@@ -72,13 +73,12 @@ def _successors(batch: Batch) -> tuple[tuple[int, ...], ...]:
 def _gained(batch: Batch, after: Sequence[Sequence[int]]) -> Tensor:
     """What each row gains where it ends, shape [N], float64."""
     rewards_R = batch.rewards_R.tolist()
-    return torch.tensor(
-        [
-            (0.0 if within else row.reward or 0.0) + (0.0 if follow else rewards_R[row.rollout])
-            for row, follow, within in zip(batch.rows, after, _continued(batch, after), strict=True)
-        ],
-        dtype=torch.float64,
-    )
+    gained: list[float] = []
+    for row, follow, within in zip(batch.rows, after, _continued(batch, after), strict=True):
+        own = row.reward or 0.0 if row.gained is None else row.gained
+        ends = row.gained is None and not follow
+        gained.append((0.0 if within else own) + (rewards_R[row.rollout] if ends else 0.0))
+    return torch.tensor(gained, dtype=torch.float64)
 
 
 def _continued(batch: Batch, after: Sequence[Sequence[int]]) -> list[bool]:

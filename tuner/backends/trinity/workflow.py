@@ -31,6 +31,7 @@ from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults, SessionLimits
 from tuner.rollout import RolloutRunner, RolloutSettings
 from tuner.traces import Outcome, RolloutId, Trace
 from tuner.training.batch import PENALIZABLE
+from tuner.training.own_rewards import alike
 
 if TYPE_CHECKING:
     from trinity.common.models.model import ModelWrapper
@@ -130,6 +131,8 @@ class TunerWorkflow(Workflow):  # type: ignore[misc]  # untyped
             whole = self.repeat_times == self.task.repeat_times and self.repeat_times > 1
             if whole and len(used) < 2:
                 used = []  # nothing to compare with
+            if self._settings["call_rewards"]:
+                used = alike(used)
             experiences = [e for trace, reward in used for e in self._trained(trace, reward)]
         if not experiences:
             raise TrainingError(f"this group has nothing to train on: {_failures(traces)}")
