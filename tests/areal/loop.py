@@ -31,3 +31,20 @@ def step(actor, batch):
     actor.step_lr_scheduler()
     actor.update_weights()
     return metrics
+
+
+class Turns:
+    """One, two or three answers, each a trajectory with a reward of its own; the second turn
+    follows the first without an observation in between."""
+
+    def __init__(self):
+        self.count = 0
+
+    async def arun_episode(self, engine, data):
+        self.count += 1
+        ids, found = list(PROMPT), []
+        for turn in range(1 + self.count % 3):
+            response = await engine.agenerate(ModelRequest(ids, GCONFIG))
+            found.append(single(response, response.output_tokens[0] % 5))
+            ids = ids + response.output_tokens + [50] * turn
+        return concat_padded_tensors(found)

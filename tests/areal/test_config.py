@@ -56,12 +56,16 @@ def write(tmp_path):
 
 
 def test_the_notebooks_configuration_is_read(write):
-    args = write("max_turns: 16\nactor: {path: some/model}\nrollout: {max_head_offpolicyness: 2}\n")
+    args = write(
+        "max_turns: 16\nturn_discount: 0.5\nactor: {path: some/model}\n"
+        "rollout: {max_head_offpolicyness: 2}\n"
+    )
     config, written = load_expr_config(args, AgentRLConfig)
     assert isinstance(config, AgentRLConfig)
     assert (config.max_turns, config.actor.path) == (16, "some/model")
     assert config.actor.run is config.rollout.run
     assert config.rollout.max_head_offpolicyness == 2
+    assert config.run_config().tuner.algorithm.turn_discount == 0.5
     assert OmegaConf.load(written).max_turns == 16
 
 
@@ -107,6 +111,7 @@ def test_every_setting_reaches_the_run(tmp_path):
             "train_dataset={path: d.jsonl, batch_size: 5, shuffle: false}",
             "success_rate_lb=0.05",
             "success_rate_ub=0.95",
+            "turn_discount=0.7",
             "tuner.model.max_model_len=99",
         ],
         GRPOConfig,
@@ -130,6 +135,7 @@ def test_every_setting_reaches_the_run(tmp_path):
     assert algorithm.kl_loss_fn == "none"
     assert (extras.reward_scale, extras.reward_bias, extras.importance_cap) == (10, -0.5, 5)
     assert (extras.success_rate_lb, extras.success_rate_ub) == (0.05, 0.95)
+    assert extras.turn_discount == 0.7
     assert (optimizer.lr, optimizer.weight_decay, optimizer.betas) == (0.1, 0.2, (0.3, 0.4))
     assert (optimizer.lr_scheduler_type, optimizer.min_lr_ratio) == ("cosine", 0.5)
     assert optimizer.lr_warmup_steps_ratio == 0.6
@@ -145,6 +151,7 @@ def test_defaults_make_a_run_and_need_no_file(tmp_path, monkeypatch):
     run = config.run_config()
     assert run.algorithm.kl_penalty_fn == "none"
     assert run.model.max_response_tokens is None
+    assert run.tuner.algorithm.turn_discount is None
     assert config.tokenizer_path.endswith("tiny_math")
 
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from tests.areal.loop import ROWS, Random, step
 from tuner.areal import StatefulDataLoader
@@ -62,3 +63,33 @@ def test_the_data_loader_goes_on_where_it_was():
     ]
     with pytest.raises(DatasetError, match="has 1 rows and batch_size is 2"):
         StatefulDataLoader([1], 2)
+
+
+@pytest.mark.parametrize(
+    "tuner",
+    [
+        {"model": {"lora_configs": [{"lora_rank": 2}]}},
+        {"algorithm": {"algorithm_type": "ppo"}, "tuner": {"critic": {"lr": 0.01}}},
+    ],
+    ids=["adapter", "critic"],
+)
+def test_adapter_and_critic_go_on_too(make_loop, tmp_path, tuner):
+    def next_batch(actor, rollout):
+        batch = rollout.rollout_batch(ROWS[:2], Random(), group_size=2)
+        batch["prox_logp"] = actor.compute_logp(batch)
+        actor.compute_advantages(batch)
+        return {key: batch[key] for key in ("prox_logp", "values") if key in batch}
+
+    actor, rollout = make_loop(tuner=tuner)
+    step(actor, rollout.rollout_batch(ROWS[:2], Random(), group_size=3))
+    actor.save(tmp_path / "checkpoint")
+    state, wanted = rollout.state_dict(), next_batch(actor, rollout)
+
+    actor, rollout = make_loop(tuner=tuner)
+    actor.load(tmp_path / "checkpoint")
+    rollout.load_state_dict(state)
+    found = next_batch(actor, rollout)
+    assert found.keys() == wanted.keys()
+    for key, values in wanted.items():
+        assert values.any()
+        torch.testing.assert_close(found[key], values, atol=1e-6, rtol=0)

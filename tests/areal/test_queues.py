@@ -1,6 +1,4 @@
-"""Agents with queues and environments: what they are given, what they may do, how they fail."""
-
-import asyncio
+"""Agents with queues: what they are given, what they may do, how they are chosen."""
 
 import pytest
 import torch
@@ -13,17 +11,15 @@ from tuner.areal import (
     EnvironmentService,
     EnvServiceAbstraction,
     GenerationHyperparameters,
-    GymnasiumEnvironment,
     ModelResponse,
     QueueWorkflow,
     SequenceSample,
     configured_agent,
-    make_environment,
     register_agent,
 )
 from tuner.cli import _functions
 from tuner.config import load_config
-from tuner.errors import ConfigError, FunctionError, MissingDependencyError
+from tuner.errors import ConfigError, FunctionError
 from tuner.training import Selection, build_batch
 from tuner.workflow import WorkflowOutput
 
@@ -200,73 +196,6 @@ async def test_an_answer_that_fails_ends_the_episode_instead_of_letting_it_wait(
     assert "400 tokens" in trace.error
 
 
-class Faulty(EnvironmentService):
-    def __init__(self, fault):
-        self.fault = fault
-
-    async def step(self, action):
-        return await self.fault()
-
-
-async def raising():
-    raise ConnectionError("the simulator is gone")
-
-
-async def two_values():
-    return None, 1.0
-
-
-async def hanging():
-    await asyncio.Event().wait()
-
-
-@pytest.mark.parametrize(
-    ("fault", "outcome", "error"),
-    [
-        (raising, "workflow_error", "ConnectionError: the simulator is gone"),
-        (two_values, "workflow_error", "Faulty.step returned (None, 1.0); it returns (observation"),
-        (hanging, "timeout", "no result within 0.5 s"),
-    ],
-)
-async def test_an_environment_that_fails_is_a_typed_outcome(run, fault, outcome, error):
-    (trace,) = await run(QueueWorkflow(Once(), lambda: Faulty(fault)), TASK, seconds=0.5)
-    assert (trace.outcome, trace.reward) == (outcome, None)
-    assert error in trace.error
-
-
-async def test_reset_must_return_two_values(run):
-    class Old(Counting):
-        async def reset(self, seed=None, options=None):
-            return None
-
-    (trace,) = await run(QueueWorkflow(Once(), Old), TASK)
-    assert "Old.reset returned None; it returns (observation, info)" in trace.error
-
-
-async def test_an_environment_is_used_again_unless_its_episode_failed(run):
-    outcomes = iter([None, ValueError("broken"), None])
-
-    async def play(act, env):
-        fault = next(outcomes)
-        if fault is not None:
-            raise fault
-        return await Once.default(act, env)
-
-    workflow = QueueWorkflow(Once(play=play), Counting)
-    results = [(await run(workflow, TASK))[0] for _ in range(3)]
-    assert [r.outcome for r in results] == ["completed", "workflow_error", "completed"]
-    await asyncio.sleep(0)
-    assert (Counting.made, Counting.closed) == (2, 1)
-
-
-async def test_an_instance_is_shared_by_all_rollouts(run):
-    environment = Counting()
-    workflow = QueueWorkflow(Once(), environment)
-    for _ in range(2):
-        await run(workflow, TASK)
-    assert (Counting.made, Counting.closed, environment.steps) == (1, 0, 1)
-
-
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -351,47 +280,6 @@ async def test_success_rate_and_reward_settings_apply_to_queue_agents(run):
     assert easy.dropped_rollouts == {"success_rate_too_high": 2}
     shaped = build_batch(traces, selection=Selection(scale=5.0, bias=-0.5))
     assert shaped.rewards_R.tolist() == [2.5, 2.5]
-
-
-class Walk:
-    """A gymnasium environment, as far as its interface goes: walk to 3."""
-
-    def reset(self, *, seed=None, options=None):
-        self.place = seed or 0
-        return self.place, {"start": self.place}
-
-    def step(self, action):
-        self.place += action
-        return self.place, float(self.place == 3), self.place == 3, False, {}
-
-    def close(self):
-        self.place = None
-
-
-async def test_any_gymnasium_environment_can_be_wrapped():
-    walk = Walk()
-    environment = GymnasiumEnvironment(walk, read_action=int)
-    assert await environment.reset(seed=1) == (1, {"start": 1})
-    assert await environment.step("2") == (3, 1.0, True, False, {})
-    await environment.close()
-    assert walk.place is None
-
-
-async def test_a_gymnasium_id_is_made_by_name():
-    pytest.importorskip("gymnasium")
-    environment = make_environment(
-        EnvServiceAbstraction("gymnasium", {"id": "FrozenLake-v1", "is_slippery": False})
-    )
-    assert (await environment.reset(seed=1))[0] == 0
-    path = [await environment.step(action) for action in (2, 2, 1, 1, 1, 2)]
-    assert [step[1] for step in path] == [0, 0, 0, 0, 0, 1]
-    assert path[-1][2] is True
-
-
-def test_a_missing_gymnasium_is_named(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "gymnasium", None)
-    with pytest.raises(MissingDependencyError, match=r"agentscope-tuner\[gymnasium\]"):
-        GymnasiumEnvironment("CartPole-v1")
 
 
 @pytest.mark.parametrize(

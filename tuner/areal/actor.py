@@ -14,10 +14,11 @@ from tuner.areal.batch import Place, gathered, scattered, to_batch
 from tuner.areal.config import PPOActorConfig
 from tuner.areal.run import Run
 from tuner.areal.weights import FinetuneSpec, WeightUpdateMeta
-from tuner.backends.models import load_model, save_model
+from tuner.backends.models import load_model
 from tuner.backends.run_directory import TRAINER_STATE
 from tuner.backends.settings import selection
 from tuner.backends.stack import build_trainer
+from tuner.backends.stored_adapter import StoredAdapter
 from tuner.engines.base import SamplingParams
 from tuner.errors import ConfigError, TrainingError
 from tuner.training import Batch, PolicyTrainer, ScoredBatch
@@ -46,29 +47,19 @@ class PPOActor:
         self._trainer: PolicyTrainer | None = None
 
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
-        """Load the model, unless the rollout engine did, and make the optimizer.
+        """Load the model, unless the rollout engine did, and make the optimizer; with
+        `algorithm_type: ppo` the critic and its own, too.
 
         Args:
             addr: None; the actor runs in this process.
             ft_spec: How long the run is, where the learning rate follows a schedule.
 
         Raises:
-            ConfigError: An address is given, a schedule without its length, or the run has a critic
-                or an adapter, which only `tune()` trains.
+            ConfigError: An address is given, or a schedule without its length.
         """
         if addr is not None:
             raise ConfigError(f"addr is {addr!r}, but training runs in this process: leave it out")
         config = self._run.config
-        if config.algorithm.advantage_fn == "ppo":
-            raise ConfigError(
-                "algorithm.advantage_fn is ppo, whose critic the loop in the open does not train: "
-                "use tune(), or an algorithm without a critic"
-            )
-        if config.model.lora is not None:
-            raise ConfigError(
-                "model.lora_configs is set, but the loop in the open trains and saves all weights: "
-                "use tune(), or leave it out"
-            )
         kind = config.algorithm.optimizer.lr_scheduler_type
         if ft_spec is None and kind != "constant":
             raise ConfigError(
@@ -106,8 +97,11 @@ class PPOActor:
         return self._scattered(logp, places, batch)
 
     def compute_advantages(self, batch: Tensors) -> None:
-        """Put the algorithm's advantages into `batch["advantages"]`, shape [B, L]; and where KL is
-        taken off the rewards, the reference's log-probs into `batch["ref_logp"]`.
+        """Put the algorithm's advantages into `batch["advantages"]`, shape [B, L].
+
+        Where KL is taken off the rewards, the reference's log-probs come into `batch["ref_logp"]`;
+        where there is a critic, its values and what they are trained towards into `batch["values"]`
+        and `batch["returns"]`.
 
         Raises:
             TrainingError: No two rollouts can be compared.
@@ -115,12 +109,13 @@ class PPOActor:
         found, places = self._read(batch)
         with self._run.held():
             scored = self.trainer.compute_advantages(found)
-        batch["advantages"] = self._scattered(scored.advantages, places, batch)
-        if scored.ref_logp is not None:
-            batch["ref_logp"] = self._scattered(scored.ref_logp, places, batch)
+        for key in ("advantages", "ref_logp", "values", "returns"):
+            if values := getattr(scored, key):
+                batch[key] = self._scattered(values, places, batch)
 
     def ppo_update(self, batch: Tensors) -> dict[str, float]:
-        """Update the weights. Generation is held from now until `update_weights`.
+        """Update the weights, those of a critic before them. Generation is held from now until
+        `update_weights`.
 
         Where the batch has `prox_logp`, ratios are taken to that policy and tokens are weighed by
         its distance to the one that sampled.
@@ -129,20 +124,28 @@ class PPOActor:
             As `PolicyTrainer.ppo_update`, and the tokens sampled, trained, and dropped by reason.
 
         Raises:
-            TrainingError: The batch has no advantages, no two rollouts can be compared, or loss or
-                gradient is not finite.
+            TrainingError: The batch has no advantages, or none of the critic's values, no two
+                rollouts can be compared, or loss or gradient is not finite.
         """
-        if "advantages" not in batch:
-            raise TrainingError("the batch has no advantages: call actor.compute_advantages(batch)")
+        trainer, device = self.trainer, self.device
+        needed = ("advantages",) if trainer.critic is None else ("advantages", "values", "returns")
+        if missing := [key for key in needed if key not in batch]:
+            raise TrainingError(
+                f"the batch has no {', '.join(missing)}: call actor.compute_advantages(batch)"
+            )
         found, places = self._read(batch)
-        device = self.device
-        ref = gathered(batch["ref_logp"].to(device), places) if "ref_logp" in batch else None
-        proximal = None
-        if "prox_logp" in batch:
-            proximal = gathered(batch["prox_logp"].to(device), places)
-        advantages = gathered(batch["advantages"].double().cpu(), places)
-        scored = ScoredBatch(found, advantages, ref, proximal)
-        trainer = self.trainer
+
+        def given(key: str) -> tuple[Tensor, ...] | None:
+            return gathered(batch[key].to(device), places) if key in batch else None
+
+        scored = ScoredBatch(
+            found,
+            gathered(batch["advantages"].double().cpu(), places),
+            given("ref_logp"),
+            given("prox_logp"),
+            values=given("values") or (),
+            returns=gathered(batch["returns"].double().cpu(), places) if trainer.critic else (),
+        )
         self._run.weights_will_change()
         try:
             metrics = trainer.ppo_update(trainer.compute_ref_logp(scored))
@@ -186,10 +189,11 @@ class PPOActor:
             )
 
     def save(self, folder: Path | str) -> None:
-        """Write model, tokenizer, optimizer and version, in a form that transformers can load."""
+        """Write the model, in a form that transformers can load, or the adapter, in peft's; and
+        tokenizer, optimizers, critic and version."""
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
-        save_model(self._run.stack.model, self._run.stack.tokenizer, path)
+        self._run.stack.save_weights(path)
         self.trainer.save(path / TRAINER_STATE)
         (path / "version.json").write_text(json.dumps({"version": self.trainer.step}))
 
@@ -197,14 +201,19 @@ class PPOActor:
         """Go on from what `save` wrote: the engine serves these weights, and their version.
 
         Raises:
-            ModelLoadError: There is no such model.
+            ModelLoadError: There is no such model, or adapter.
         """
         path, trainer, stack = Path(folder), self.trainer, self._run.stack
-        saved = load_model(
-            str(path), device=self.device, dtype=stack.model.dtype, setting="actor.load"
-        )
-        self._run.weights_will_change()
-        stack.model.load_state_dict(saved.state_dict())
+        if stack.adapter is None:
+            saved = load_model(
+                str(path), device=self.device, dtype=stack.model.dtype, setting="actor.load"
+            )
+            self._run.weights_will_change()
+            stack.model.load_state_dict(saved.state_dict())
+        else:
+            weights = StoredAdapter(str(path), "the adapter of actor.load,").weights()
+            self._run.weights_will_change()
+            stack.adapter.load(weights)
         trainer.load(path / TRAINER_STATE)
         self.update_weights()
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from tuner.backends.models import quiet_transformers
@@ -58,6 +60,16 @@ class Adapter:
         if self.start is None:
             return AdapterReference(self.model)
         return AdapterReference.of_weights(self.model, self.start.weights())
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Take over the weights of an adapter of the same form.
+
+        Args:
+            weights: By peft's names.
+        """
+        from peft import set_peft_model_state_dict
+
+        set_peft_model_state_dict(self.model, dict(weights))
 
     def save(self, folder: Path) -> None:
         """Write peft's `adapter_config.json` and `adapter_model.safetensors`."""
