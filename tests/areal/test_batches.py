@@ -79,6 +79,21 @@ def test_trajectories_of_one_rollout_are_compared_by_their_own_rewards(make_loop
     assert found.rewards_R.tolist() == [0.0, 4.0]
 
 
+def test_each_row_is_of_one_call(make_loop):
+    _actor, rollout = make_loop()
+    batch = rollout.rollout_batch(ROWS[:1], Random(), group_size=2)
+    batch["calls"][:, 5:] = 1  # as if an answer followed the first without an observation
+    found, places = to_batch(batch, Selection(), SamplingParams(max_tokens=1))
+    assert [(place.row, place.start) for place in places] == [(0, 3), (0, 5), (1, 3), (1, 5)]
+    assert found.call_N.tolist() == [0, 1, 2, 3]
+    batch["loss_mask"][:, 6] = 0
+    found, places = to_batch(batch, Selection(), SamplingParams(max_tokens=1))
+    assert found.call_N.tolist() == [0, 1, 1, 2, 3, 3]
+    del batch["calls"]
+    found, places = to_batch(batch, Selection(), SamplingParams(max_tokens=1))
+    assert [place.start for place in places] == [3, 7, 3, 7]
+
+
 def test_filters_leave_groups_out_and_count_them(make_loop):
     _, rollout = make_loop(success_rate_ub=0.9)
 

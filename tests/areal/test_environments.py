@@ -4,8 +4,16 @@ import asyncio
 
 import pytest
 
-from tests.areal.test_queues import TASK, Counting, Once, counts  # noqa: F401  # a fixture
+from tests.areal.test_queues import (  # noqa: F401  # counts is a fixture
+    GCONFIG,
+    TASK,
+    Counting,
+    Once,
+    counts,
+    trajectory,
+)
 from tuner.areal import (
+    Agent,
     EnvironmentService,
     EnvServiceAbstraction,
     GymnasiumEnvironment,
@@ -104,6 +112,34 @@ async def test_any_gymnasium_environment_can_be_wrapped():
     assert await environment.step("2") == (3, 1.0, True, False, {})
     await environment.close()
     assert walk.place is None
+
+
+async def test_a_queue_agent_plays_a_gymnasium_environment(run):
+    class Player(Agent):
+        """Steps by what it samples until the episode ends."""
+
+        async def collect_trajectory(self, prompt, env, obs_queue, act_queue):
+            ids, found = prompt.data["packed_prompts"].tolist(), []
+            place, _ = await env.reset(seed=1)
+            ended = False
+            while not ended:
+                await obs_queue.put((prompt.ids[0], [*ids, place], GCONFIG))
+                act = await act_queue.get()
+                place, reward, terminated, truncated, _ = await env.step(act.output_ids[0])
+                ended = terminated or truncated
+                found.append(trajectory(act, reward=reward))
+                ids = act.seqs[0]
+            return found
+
+    def one_step(answer):
+        assert len(answer) == 4
+        return 1
+
+    workflow = QueueWorkflow(Player(), lambda: GymnasiumEnvironment(Walk(), read_action=one_step))
+    (trace,) = await run(workflow, TASK)
+    assert trace.outcome == "completed", trace.error
+    assert [call.reward for call in trace.calls] == [0.0, 1.0]
+    assert [call.prompt_ids[-1] for call in trace.calls] == [1, 2]  # where it was
 
 
 async def test_a_gymnasium_id_is_made_by_name():

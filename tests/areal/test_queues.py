@@ -1,5 +1,7 @@
 """Agents with queues: what they are given, what they may do, how they are chosen."""
 
+import asyncio
+
 import pytest
 import torch
 
@@ -17,8 +19,10 @@ from tuner.areal import (
     configured_agent,
     register_agent,
 )
+from tuner.areal.queues import serve
 from tuner.cli import _functions
 from tuner.config import load_config
+from tuner.engines.base import Generation
 from tuner.errors import ConfigError, FunctionError
 from tuner.training import Selection, build_batch
 from tuner.workflow import WorkflowOutput
@@ -99,6 +103,26 @@ async def test_a_bundle_has_whole_sequences_logprobs_and_versions(run):
     assert act.version_start == act.version_end == [0, 0, 0]
     assert act.no_eos == [c.finish_reason == "length" for c in trace.calls]
     assert [call.reward for call in trace.calls] == [1.0, 1.0, 1.0]
+
+
+async def test_a_bundle_has_the_span_of_versions_that_sampled_each_answer():
+    class Updated:
+        """An engine whose weights change in the middle of the first of two answers."""
+
+        async def sample(self, prompt_ids, gconfig):
+            return (
+                Generation((5, 6, 7), (-1.0, -2.0, -3.0), (3, 3, 4), "length"),
+                Generation((8,), (-4.0,), (4,), "stop"),
+            )
+
+    observations, actions = asyncio.Queue(), asyncio.Queue()
+    server = asyncio.ensure_future(serve(Updated(), observations, actions))
+    await observations.put(("q", [1, 2], GCONFIG))
+    act = await actions.get()
+    server.cancel()
+    assert (act.version_start, act.version_end) == ([3, 4], [4, 4])
+    assert act.no_eos == [True, False]
+    assert act.logprobs == [[0.0, -1.0, -2.0, -3.0], [0.0, -4.0]]
 
 
 async def test_the_seeds_agent_and_environment_train_every_turn_with_its_own_reward(

@@ -94,6 +94,7 @@ PPO = {"algorithm": {"algorithm_type": "ppo"}, "tuner": {"critic": {"lr": 0.01}}
 BIASED = {**PPO, "tuner": {**PPO["tuner"], "algorithm": {"reward_scale": 2.0, "reward_bias": -0.5}}}
 LORA = {"model": {"lora_configs": [{"lora_rank": 2}]}}
 TURNS = {"turn_discount": 0.5}
+SEQUENCES = {"tuner": {"algorithm": {"loss_agg_mode": "seq-mean-token-mean"}}}
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,9 @@ TURNS = {"turn_discount": 0.5}
         ({"tuner": BIASED}, lambda: function, 2),
         ({"tuner": LORA}, Mixed, 3),
         ({}, Turns, 3),
+        (SEQUENCES, Mixed, 3),
         (TURNS, Turns, 3),
+        (TURNS, Mixed, 3),
         (TURNS, lambda: function, 3),
         (TURNS, rewarded_by_call, 2),
     ],
@@ -114,7 +117,9 @@ TURNS = {"turn_discount": 0.5}
         "ppo-calls",
         "lora",
         "rewards-of-turns",
+        "sequences",
         "discount",
+        "discount-masks",
         "discount-calls",
         "discount-agent",
     ],
