@@ -88,9 +88,9 @@ def group_of(
         episode = rollout.episode or (
             derived_by_gain(trace, selection.bias) if adds_up else derived(trace)
         )
-        alone = [number] * len(episode.trajectories)
+        counted = [number] * len(episode.trajectories)
         if len(rollouts) == 1:
-            alone = _gathered(rollout, episode, adds_up)
+            counted = _gathered(rollout, episode, adds_up)
         trained: Counter[int] = Counter()
         for place, trajectory in enumerate(episode.trajectories):
             owners = [
@@ -99,7 +99,7 @@ def group_of(
             ]
             trained.update(owner for owner in owners if owner is not None)
             rows.append(_tensors(trajectory, owners, trace.calls))
-            numbers.append(alone[place])
+            numbers.append(counted[place])
             members.setdefault(numbers[-1], (trace, []))[1].append(
                 episode.reward if len(rollouts) > 1 else trajectory.reward
             )
