@@ -36,14 +36,10 @@ class Api:
     def __init__(self, refusals, status=429, headers=None):
         self.refusals, self.status = refusals, status
         self.headers = {"retry-after": "0.05"} if headers is None else headers
-        self.times, self.running, self.most = [], 0, 0
+        self.times = []
 
     async def answer(self, request):
         self.times.append(time.monotonic())
-        self.running += 1
-        self.most = max(self.most, self.running)
-        await asyncio.sleep(0.005)
-        self.running -= 1
         if len(self.times) <= self.refusals:
             return JSONResponse({"error": "slower"}, self.status, headers=self.headers)
         return JSONResponse(ANSWER)
@@ -79,13 +75,20 @@ async def test_a_refused_request_is_sent_again_when_the_api_allows_it():
     assert min(b - a for a, b in zip(api.times, api.times[1:], strict=False)) >= 0.05
 
 
-async def test_while_one_is_refused_no_other_rollout_asks():
+async def test_while_one_is_refused_no_other_rollout_asks(monkeypatch):
+    refused, asked_to_wait = asyncio.Event(), patience._asked_to_wait
+
+    def seen(response, number):
+        wait = asked_to_wait(response, number)
+        if wait is not None:
+            refused.set()
+        return wait
+
+    monkeypatch.setattr(patience, "_asked_to_wait", seen)
     async with Api(refusals=1, headers={"retry-after-ms": "80"}) as api:
         remote = model(api)
         first = asyncio.ensure_future(ask(remote))
-        while len(api.times) < 1 or api.running:  # noqa: ASYNC110  # counts of a server
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.02)  # the answer has arrived
+        await refused.wait()
         others = [asyncio.ensure_future(ask(remote)) for _ in range(3)]
         await asyncio.gather(first, *others)
     assert len(api.times) == 5
@@ -93,10 +96,21 @@ async def test_while_one_is_refused_no_other_rollout_asks():
 
 
 async def test_no_more_requests_than_allowed_are_in_flight():
-    async with Api(refusals=0) as api:
-        remote = model(api, max_concurrent=2)
-        await asyncio.gather(*(ask(remote) for _ in range(8)))
-    assert api.most == 2
+    started, answered = [], asyncio.Semaphore(0)
+
+    async def answer(request):
+        started.append(request)
+        await answered.acquire()
+        return http.Response(200)
+
+    client = PatientClient(max_concurrent=2, transport=http.MockTransport(answer))
+    requests = [asyncio.ensure_future(client.post("http://api/v1")) for _ in range(8)]
+    for ended in range(8):
+        for _ in range(100):  # whoever may begin has begun
+            await asyncio.sleep(0)
+        assert len(started) == min(ended + 2, 8)
+        answered.release()
+    await asyncio.gather(*requests)
 
 
 @pytest.mark.parametrize(
@@ -135,3 +149,11 @@ async def test_an_api_that_never_gives_in_is_given_up():
     response = await client.post("http://api/v1", json={})
     assert response.status_code == 429
     assert len(sent) == patience.TRIES
+
+
+async def test_the_library_does_not_try_again_what_was_given_up(monkeypatch):
+    monkeypatch.setattr(patience, "TRIES", 3)
+    async with Api(refusals=100, headers={"retry-after": "0"}) as api:
+        with pytest.raises(openai.RateLimitError):
+            await ask(model(api))
+    assert len(api.times) == 3

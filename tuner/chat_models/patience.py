@@ -47,10 +47,14 @@ class PatientClient(openai.DefaultAsyncHttpxClient):
                 await asyncio.sleep(left)
             response = await super().send(request, **options)
             wait = _asked_to_wait(response, number)
-            if wait is None or number == TRIES:
+            if wait is None:
+                break
+            self._not_before = max(self._not_before, time.monotonic() + wait)
+            if number == TRIES:
+                # openai's client would send it all over again.
+                response.headers["x-should-retry"] = "false"
                 break
             await response.aclose()
-            self._not_before = max(self._not_before, time.monotonic() + wait)
         return response
 
 
