@@ -135,8 +135,9 @@ def inputs(run: Run, stack: Stack) -> Iterator[str]:
     yield f"  rows           train: {len(run.train_tasks)}{', ' + evaluated if evaluated else ''}"
     yield f"  model          {config.model.model_path}"
     yield f"                 {parameters / 1e6:.2f}M parameters on {device}, context {context}"
-    if stack.placement is not None:
-        yield f"  engine         vllm, {stack.placement}"
+    if stack.arrangement is not None:
+        yield f"  engine         vllm, {stack.arrangement.placement}"
+        yield f"                 {stack.arrangement.weights}"
 
 
 def _one_call(stack: Stack, traces: Sequence[Trace]) -> Iterator[str]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.engines.models import make_model
+from tuner.backends import placement
 from tuner.backends.placement import Machine, Needs, choose_placement, needs_of
 from tuner.config import load_config
 from tuner.errors import ConfigError
@@ -18,10 +19,10 @@ def choose(*overrides, gpus=(), memory=64, needs=SMALL):
 
 
 def test_on_a_cpu_the_engine_gets_a_process_of_its_own():
-    placement = choose(needs=Needs(20 * GIB, 4 * GIB, GIB // 4))
-    assert placement.mode == "separate"
-    assert placement.gpus == ((),)
-    assert placement.cpu_cache == 64 // 4 * GIB
+    chosen = choose(needs=Needs(20 * GIB, 4 * GIB, GIB // 4))
+    assert chosen.mode == "separate"
+    assert chosen.gpus == ((),)
+    assert chosen.cpu_cache == 64 // 4 * GIB
     assert choose("tuner.placement=colocate", memory=200).mode == "colocate"
 
 
@@ -48,24 +49,25 @@ def test_on_a_cpu_the_engine_gets_a_process_of_its_own():
 def test_on_gpus_it_takes_the_others_or_what_the_trainer_leaves(
     overrides, gpus, mode, places, part
 ):
-    placement = choose(*overrides, gpus=gpus)
-    assert (placement.mode, placement.gpus) == (mode, places)
-    assert placement.gpu_memory_utilization == part
-    assert "20.00 GiB for training" in str(placement)
+    chosen = choose(*overrides, gpus=gpus)
+    assert (chosen.mode, chosen.gpus) == (mode, places)
+    assert chosen.gpu_memory_utilization == part
+    assert "20.00 GiB for training" in str(chosen)
 
 
 @pytest.mark.parametrize(
     ("overrides", "gpus", "needs", "message"),
     [
         ([], [24], SMALL, r"vLLM needs 6.00 GiB .* gets 2.\d+ GiB of 24.00 GiB"),
-        ([], [16], SMALL, "training needs 20.00 GiB .* has 16.00 GiB"),
+        ([], [16], SMALL, "training needs 22.00 GiB .* has 16.00 GiB"),
+        (["tuner.engine.sleep=false"], [16], SMALL, "training needs 20.00 GiB .* has 16.00 GiB"),
         (["tuner.placement=separate"], [80], SMALL, "need 2 GPUs, and there are 1"),
         (["explorer.rollout_model.engine_num=2"], [80, 80], SMALL, "need 3 GPUs, and there are 2"),
         (
             ["explorer.rollout_model.gpu_memory_utilization=0.9"],
             [80],
             SMALL,
-            r"utilization is 0.9, 72.00 GiB, but training leaves 59.00 GiB",
+            r"utilization is 0.9, 72.00 GiB, but the trainer leaves 59.00 GiB",
         ),
         ([], [], Needs(60 * GIB, 4 * GIB, 0), "vLLM does not fit: .*64.00 GiB of main memory"),
         (["explorer.rollout_model.tensor_parallel_size=2"], [], SMALL, "there is no GPU"),
@@ -76,11 +78,63 @@ def test_what_does_not_fit_is_refused_with_both_numbers(overrides, gpus, needs, 
         choose(*overrides, gpus=gpus, needs=needs)
 
 
+UPDATING = Needs(trainer=40 * GIB, weights=10 * GIB, request=GIB, gradients=16 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "sleeps", "part", "says"),
+    [
+        # 80 without a reserve of 1, and what the trainer has: without gradients while vLLM is awake
+        ([], [80], True, 0.68, "beside 24.00 GiB, and sleeps during updates"),
+        (["tuner.engine.sleep=false"], [80], False, 0.48, "all the time"),
+        (["synchronizer.sync_offset=1"], [80], False, 0.48, "all the time"),
+        (["tuner.engine.sleep=true"], [80], True, 0.68, "sleeps during updates"),
+        ([], [43], True, 0.41, "sleeps during updates"),  # does not fit awake
+        ([], [80, 80], False, None, "GPUs beside the first"),
+        ([], [], False, None, "a process of its own"),
+    ],
+)
+def test_an_engine_on_the_trainers_gpu_sleeps_unless_collection_runs_ahead(
+    overrides, gpus, sleeps, part, says
+):
+    chosen = choose(*overrides, gpus=gpus, needs=UPDATING, memory=200)
+    assert (chosen.sleeps, chosen.gpu_memory_utilization) == (sleeps, part)
+    assert says in str(chosen)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "memory", "message"),
+    [
+        (["tuner.engine.sleep=true"], [], 200, "there is no GPU, and vLLM cannot sleep on a CPU"),
+        (["tuner.engine.sleep=true"], [80, 80], 200, "engine has GPUs of its own"),
+        # What vLLM keeps of its memory while it sleeps counts too.
+        ([], [42], 200, "training needs 42.00 GiB .* has 42.00 GiB"),
+        (["tuner.engine.sleep=false"], [50], 200, "vLLM needs 12.00 GiB .* gets 9.00 GiB"),
+        (
+            ["tuner.engine.sleep=true", "model.lora_configs=[{name: a}]"],
+            [80],
+            9,
+            "10.00 GiB of weights that the adapter belongs to wait in main memory, .* 9.00 GiB",
+        ),
+    ],
+)
+def test_sleep_that_cannot_be_or_does_not_suffice_is_refused(overrides, gpus, memory, message):
+    with pytest.raises(ConfigError, match=message):
+        choose(*overrides, gpus=gpus, needs=UPDATING, memory=memory)
+
+
+def test_memory_of_cached_files_can_be_had(tmp_path):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9 kB\nMemFree:   3 kB\nMemAvailable:   7 kB\nCached: 4 kB\n")
+    assert placement._available(meminfo) == 7 * 1024
+    assert placement._available(tmp_path / "no file") > 0
+
+
 def test_servers_elsewhere_need_nothing_here():
-    placement = choose("tuner.engine.urls=[http://10.0.0.2:8100]", needs=Needs(0, 10**15, 0))
-    assert placement.mode == "separate"
-    assert placement.gpus == ()
-    assert "10.0.0.2" in str(placement)
+    chosen = choose("tuner.engine.urls=[http://10.0.0.2:8100]", needs=Needs(0, 10**15, 0))
+    assert chosen.mode == "separate"
+    assert chosen.gpus == ()
+    assert "10.0.0.2" in str(chosen)
 
 
 def test_what_a_run_needs_is_counted_from_its_model():
@@ -91,6 +145,10 @@ def test_what_a_run_needs_is_counted_from_its_model():
     assert needs.weights == 4 * parameters
     assert needs.trainer == (4 + 4 + 4 + 8) * parameters  # policy, reference, gradient, moments
     assert needs.request == 100 * 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, width, bytes
+    assert needs.gradients == 4 * parameters
+    more = needs_of(config, model, 100, references=1, critics=1, auxiliary=1000)
+    assert more.trainer == needs.trainer + (4 + 4 + 8) * parameters + 1000
+    assert more.gradients == 8 * parameters
     half = load_config(overrides=["tuner.dtype=bfloat16", "trainer.optimizer_offload=true"])
     needs = needs_of(half, model.to(torch.bfloat16), 100, references=0, critics=0)
     assert needs.weights == 2 * parameters
@@ -103,6 +161,23 @@ def test_what_a_run_needs_is_counted_from_its_model():
         (["explorer.rollout_model.engine_num=2"], "engine_num is 2"),
         (["tuner.engine.urls=[http://a:1]"], r"tuner.engine.urls is \['http://a:1'\]"),
         (["tuner.placement=separate"], "tuner.placement is separate"),
+        (["tuner.engine.weights=disk"], "tuner.engine.weights is disk"),
+        (["tuner.engine.sleep=false"], "tuner.engine.sleep is False"),
+        (
+            [
+                "explorer.rollout_model.engine_type=vllm",
+                "tuner.engine.sleep=true",
+                "synchronizer.sync_offset=1",
+            ],
+            "sync_offset is 1, with which vLLM generates during updates",
+        ),
+        (
+            [
+                "explorer.rollout_model.engine_type=vllm",
+                "explorer.rollout_model.extra_engine_args.enable_sleep_mode=true",
+            ],
+            "enable_sleep_mode cannot be set: set tuner.engine.sleep",
+        ),
         (["explorer.rollout_model.engine_type=sglang"], "engine_type"),
         (["explorer.rollout_model.engine_type=vllm", "tuner.deterministic=true"], "who else"),
         (

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import AsyncGenerator, Sequence
 
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.engines.conformance import CONTEXT
 from tests.engines.models import make_tokenizer
@@ -20,10 +21,19 @@ class LocalServer:
     Attributes:
         asked: The prompt and seed of each part.
         loaded: The label of each start and load.
+        did: What was asked of it besides generating, in order.
+        trained: The model that new weights are copied from where there is no folder.
     """
 
-    def __init__(self, name: str = "the server") -> None:
+    def __init__(
+        self,
+        name: str = "the server",
+        trained: PreTrainedModel | None = None,
+        did: list[str] | None = None,
+    ) -> None:
         self.name = name
+        self.trained = trained
+        self.did: list[str] = [] if did is None else did
         self.asked: list[tuple[list[int], int]] = []
         self.loaded: list[str] = []
         self.dies_loading = False
@@ -36,8 +46,10 @@ class LocalServer:
             self._death.set()
 
     def start(self, weights: Weights) -> None:
-        self._engine = None
-        model = AutoModelForCausalLM.from_pretrained(weights.folder)
+        self.did.append("start")
+        self._serve(AutoModelForCausalLM.from_pretrained(weights.folder), weights)
+
+    def _serve(self, model: PreTrainedModel, weights: Weights) -> None:
         self._engine = TransformersEngine(model, make_tokenizer(), max_model_len=CONTEXT)
         self.loaded.append(weights.label)
 
@@ -47,7 +59,16 @@ class LocalServer:
             self._engine = None
         if self._engine is None:
             raise EngineLostError(f"{self.name} is on fire")
-        self.start(weights)
+        self.did.append("load" if weights.folder else "send")
+        if weights.folder is None:
+            self._serve(copy.deepcopy(self.trained), weights)
+        else:
+            self._serve(AutoModelForCausalLM.from_pretrained(weights.folder), weights)
+
+    def sleep(self) -> None:
+        if self._engine is None:
+            raise EngineLostError(f"{self.name} is on fire")
+        self.did.append("sleep")
 
     def stop(self) -> None:
         self._engine = None

@@ -4,7 +4,15 @@ import asyncio
 
 import pytest
 
-from tests.engines.conformance import CONTEXT, LONG, Sink, make_rig_model
+from tests.engines.conformance import (
+    CONTEXT,
+    LONG,
+    TOLERANCE,
+    Rig,
+    Sink,
+    error,
+    make_rig_model,
+)
 from tests.engines.local_server import LocalServer
 from tests.engines.models import VOCABULARY, change_weights, make_tokenizer, prompt
 from tuner.engines import EngineError, EngineLostError, SamplingParams
@@ -13,11 +21,8 @@ from tuner.engines.served import ServedEngine
 SHORT = SamplingParams(max_tokens=3)
 
 
-@pytest.fixture
-def fleet(tmp_path):
-    """Two servers, an engine over them, and the model that is served."""
-    model, servers = make_rig_model(), [LocalServer("one"), LocalServer("two")]
-    engine = ServedEngine(
+def make_engine(servers, model, tmp_path, **options):
+    return ServedEngine(
         servers,
         save=model.save_pretrained,
         folder=tmp_path / "weights",
@@ -26,8 +31,15 @@ def fleet(tmp_path):
         vocabulary=VOCABULARY,
         max_model_len=CONTEXT,
         max_restarts=2,
+        **options,
     )
-    return engine, servers, model
+
+
+@pytest.fixture
+def fleet(tmp_path):
+    """Two servers, an engine over them, and the model that is served."""
+    model, servers = make_rig_model(), [LocalServer("one"), LocalServer("two")]
+    return make_engine(servers, model, tmp_path), servers, model
 
 
 async def test_the_turns_of_a_session_go_to_one_server_and_sessions_to_the_free_one(fleet):
@@ -146,3 +158,130 @@ def test_one_event_loop_after_another(fleet):
         assert len(got.completion_ids) == 3
     assert engine.stats.running == 0
     asyncio.run(engine.close())
+
+
+def rig_of(engine, model):
+    return Rig(engine, model, lambda: None, "")
+
+
+@pytest.mark.parametrize("direct", [False, True])
+async def test_no_server_is_started_with_weights_that_are_half_changed(tmp_path, direct):
+    """A request that finds none running while weights change waits for those of the update."""
+    model = make_rig_model()
+    server = LocalServer(trained=model)
+    engine = make_engine([server], model, tmp_path, direct=direct)
+    ids = prompt(9)
+    async with engine.training():
+        request = asyncio.ensure_future(engine.generate(ids, SHORT, "s"))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert server.did == []
+        change_weights(model)
+        await engine.update_weights(1)
+    got = await asyncio.wait_for(request, 30)
+    assert server.did == ["start"]
+    assert got.versions == (1, 1, 1)
+    assert error(rig_of(engine, model), ids, got, SHORT) < TOLERANCE
+    await engine.close()
+
+
+async def test_a_server_that_dies_during_training_is_started_at_once_from_a_folder(fleet):
+    """The weights that it should serve are there, whatever becomes of the trainer's."""
+    engine, servers, model = fleet
+    await engine.start()
+    before = make_rig_model()
+    servers[0].die()
+    async with engine.training():
+        change_weights(model)
+        with pytest.raises(EngineLostError):
+            await engine.generate(prompt(9), SHORT, "s")
+        got = await asyncio.wait_for(engine.generate(prompt(9), SHORT, "s"), 30)
+        assert got.versions == (0, 0, 0)
+        assert error(rig_of(engine, before), prompt(9), got, SHORT) < TOLERANCE
+        await engine.update_weights(1)
+    await engine.close()
+
+
+async def test_weights_that_are_sent_are_written_only_for_a_server_that_starts(tmp_path):
+    model = make_rig_model()
+    servers = [LocalServer("one", model), LocalServer("two", model)]
+    engine = make_engine(servers, model, tmp_path, direct=True)
+    await engine.start()
+    (started,) = (tmp_path / "weights").iterdir()
+    async with engine.training():
+        change_weights(model)
+        await engine.update_weights(1)
+    assert [server.did for server in servers] == [["start", "send"]] * 2
+    assert list((tmp_path / "weights").iterdir()) == []
+    assert not started.exists()
+
+    # It dies while weights change: those that it should serve are nowhere until the update.
+    servers[0].die()
+    with pytest.raises(EngineLostError):
+        await engine.generate(prompt(9), SHORT, "s")
+    async with engine.training():
+        change_weights(model)
+        request = asyncio.ensure_future(engine.generate(prompt(9), SHORT, "s"))
+        other = await asyncio.wait_for(engine.generate(prompt(9), SHORT, "t"), 30)
+        assert other.versions == (1, 1, 1)
+        assert not request.done()
+        await engine.update_weights(2)
+    got = await asyncio.wait_for(request, 30)
+    assert got.versions == (2, 2, 2)
+    assert error(rig_of(engine, model), prompt(9), got, SHORT) < TOLERANCE
+    assert [server.did for server in servers] == [
+        ["start", "send", "start"],
+        ["start", "send", "load"],  # of the folder that is there now
+    ]
+
+    # It dies between updates: the weights are whole, and written for it.
+    servers[0].die()
+    with pytest.raises(EngineLostError):
+        await engine.generate(prompt(9), SHORT, "s")
+    got = await engine.generate(prompt(9), SHORT, "s")
+    assert got.versions == (2, 2, 2)
+    assert error(rig_of(engine, model), prompt(9), got, SHORT) < TOLERANCE
+    await engine.close()
+    assert not (tmp_path / "weights").exists()
+
+
+async def test_who_makes_room_for_training_sleeps_until_the_new_weights(tmp_path):
+    did: list[str] = []
+    model = make_rig_model()
+    engine = make_engine([LocalServer(did=did)], model, tmp_path, sleeps=True)
+    await engine.start()
+    sink = Sink()
+    request = asyncio.ensure_future(engine.generate(prompt(9), LONG, "s", sink))
+    await sink.has(3)
+    async with engine.training():
+        held = len(sink.tokens)
+        did.append("train")
+        change_weights(model)
+        await engine.update_weights(1)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert len(sink.tokens) == held
+    got = await asyncio.wait_for(request, 60)
+    assert did == ["start", "sleep", "train", "load"]
+    assert got.versions == (0,) * held + (1,) * (200 - held)
+
+    # Nothing was trained after all: the weights as they are come back.
+    async with engine.training():
+        pass
+    assert did[4:] == ["sleep", "load"]
+    assert (await engine.generate(prompt(9), SHORT, "s")).versions == (1, 1, 1)
+    await engine.close()
+
+
+async def test_a_sleeper_that_has_died_is_started_with_the_new_weights(tmp_path):
+    model, server = make_rig_model(), LocalServer()
+    engine = make_engine([server], model, tmp_path, sleeps=True)
+    await engine.start()
+    server.die()
+    async with engine.training():
+        change_weights(model)
+        await engine.update_weights(1)
+    got = await engine.generate(prompt(9), SHORT, "s")
+    assert server.did == ["start", "start"]
+    assert error(rig_of(engine, model), prompt(9), got, SHORT) < TOLERANCE
+    await engine.close()

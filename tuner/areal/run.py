@@ -90,27 +90,28 @@ class Run:
         if not self.stack.shares_weights:
             yield
             return
-        held = self._hold()
+        held = self._entered(self.stack.engine.pause)
         try:
             yield
         finally:
             self.call(held.aclose)
 
-    def _hold(self) -> contextlib.AsyncExitStack:
-        """Hold generation until what is returned is closed."""
-        engine = self.stack.engine
+    def _entered(
+        self, block: Callable[[], contextlib.AbstractAsyncContextManager[None]]
+    ) -> contextlib.AsyncExitStack:
+        """Be inside `block()` until what is returned is closed."""
 
-        async def hold() -> contextlib.AsyncExitStack:
+        async def enter() -> contextlib.AsyncExitStack:
             stack = contextlib.AsyncExitStack()
-            await stack.enter_async_context(engine.pause())
+            await stack.enter_async_context(block())
             return stack
 
-        return self.call(hold)
+        return self.call(enter)
 
     def pause(self) -> None:
         """Hold generation until `resume`."""
         if self._paused is None:
-            self._paused = self._hold()
+            self._paused = self._entered(self.stack.engine.pause)
 
     def resume(self) -> None:
         """Let generation go on."""
@@ -119,9 +120,10 @@ class Run:
             self.call(held.aclose)
 
     def weights_will_change(self) -> None:
-        """Hold generation from now on until `weights_are`, unless it has weights of its own."""
-        if self._training is None and self.stack.shares_weights:
-            self._training = self._hold()
+        """Hold generation from now on until `weights_are`, unless it has weights of its own and
+        does not make room for training."""
+        if self._training is None:
+            self._training = self._entered(self.stack.training)
 
     def weights_are(self, publish: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Tell the engine of new weights and let it go on."""
@@ -140,8 +142,7 @@ class Run:
         Raises:
             TrainingError: Generation is paused, or new weights were not published.
         """
-        _ = self.stack
-        if self._training is not None:
+        if self.stack.takes_turns and self._training is not None:
             raise TrainingError(
                 "ppo_update changed the weights and the engine does not know yet: call "
                 "actor.update_weights() before generating"

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from tuner.backends.models import checkpoint_tensors
 from tuner.backends.placement import Machine, Placement, choose_placement, needs_of
+from tuner.backends.weight_path import PathKind, Sides, WeightPath, choose_weight_path
 from tuner.config import RunConfig
 from tuner.engines import TrainingEngine
 from tuner.engines.request import end_ids_of
@@ -18,11 +23,22 @@ from tuner.engines.token_server import TokenServer
 from tuner.engines.transformers import TransformersEngine
 from tuner.engines.vllm.client import VllmProcess, VllmServer
 from tuner.engines.vllm.core import VllmSettings
+from tuner.engines.vllm.direct import TrainerWeights, transfer_backends
 from tuner.engines.vllm.in_process import InProcessVllm
 from tuner.engines.vllm.sampling import check_for_vllm
 from tuner.errors import ConfigError, MissingDependencyError
 
+_log = logging.getLogger(__name__)
 _SHARED_MEMORY = Path("/dev/shm")
+_TRANSFER: Mapping[PathKind, Literal["ipc", "nccl"]] = {"cuda_ipc": "ipc", "nccl": "nccl"}
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Where an engine with a copy of the weights is, and how it gets them."""
+
+    placement: Placement
+    weights: WeightPath
 
 
 def build_engine(
@@ -36,8 +52,9 @@ def build_engine(
     adapter: Any = None,
     references: int = 0,
     critics: int = 0,
-) -> tuple[TrainingEngine, Placement | None]:
-    """The engine for the policy, and where it is; None where it has the trainer's own weights.
+    auxiliary: int = 0,
+) -> tuple[TrainingEngine, Arrangement | None]:
+    """The engine for the policy, and its arrangement; None where it has the trainer's own weights.
 
     Args:
         model: The policy, as the trainer has it.
@@ -46,9 +63,11 @@ def build_engine(
         save: Writes what is trained, model or adapter, into a folder.
         adapter: The peft model, where an adapter is trained.
         references, critics: Further models of its size that the trainer has.
+        auxiliary: Bytes of other models on its device.
 
     Raises:
-        ConfigError: The engine does not fit, or cannot serve this adapter.
+        ConfigError: The engine does not fit, cannot serve this adapter, or cannot get its weights
+            as was asked.
         MissingDependencyError: It is not installed.
     """
     if config.explorer.rollout_model.engine_type == "transformers":
@@ -62,15 +81,36 @@ def build_engine(
         )
         return shared, None
     _require_vllm(config)
-    needs = needs_of(config, model, max_model_len, references=references, critics=critics)
-    placement = choose_placement(config, needs, Machine.here(model.device))
+    needs = needs_of(
+        config,
+        model,
+        max_model_len,
+        references=references,
+        critics=critics,
+        auxiliary=auxiliary,
+    )
+    machine = Machine.here(model.device)
+    placement = choose_placement(config, needs, machine)
+    path = choose_weight_path(
+        config.tuner.engine.weights, _sides(config, placement, machine, needs.weights)
+    )
     rank = None if adapter is None else _rank(adapter)
     end_ids = end_ids_of(model.generation_config, tokenizer)
-    settings = vllm_settings(config, max_model_len, end_ids, rank, placement)
+    settings = vllm_settings(config, max_model_len, end_ids, rank, placement, path)
+    trained = None
+    if settings.transfer is not None:
+        trained = TrainerWeights(
+            settings.transfer,
+            partial(checkpoint_tensors, model),
+            model.device,
+            settings.tensor_parallel_size,
+        )
     engine = ServedEngine(
-        _servers(config, settings, placement),
+        _servers(config, settings, placement, trained),
         save=save,
-        folder=_folder(config, needs.weights),
+        folder=_folder(config, path, needs.weights),
+        direct=trained is not None,
+        sleeps=placement.sleeps,
         tokenizer=tokenizer,
         end_ids=end_ids,
         vocabulary=int(model.get_input_embeddings().weight.shape[0]),
@@ -81,7 +121,26 @@ def build_engine(
         version=version,
         max_restarts=config.tuner.engine.max_restarts,
     )
-    return engine, placement
+    return engine, Arrangement(placement, path)
+
+
+def _sides(config: RunConfig, placement: Placement, machine: Machine, size: int) -> Sides:
+    where: Literal["cpu", "the trainer's gpu", "other gpus", "elsewhere"] = "cpu"
+    if config.tuner.engine.urls:
+        where = "elsewhere"
+    elif machine.gpus:
+        where = "the trainer's gpu" if placement.mode == "colocate" else "other gpus"
+    return Sides(
+        where,
+        adapter=config.model.lora is not None,
+        backends=transfer_backends() if machine.gpus else frozenset(),
+        size=size,
+        shared_memory=_room(),
+    )
+
+
+def _room() -> int:
+    return shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else 0
 
 
 def vllm_settings(
@@ -90,6 +149,7 @@ def vllm_settings(
     end_ids: Iterable[int],
     rank: int | None,
     placement: Placement,
+    weights: WeightPath,
 ) -> VllmSettings:
     """How vLLM is run; `rank` is that of the adapter, None where all weights are trained."""
     rollout_model, path = config.explorer.rollout_model, config.model.model_path
@@ -105,11 +165,18 @@ def vllm_settings(
         gpu_memory_utilization=placement.gpu_memory_utilization,
         enforce_eager=rollout_model.enforce_eager,
         seed=config.tuner.seed,
+        transfer=_TRANSFER.get(weights.kind),
+        sleeps=placement.sleeps,
         extra=rollout_model.extra_engine_args,
     )
 
 
-def _servers(config: RunConfig, settings: VllmSettings, placement: Placement) -> list[TokenServer]:
+def _servers(
+    config: RunConfig,
+    settings: VllmSettings,
+    placement: Placement,
+    trained: TrainerWeights | None,
+) -> list[TokenServer]:
     cache = {}
     if placement.cpu_cache:
         cache["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get(
@@ -126,13 +193,14 @@ def _servers(config: RunConfig, settings: VllmSettings, placement: Placement) ->
         return [VllmServer(url, key, settings) for url in config.tuner.engine.urls]
     if placement.mode == "colocate":
         os.environ.update(cache)
-        return [InProcessVllm(settings)]
+        return [InProcessVllm(settings, trained)]
     logs = config.run_dir / "engine"
     return [
         VllmProcess(
             settings,
             log=logs / f"vllm_{number}.log",
             environment={**cache, **_visible(gpus)},
+            trained=trained,
         )
         for number, gpus in enumerate(placement.gpus)
     ]
@@ -148,20 +216,19 @@ def _visible(gpus: tuple[int, ...]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
 
 
-def _folder(config: RunConfig, size: int) -> Path:
-    """Where weights are handed over: in shared memory, where this machine alone reads them."""
+def _folder(config: RunConfig, path: WeightPath, size: int) -> Path:
+    """Where weights are handed over that go as a checkpoint, if only to a server that starts."""
     on_disk = config.run_dir.resolve() / "engine" / "weights"
     shutil.rmtree(on_disk, ignore_errors=True)  # of a run that was killed
-    # Old and new weights are there together for a moment.
-    room = _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free >= 3 * size
-    if config.tuner.engine.urls or not room:
+    if path.kind == "disk" or _room() < 3 * size:
         return on_disk
     run = hashlib.blake2b(str(config.run_dir.resolve()).encode(), digest_size=8).hexdigest()
     folder = _SHARED_MEMORY / f"tuner-{os.getuid()}-{run}"
     shutil.rmtree(folder, ignore_errors=True)
     try:
         folder.mkdir(mode=0o700)
-    except FileExistsError:  # somebody else's: what is put there would not be ours alone
+    except FileExistsError:  # what is put there would not be ours alone
+        _log.warning("%s belongs to somebody else: weights are put into %s", folder, on_disk)
         return on_disk
     return folder
 

@@ -80,8 +80,9 @@ class Loop(ABC):
         )
         try:
             trainer = record.trainer(stack)
-            if stack.placement is not None:
-                record.console.say(str(stack.placement))
+            if stack.arrangement is not None:
+                record.console.say(str(stack.arrangement.placement))
+                record.console.say(str(stack.arrangement.weights))
             record.open_monitors()
             with record.console:
                 self.begin(stack)

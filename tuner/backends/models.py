@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from tuner.errors import ConfigError, ModelLoadError
@@ -113,6 +114,18 @@ def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
     with quiet_transformers():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+
+
+def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What `save_model` would write, by the same names, as the tensors are: nothing is copied
+    unless the checkpoint has another form than the model, as for mixtures of experts."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    stored = model.state_dict()
+    buffers = {name: b for name, b in model.named_buffers() if name in stored}
+    tensors: dict[str, Tensor] = revert_weight_conversion(model, parameters | buffers)
+    return tensors
 
 
 @contextmanager

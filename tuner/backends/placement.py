@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -15,6 +17,9 @@ _ADAM = 4 + 4 + 4
 """Bytes of a float32 gradient and of Adam's two moments."""
 _RESERVE = 1 << 30
 """Bytes of a GPU that stay free for activations and CUDA itself."""
+_ASLEEP = 2 << 30
+"""Bytes of a GPU that vLLM is expected to keep while it sleeps: CUDA itself and what it has
+captured. Not measured."""
 _WORKER = 3 << 29
 """Bytes that vLLM's processes take on a CPU, measured with version 0.32."""
 
@@ -24,14 +29,16 @@ class Needs:
     """Bytes that a run expects to need.
 
     Attributes:
-        trainer: Weights, gradients, optimizer state, reference and critic.
+        trainer: Weights, gradients, optimizer state, reference, critic and auxiliary models.
         weights: The engine's own copy.
         request: Keys and values of one request of the greatest length.
+        gradients: The part of `trainer` that is there during an update only.
     """
 
     trainer: int
     weights: int
     request: int
+    gradients: int = 0
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,7 @@ class Machine:
 
     Attributes:
         gpus: Bytes of each GPU that PyTorch sees; empty where the run is on the CPU.
-        memory: Bytes of main memory that are free.
+        memory: Bytes of main memory that can be had: free ones, and those of files that are cached.
     """
 
     gpus: tuple[int, ...]
@@ -55,7 +62,18 @@ class Machine:
                 torch.cuda.get_device_properties(index).total_memory
                 for index in range(torch.cuda.device_count())
             )
-        return Machine(gpus, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        return Machine(gpus, _available(Path("/proc/meminfo")))
+
+
+def _available(meminfo: Path) -> int:
+    """Bytes of main memory that a process can have, as the kernel says; else those unused."""
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    if found is None:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return 1024 * int(found[1])
 
 
 @dataclass(frozen=True)
@@ -68,6 +86,7 @@ class Placement:
         gpus: For each server that is started the GPUs it gets, by PyTorch's numbers.
         gpu_memory_utilization: Part of each GPU's memory; None leaves vLLM's own.
         cpu_cache: Bytes for keys and values of each engine on a CPU.
+        sleeps: Whether the engine gives the GPU's memory to the trainer during an update.
         why: The choice and the memory it expects, for people.
     """
 
@@ -76,13 +95,20 @@ class Placement:
     gpu_memory_utilization: float | None
     cpu_cache: int
     why: str
+    sleeps: bool = False
 
     def __str__(self) -> str:
         return f"placement: {self.mode}, {self.why}"
 
 
 def needs_of(
-    config: RunConfig, model: Any, max_model_len: int, *, references: int, critics: int
+    config: RunConfig,
+    model: Any,
+    max_model_len: int,
+    *,
+    references: int,
+    critics: int,
+    auxiliary: int = 0,
 ) -> Needs:
     """What a run of `model` expects to need.
 
@@ -91,6 +117,7 @@ def needs_of(
         max_model_len: Prompt and completion tokens of one request at most.
         references: Frozen copies of it.
         critics: Models of its size that are trained besides.
+        auxiliary: Bytes of other models that are served on its device.
     """
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     parameters = sum(p.numel() for p in model.parameters())
@@ -109,9 +136,11 @@ def needs_of(
     return Needs(
         trainer=(1 + references + critics) * each * parameters
         + kept * trained
-        + update * critics * parameters,
+        + update * critics * parameters
+        + auxiliary,
         weights=each * parameters,
         request=token * max_model_len,
+        gradients=4 * (trained + critics * parameters),
     )
 
 
@@ -122,6 +151,11 @@ def choose_placement(config: RunConfig, needs: Needs, machine: Machine) -> Place
         ConfigError: It does not fit, with what is needed and what there is; or more GPUs are asked
             for than there are.
     """
+    if config.tuner.engine.sleep and not machine.gpus:
+        raise ConfigError(
+            "tuner.engine.sleep is true, but there is no GPU, and vLLM cannot sleep on a CPU; "
+            "remove it"
+        )
     if config.tuner.engine.urls:
         names = ", ".join(config.tuner.engine.urls)
         return Placement("separate", (), None, 0, f"because tuner.engine.urls is set: {names}")
@@ -168,6 +202,11 @@ def _on_gpus(config: RunConfig, needs: Needs, machine: Machine) -> Placement:
                 f"need {size * count + 1} GPUs, and there are {len(machine.gpus)}; set it to "
                 "colocate, or lower explorer.rollout_model.engine_num or tensor_parallel_size"
             )
+        if config.tuner.engine.sleep:
+            raise ConfigError(
+                "tuner.engine.sleep is true, but the engine has GPUs of its own (placement is "
+                "separate), so nobody gains by it; remove it"
+            )
         _check_trainer(needs.trainer, machine.gpus[0])
         part = rollout_model.gpu_memory_utilization or 0.9
         for gpu in machine.gpus[1 : 1 + size * count]:
@@ -187,22 +226,44 @@ def _on_gpus(config: RunConfig, needs: Needs, machine: Machine) -> Placement:
             f"and there are {len(machine.gpus)}; set explorer.rollout_model.engine_num and "
             "tensor_parallel_size to 1"
         )
+    return _on_one_gpu(config, needs, machine)
+
+
+def _on_one_gpu(config: RunConfig, needs: Needs, machine: Machine) -> Placement:
+    """On the trainer's GPU.
+
+              generating             updating
+    awake     trainer, vLLM          trainer with gradients, vLLM
+    sleeps    trainer, vLLM          trainer with gradients, what vLLM keeps
+    """
+    asked, given = config.tuner.placement, config.explorer.rollout_model.gpu_memory_utilization
     whole = machine.gpus[0]
-    _check_trainer(needs.trainer, whole)
-    left = whole - needs.trainer - _RESERVE
-    part = rollout_model.gpu_memory_utilization or int(100 * max(left, 0) / whole) / 100
-    if rollout_model.gpu_memory_utilization is not None and part * whole > left:
+    sleeps = config.tuner.engine.sleep
+    if sleeps is None:
+        sleeps = config.synchronizer.sync_offset == 0
+    if sleeps and config.model.lora is not None and needs.weights > machine.memory:
+        raise ConfigError(
+            f"while vLLM sleeps, the {_gib(needs.weights)} of weights that the adapter belongs to "
+            f"wait in main memory, of which {_gib(machine.memory)} are free; set "
+            "tuner.engine.sleep to false"
+        )
+    _check_trainer(needs.trainer + (_ASLEEP if sleeps else 0), whole)
+    resting = needs.trainer - needs.gradients if sleeps else needs.trainer
+    left = whole - resting - _RESERVE
+    part = given or int(100 * max(left, 0) / whole) / 100
+    if given is not None and part * whole > left:
         raise ConfigError(
             f"explorer.rollout_model.gpu_memory_utilization is {part}, {_gib(int(part * whole))}, "
-            f"but training leaves {_gib(max(left, 0))} of {_gib(whole)}; lower or remove it"
+            f"but the trainer leaves {_gib(max(left, 0))} of {_gib(whole)}; lower or remove it"
         )
     _check_engine(needs, int(part * whole), whole)
+    until = f"beside {_gib(resting)}, and sleeps during updates" if sleeps else "all the time"
     why = (
         f"{'asked for' if asked == 'colocate' else 'there is one GPU'}; expects "
-        f"{_gib(needs.trainer)} for training and {_gib(int(part * whole))} for vLLM, of "
-        f"{_gib(whole)}"
+        f"{_gib(needs.trainer)} for training of {_gib(whole)}; vLLM has {_gib(int(part * whole))} "
+        f"{until}"
     )
-    return Placement("colocate", ((0,),), part, 0, why)
+    return Placement("colocate", ((0,),), part, 0, why, sleeps)
 
 
 def _check_trainer(needed: int, there: int) -> None:

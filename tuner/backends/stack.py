@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from tuner.backends.adapters import Adapter, add_adapter, require_peft
 from tuner.backends.auxiliary import AuxiliaryModels
-from tuner.backends.engines import build_engine
+from tuner.backends.engines import Arrangement, build_engine
 from tuner.backends.models import (
     check_same_vocabulary,
     choose_device,
@@ -22,7 +22,6 @@ from tuner.backends.models import (
     load_tokenizer,
     save_model,
 )
-from tuner.backends.placement import Placement
 from tuner.backends.serving import ServedCopy
 from tuner.backends.settings import rollout_settings, trainer_settings
 from tuner.chat_models import ChatModelKind, chat_model, default_kind
@@ -46,7 +45,7 @@ class Stack:
 
     Attributes:
         served: What the engine over transformers has in place of `model` then, else None.
-        placement: Where an engine with a copy is; None for the one over transformers.
+        arrangement: Of an engine with a copy; None for the one over transformers.
         runner: None where there is no workflow, so that nothing can be rolled out.
         teacher: The auxiliary model that `on_policy_distill` learns from.
     """
@@ -60,21 +59,27 @@ class Stack:
     runner: RolloutRunner | None
     teacher: PreTrainedModel | None = None
     served: ServedCopy | None = None
-    placement: Placement | None = None
+    arrangement: Arrangement | None = None
 
     @property
     def shares_weights(self) -> bool:
         """Whether the engine generates with the very weights that are trained."""
         return self.served is None and self.engine.capabilities.shares_weights
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether nothing is generated while the weights are trained."""
+        sleeps = self.arrangement is not None and self.arrangement.placement.sleeps
+        return self.shares_weights or sleeps
+
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """While the block runs the weights may change; who shares them generates nothing."""
-        if not self.shares_weights:
+        """While the block runs the weights may change; see `TrainingEngine.training`."""
+        if self.served is not None:  # which changes in `publish` alone
             yield
             return
         # The reference may be the same model without its adapter: nobody samples meanwhile.
-        async with self.engine.pause():
+        async with self.engine.training():
             yield
 
     async def publish(self, trainer: PolicyTrainer) -> None:
@@ -134,7 +139,10 @@ def build_stack(
     served = None
     if config.synchronizer.sync_offset and rollout_model.engine_type == "transformers":
         served = ServedCopy(model)
-    engine, placement = build_engine(
+    kind = default_kind()
+    auxiliary = AuxiliaryModels(kind)
+    loaded = _add_auxiliary_models(auxiliary, config, model)
+    engine, arrangement = build_engine(
         config,
         model if served is None else served.model,
         tokenizer,
@@ -146,6 +154,7 @@ def build_stack(
         adapter=None if adapter is None else adapter.model,
         references=int(settings.uses_reference and adapter is None),
         critics=int(settings.uses_critic),
+        auxiliary=sum(_bytes(other) for other, _ in loaded.values()),
     )
     gateway = Gateway(
         engine,
@@ -153,9 +162,6 @@ def build_stack(
         model_name=path,
         reasoning=config.tuner.reasoning,
     )
-    kind = default_kind()
-    auxiliary = AuxiliaryModels(kind)
-    loaded = _add_auxiliary_models(auxiliary, config, model)
     teacher = None
     if config.algorithm.advantage_fn == "on_policy_distill":
         name = config.tuner.algorithm.teacher or config.explorer.auxiliary_models[0].name
@@ -172,8 +178,12 @@ def build_stack(
             settings=rollout_settings(config),
         )
     return Stack(
-        model, adapter, tokenizer, engine, gateway, auxiliary, runner, teacher, served, placement
+        model, adapter, tokenizer, engine, gateway, auxiliary, runner, teacher, served, arrangement
     )
+
+
+def _bytes(model: PreTrainedModel) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def _save(model: PreTrainedModel, adapter: Adapter | None, tokenizer: Any, folder: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -27,6 +27,8 @@ _OURS = {
     "tensor_parallel_size": "explorer.rollout_model.tensor_parallel_size",
     "gpu_memory_utilization": "explorer.rollout_model.gpu_memory_utilization",
     "enforce_eager": "explorer.rollout_model.enforce_eager",
+    "enable_sleep_mode": "tuner.engine.sleep",
+    "weight_transfer_config": "tuner.engine.weights",
     "enable_lora": "model.lora_configs",
     "max_lora_rank": "model.lora_configs",
     "max_loras": "model.lora_configs",
@@ -58,6 +60,19 @@ class EngineSection(Section):
         description="How often servers that died are started again, in all; then the run fails.",
     )
 
+    weights: Literal["auto", "cuda_ipc", "nccl", "shared_memory", "disk"] = Field(
+        default="auto",
+        description="How new weights get to vLLM ([engines](engines.md)): read out of the GPU that "
+        "both use (`cuda_ipc`), broadcast to other GPUs (`nccl`), or as a checkpoint in "
+        "`shared_memory` or on `disk`. `auto` is the fastest that is possible, and says why.",
+    )
+    sleep: bool | None = Field(
+        default=None,
+        description="Whether vLLM gives the GPU's memory to the trainer during an update, where "
+        "they share one. Not set: yes, unless collection runs ahead of training "
+        "(`synchronizer.sync_offset`).",
+    )
+
     @field_validator("urls")
     @classmethod
     def _are_urls(cls, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -83,6 +98,8 @@ def _without_servers(config: RunConfig) -> Iterator[Problem]:
         f"{prefix}.gpu_memory_utilization": (rollout_model.gpu_memory_utilization, None),
         f"{prefix}.extra_engine_args": (rollout_model.extra_engine_args, {}),
         "tuner.engine.urls": (list(config.tuner.engine.urls), []),
+        "tuner.engine.weights": (config.tuner.engine.weights, "auto"),
+        "tuner.engine.sleep": (config.tuner.engine.sleep, None),
     }
     for path, (value, default) in given.items():
         if value != default:
@@ -119,6 +136,13 @@ def _with_vllm(config: RunConfig) -> Iterator[Problem]:
             f"{prefix}.engine_num",
             f"{prefix}.engine_num is {rollout_model.engine_num}, but tuner.placement is colocate, "
             "which is one engine in this process: set placement to separate, or engine_num to 1",
+        )
+    if config.tuner.engine.sleep and config.synchronizer.sync_offset:
+        yield Problem(
+            "tuner.engine.sleep",
+            "tuner.engine.sleep is true, but synchronizer.sync_offset is "
+            f"{config.synchronizer.sync_offset}, with which vLLM generates during updates: remove "
+            "sleep, or set sync_offset to 0",
         )
     if urls and rollout_model.engine_num not in (1, len(urls)):
         yield Problem(

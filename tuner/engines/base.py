@@ -191,6 +191,13 @@ class Engine(Protocol):
 class TrainingEngine(Engine, Protocol):
     """What a run of our own needs of its engine besides."""
 
+    def training(self) -> AbstractAsyncContextManager[None]:
+        """While the block runs the weights may change, until `update_weights` inside it.
+
+        An engine that shares them, or the device's memory, generates nothing meanwhile. One with
+        a copy goes on; it takes nothing from weights that are half changed.
+        """
+
     @property
     def stats(self) -> EngineStats:
         """Counts since the engine was made, as a copy."""

@@ -48,6 +48,8 @@ class Fleet:
         servers: None of them runs yet, or with whatever weights.
         save: Writes the weights as they are now into a folder.
         folder: Where weights are handed over.
+        direct: Whether servers that run take new weights from the trainer's memory. A folder is
+            then written only for those that are started.
         max_restarts: How often servers that died are started again, in all.
 
     Attributes:
@@ -62,6 +64,7 @@ class Fleet:
         *,
         save: Callable[[Path], None],
         folder: Path,
+        direct: bool,
         max_restarts: int,
     ) -> None:
         self.seats = [Seat(server) for server in servers]
@@ -70,6 +73,7 @@ class Fleet:
         self.failure: EngineError | None = None
         self._save = save
         self._folder = folder
+        self._direct = direct
         self._max_restarts = max_restarts
         self._run = uuid.uuid4().hex[:12]
 
@@ -84,8 +88,10 @@ class Fleet:
             raise EngineError(str(self.failure)) from self.failure
         if seat.up:
             return
-        if self.weights is None:
-            self.weights = self._written(version)
+        if not self.can_start:
+            label = self._label(version) if self.weights is None else self.weights.label
+            self.weights = self._written(label)
+        assert self.weights is not None
         if seat.starts:
             self._count_restart(seat)
         seat.starts += 1
@@ -118,8 +124,8 @@ class Fleet:
         Raises:
             EngineError: A server cannot have them, or died too often.
         """
-        before = self.weights
-        self.weights = self._written(version)
+        before, label = self.weights, self._label(version)
+        self.weights = Weights(None, label) if self._direct else self._written(label)
         for seat in self.seats:
             if seat.up:
                 try:
@@ -132,7 +138,23 @@ class Fleet:
             if not seat.up:
                 self.bring_up(seat, version)
         if before is not None:
-            shutil.rmtree(before.folder, ignore_errors=True)
+            self._remove(before)
+
+    def sleep(self) -> None:
+        """Let every server that runs give back its memory until the weights change.
+
+        Raises:
+            EngineError: One cannot.
+        """
+        for seat in self.seats:
+            if seat.up:
+                try:
+                    seat.server.sleep()
+                except EngineLostError as error:
+                    seat.lose(error)
+                except EngineError as error:
+                    seat.up, self.failure = False, error
+                    raise
 
     def stop(self) -> None:
         """End every server, and remove the weights that were handed over."""
@@ -140,12 +162,23 @@ class Fleet:
             seat.up = False
             seat.server.stop()
         if self.weights is not None:
-            shutil.rmtree(self.weights.folder, ignore_errors=True)
+            self._remove(self.weights)
             with suppress(OSError):
                 self._folder.rmdir()
 
-    def _written(self, version: int) -> Weights:
-        label = f"{self._run}-{version}-{uuid.uuid4().hex[:8]}"
+    @property
+    def can_start(self) -> bool:
+        """Whether the weights that are served are there as a folder."""
+        return self.weights is not None and self.weights.folder is not None
+
+    def _label(self, version: int) -> str:
+        return f"{self._run}-{version}-{uuid.uuid4().hex[:8]}"
+
+    def _remove(self, weights: Weights) -> None:
+        if weights.folder is not None:
+            shutil.rmtree(weights.folder, ignore_errors=True)
+
+    def _written(self, label: str) -> Weights:
         folder = self._folder / label
         folder.mkdir(parents=True)
         self._save(folder)

@@ -15,14 +15,13 @@ beginning: a pause waits for it to end.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from tuner.engines.base import (
     TokenSink,
 )
 from tuner.engines.fleet import Fleet, Seat
+from tuner.engines.flight import Flight, continued_seed
 from tuner.engines.grammar import Grammars
 from tuner.engines.request import Progress, check_prompt
 from tuner.engines.sampling import check_sampling
@@ -46,30 +46,6 @@ _POLL = 0.0005
 """Seconds between looks at whether the parts in flight have ended."""
 _SESSIONS = 65536
 """Sessions whose server is remembered."""
-
-
-@dataclass(eq=False)
-class _Flight:
-    """A request, and the part of it that is being sampled."""
-
-    progress: Progress
-    loop: asyncio.AbstractEventLoop
-    wake: asyncio.Event
-    part: asyncio.Task[None] | None = None
-
-    def end_part(self) -> None:
-        part = self.part
-        if part is not None and not self.progress.sampling.grammar:
-            with suppress(RuntimeError):  # its loop was closed: nobody waits
-                self.loop.call_soon_threadsafe(part.cancel)
-
-    def wake_up(self) -> None:
-        with suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(self.wake.set)
-
-    @property
-    def running(self) -> bool:
-        return self.part is not None and not self.loop.is_closed()
 
 
 class ServedEngine:
@@ -85,6 +61,8 @@ class ServedEngine:
         servers: They are started by the first request, or by `start()`.
         save: Writes the weights as they are now into a folder.
         folder: Where weights are handed over; every server must see it. Emptied at the end.
+        direct: Whether servers that run take new weights from the trainer's memory instead.
+        sleeps: Whether servers give back the device's memory while the weights are trained.
         tokenizer: For stop strings and grammars.
         end_ids: Token ids that end a completion.
         vocabulary: Number of token ids that the model knows.
@@ -105,12 +83,18 @@ class ServedEngine:
         end_ids: frozenset[int],
         vocabulary: int,
         max_model_len: int,
+        direct: bool = False,
+        sleeps: bool = False,
         grammars: bool = False,
         check: Callable[[SamplingParams], None] = check_sampling,
         version: int = 0,
         max_restarts: int = 3,
     ) -> None:
-        self._fleet = Fleet(servers, save=save, folder=folder, max_restarts=max_restarts)
+        self._fleet = Fleet(
+            servers, save=save, folder=folder, direct=direct, max_restarts=max_restarts
+        )
+        self._sleeps = sleeps
+        self._unfinished = False  # the weights are being changed, and are nobody's version
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._check = check
@@ -123,7 +107,7 @@ class ServedEngine:
         self._version = version
         self._closed = False
         self._stats = EngineStats()
-        self._flights: set[_Flight] = set()
+        self._flights: set[Flight] = set()
         self._sessions: OrderedDict[str, Seat] = OrderedDict()
         self._gate = threading.Lock()  # held while a part begins, and while a pause does
         self._pauses = 0
@@ -192,7 +176,7 @@ class ServedEngine:
             stops=StopStrings(self._tokenizer, sampling.stop) if sampling.stop else None,
             sink=sink,
         )
-        flight = _Flight(progress, asyncio.get_running_loop(), asyncio.Event())
+        flight = Flight(progress, asyncio.get_running_loop(), asyncio.Event())
         with self._gate:
             self._flights.add(flight)
         try:
@@ -204,13 +188,13 @@ class ServedEngine:
                 self._stats.requests += progress.finish_reason is not None
         return progress.generation()
 
-    async def _part(self, flight: _Flight, session: str) -> None:
+    async def _part(self, flight: Flight, session: str) -> None:
         """Sample until the end, or until a pause."""
         seat = await self._seat(session)
         with self._gate:
             if self._closed:
                 raise EngineError("the engine is closed")
-            paused = self._pauses > 0
+            paused = self._pauses > 0 or (not seat.up and self._must_wait)
             flight.wake.clear()
             if not paused and seat.up:
                 weights = self._fleet.weights
@@ -246,7 +230,7 @@ class ServedEngine:
         asked = replace(
             progress.sampling,
             max_tokens=progress.limit - done,
-            seed=_continued(progress.sampling.seed, done),
+            seed=continued_seed(progress.sampling.seed, done),
             stop=(),
         )
         first = True
@@ -306,7 +290,7 @@ class ServedEngine:
             if len(self._sessions) > _SESSIONS:
                 self._sessions.popitem(last=False)[1].sessions -= 1
         if not seat.up:
-            await self._locked(self._fleet.bring_up, seat, self._version)
+            await self._locked(self._bring_up, seat)
         return seat
 
     # Pauses and weights
@@ -326,9 +310,46 @@ class ServedEngine:
         finally:
             with self._gate:
                 self._pauses -= 1
-                waiting = [] if self._pauses else list(self._flights)
-            for flight in waiting:
-                flight.wake_up()
+            self._wake_flights()
+
+    def _wake_flights(self) -> None:
+        with self._gate:
+            waiting = [] if self._pauses else list(self._flights)
+        for flight in waiting:
+            flight.wake_up()
+
+    @asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        """See `TrainingEngine.training`.
+
+        A server that has to be started meanwhile is started with the weights of `update_weights`,
+        unless those that it should serve are there as a folder.
+        """
+        async with AsyncExitStack() as held:
+            if self._sleeps:
+                await held.enter_async_context(self.pause())
+            await self._locked(self._begin_training)
+            try:
+                yield
+                if self._unfinished and self._sleeps:  # nothing was trained
+                    await self._locked(self._change_weights, self._version)
+            finally:
+                self._unfinished = False
+                self._wake_flights()
+
+    def _begin_training(self) -> None:
+        self._unfinished = True
+        if self._sleeps:
+            self._fleet.sleep()
+
+    @property
+    def _must_wait(self) -> bool:
+        """Whether no server can be started, because there are no whole weights to start it with."""
+        return self._unfinished and not self._fleet.can_start
+
+    def _bring_up(self, seat: Seat) -> None:
+        if not self._must_wait:
+            self._fleet.bring_up(seat, self._version)
 
     async def start(self) -> None:
         """Start every server that does not run yet.
@@ -337,7 +358,7 @@ class ServedEngine:
             EngineError: One does not come up.
         """
         for seat in self._fleet.seats:
-            await self._locked(self._fleet.bring_up, seat, self._version)
+            await self._locked(self._bring_up, seat)
 
     async def update_weights(self, version: int) -> None:
         """Serve the weights as they are now under `version`; see `Engine.update_weights`.
@@ -369,17 +390,5 @@ class ServedEngine:
         await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
 
     def _change_weights(self, version: int) -> None:
-        self._version = version
+        self._version, self._unfinished = version, False
         self._fleet.change_weights(version)
-
-
-def _continued(seed: int, done: int) -> int:
-    """The seed of a part that begins after `done` tokens, in [0, 2**63).
-
-    Another one for each part: with the first part's, the random numbers of its first tokens would
-    come again.
-    """
-    if not done:
-        return seed % 2**63
-    digest = hashlib.blake2b(f"{seed}:{done}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % 2**63

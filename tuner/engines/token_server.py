@@ -15,12 +15,13 @@ class Weights:
     """Weights as a process can load them.
 
     Attributes:
-        folder: A model, or an adapter, in Hugging Face's form.
+        folder: A model, or an adapter, in Hugging Face's form. None: they are to be had from the
+            trainer's memory alone.
         label: Names them among all weights of all runs. A request says which weights it wants,
             and a process that has others refuses it.
     """
 
-    folder: Path
+    folder: Path | None
     label: str
 
 
@@ -46,8 +47,8 @@ class Sampled:
 class TokenServer(Protocol):
     """One process, or group of processes, that generates.
 
-    `start`, `load` and `stop` block, and are called one at a time; `stream` is called from any
-    number of event loops.
+    `start`, `load`, `sleep` and `stop` block, and are called one at a time; `stream` is called
+    from any number of event loops.
     """
 
     @property
@@ -55,10 +56,19 @@ class TokenServer(Protocol):
         """What messages call it."""
 
     def start(self, weights: Weights) -> None:
-        """Make it serve `weights`, whether it never ran, has died or runs with others.
+        """Make it serve `weights`, which are in a folder, whether it never ran, has died or runs
+        with others.
 
         Raises:
             EngineLostError: It does not come up; the message ends with its log.
+        """
+
+    def sleep(self) -> None:
+        """Give back the device's memory. No request is in flight, and none comes before `load`.
+
+        Raises:
+            EngineLostError: It died.
+            EngineError: It cannot; it serves nothing any more.
         """
 
     def load(self, weights: Weights) -> None:

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -290,6 +290,10 @@ class TransformersEngine:
                 for loop, driver in list(self._drivers.items()):
                     with suppress(RuntimeError):  # a loop that was closed has nobody to wake
                         loop.call_soon_threadsafe(driver.wake.set)
+
+    def training(self) -> AbstractAsyncContextManager[None]:
+        """Hold generation while the block runs: the weights are the trainer's own."""
+        return self.pause()
 
     async def update_weights(self, version: int) -> None:
         """Serve the weights as they are now under `version`.

@@ -22,7 +22,8 @@ import httpx
 
 from tuner.engines.base import EngineError, EngineLostError, SamplingParams
 from tuner.engines.token_server import Sampled, Weights
-from tuner.engines.vllm.core import VllmSettings
+from tuner.engines.vllm.core import TransferVerb, VllmSettings
+from tuner.engines.vllm.direct import DirectSender, TrainerWeights
 from tuner.engines.vllm.server import KEY
 
 _LOADING_SECONDS = 3600.0
@@ -39,9 +40,17 @@ class VllmServer:
         url: As in `http://10.0.0.2:8100`.
         key: What the server was given as TUNER_ENGINE_KEY.
         settings: With which it shall run vLLM.
+        trained: Where new weights are taken from once it runs; None: from folders alone.
     """
 
-    def __init__(self, url: str, key: str, settings: VllmSettings) -> None:
+    def __init__(
+        self,
+        url: str,
+        key: str,
+        settings: VllmSettings,
+        trained: TrainerWeights | None = None,
+    ) -> None:
+        self._sender = None if trained is None else DirectSender(trained, self._transfer)
         self._url = url.rstrip("/")
         self._settings = asdict(settings)
         self._headers = {"authorization": f"Bearer {key}"}
@@ -73,14 +82,34 @@ class VllmServer:
 
     def load(self, weights: Weights) -> None:
         """See `TokenServer.load`."""
-        body = {
-            "settings": self._settings,
-            "folder": str(weights.folder),
-            "label": weights.label,
-        }
+        if weights.folder is None:
+            assert self._sender is not None
+            self._sender.send(weights.label)
+            return
+        self._post(
+            "/load",
+            {
+                "settings": self._settings,
+                "folder": str(weights.folder),
+                "label": weights.label,
+            },
+        )
+
+    def sleep(self) -> None:
+        """Not asked of a server: it has GPUs that nobody trains on.
+
+        Raises:
+            EngineError: It was.
+        """
+        raise EngineError(f"{self.name} shares no GPU with the trainer, so it does not sleep")
+
+    def _transfer(self, verb: TransferVerb, info: dict[str, Any]) -> None:
+        self._post("/transfer", {"verb": verb, "info": info})
+
+    def _post(self, path: str, body: dict[str, Any]) -> None:
         try:
             answer = httpx.post(
-                f"{self._url}/load",
+                f"{self._url}{path}",
                 json=body,
                 headers=self._headers,
                 timeout=_LOADING_SECONDS,
@@ -152,12 +181,18 @@ class VllmProcess(VllmServer):
         settings: With which it shall run vLLM.
         log: What it prints goes there.
         environment: Variables that it gets besides ours, as CUDA_VISIBLE_DEVICES.
+        trained: Where new weights are taken from once it runs; None: from folders alone.
     """
 
     def __init__(
-        self, settings: VllmSettings, *, log: Path, environment: Mapping[str, str] | None = None
+        self,
+        settings: VllmSettings,
+        *,
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        trained: TrainerWeights | None = None,
     ) -> None:
-        super().__init__("", secrets.token_urlsafe(24), settings)
+        super().__init__("", secrets.token_urlsafe(24), settings, trained)
         self._log = log
         self._environment = dict(environment or {})
         self._process: subprocess.Popen[bytes] | None = None
@@ -175,6 +210,8 @@ class VllmProcess(VllmServer):
     def start(self, weights: Weights) -> None:
         """Start a process, in place of the one before; see `TokenServer.start`."""
         self.stop()
+        if self._sender is not None:
+            self._sender.forget()
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as door:
             door.bind(("127.0.0.1", 0))
             # What arrives before the server listens to it waits in the socket's queue.

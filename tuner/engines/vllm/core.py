@@ -1,7 +1,8 @@
 """vLLM's asynchronous engine with the weights of a training run.
 
 Written against vLLM's public Python API: `AsyncEngineArgs`, `AsyncLLM.generate`, `collective_rpc`
-on a worker extension, `LoRARequest`, `reset_prefix_cache`. Tested with the version in
+on a worker extension, `LoRARequest`, `reset_prefix_cache`, `sleep` and `wake_up`, and weight
+transfer (`init_weight_transfer_engine`, `start_weight_update`, ...). Tested with the version in
 constraints-vllm.txt.
 """
 
@@ -10,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tuner.engines.base import EngineError, EngineLostError, SamplingParams
 from tuner.engines.token_server import Sampled, Weights
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _POLL = 0.002
 _SECONDS_TO_END = 60.0
 """How long requests that nobody waits for may take to end."""
+TransferVerb = Literal["connect", "begin", "update", "finish"]
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Upper limits of an adapter's rank that vLLM can be started with."""
 
@@ -48,6 +50,9 @@ class VllmSettings:
         gpu_memory_utilization: Part of the GPU's memory; None leaves vLLM's own.
         enforce_eager: Do not capture CUDA graphs.
         seed: Of vLLM itself; requests bring their own.
+        transfer: The engine of vLLM's that takes weights from GPU to GPU, "ipc" or "nccl"; None
+            where they come in folders.
+        sleeps: Whether it can give back the GPU's memory.
         extra: Further arguments of vLLM's `AsyncEngineArgs`.
     """
 
@@ -62,6 +67,8 @@ class VllmSettings:
     gpu_memory_utilization: float | None = None
     enforce_eager: bool = False
     seed: int = 0
+    transfer: Literal["ipc", "nccl"] | None = None
+    sleeps: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -75,6 +82,7 @@ class VllmCore:
         self._running = 0
         self._adapter: LoRARequest | None = None
         self._label: str | None = weights.label if settings.lora_rank is None else None
+        self._asleep = False
 
     @property
     def label(self) -> str | None:
@@ -93,19 +101,93 @@ class VllmCore:
             EngineLostError: vLLM's processes died.
             EngineError: vLLM cannot load them; it has no label any more.
         """
-        self._label = None
-        try:
-            await self._idle()
+        async with self._changing(f"loading {weights.folder}"):
+            await self._wake_weights()
             if self._settings.lora_rank is None:
                 await self._engine.collective_rpc("tuner_load_weights", args=(str(weights.folder),))
             else:
                 await self._change_adapter(weights)
-            await self._forget()
+            await self._wake_cache()
+        self._label = weights.label
+
+    async def sleep(self) -> None:
+        """Give back the GPU's memory until the next weights. No request is in flight.
+
+        Weights that are all trained are thrown away (vLLM's level 2); those that an adapter is
+        added to wait in main memory (level 1).
+
+        Raises:
+            EngineLostError: vLLM's processes died.
+            EngineError: It cannot; it has no label any more.
+        """
+        async with self._changing("going to sleep"):
+            await self._engine.sleep(level=2 if self._settings.lora_rank is None else 1)
+            self._asleep = True
+
+    async def transfer(self, verb: TransferVerb, info: dict[str, Any]) -> None:
+        """One act of handing over weights from GPU to GPU, as `tuner.engines.vllm.direct` leads it.
+
+        Args:
+            verb: "connect" once; then "begin", "update" once or more and "finish" for each version.
+            info: What vLLM's own methods take, as JSON; for "finish" the label.
+
+        Raises:
+            EngineLostError: vLLM's processes died.
+            EngineError: vLLM cannot; after "begin" it has no label until "finish".
+        """
+        if verb == "connect":
+            from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+            await self._guarded(
+                self._engine.init_weight_transfer_engine(WeightTransferInitRequest(info)),
+                "joining the transfer of weights",
+            )
+        elif verb == "begin":
+            async with self._changing("preparing for new weights"):
+                await self._wake_weights()
+                await self._engine.start_weight_update()
+        elif verb == "update":
+            await self._guarded(
+                self._engine.collective_rpc("tuner_receive_weights", args=(info,)),
+                "receiving weights",
+            )
+        elif verb == "finish":
+            async with self._changing("taking over new weights"):
+                await self._engine.finish_weight_update()
+                await self._wake_cache()
+            self._label = info["label"]
+        else:
+            raise EngineError(f"handing over weights has no act {verb!r}")
+
+    @asynccontextmanager
+    async def _changing(self, what: str) -> AsyncIterator[None]:
+        """While the block runs, and where it fails, no weights are served."""
+        self._label = None
+        try:
+            await self._idle()
+            yield
         except EngineError:
             raise
         except Exception as error:
-            raise self._failure(f"loading {weights.folder}", error) from error
-        self._label = weights.label
+            raise self._failure(what, error) from error
+
+    async def _guarded(self, work: Awaitable[None], what: str) -> None:
+        try:
+            await work
+        except Exception as error:
+            raise self._failure(what, error) from error
+
+    async def _wake_weights(self) -> None:
+        """Have memory for weights again; what is in it means nothing before they are loaded."""
+        if self._asleep:
+            await self._engine.wake_up(tags=["weights"])
+
+    async def _wake_cache(self) -> None:
+        """Have memory for keys and values again, of which none are left."""
+        if self._asleep:
+            await self._engine.wake_up(tags=["kv_cache"])
+            self._asleep = False
+        await self._forget()
 
     async def _idle(self) -> None:
         """Wait for requests whose clients have gone and that are being taken back."""
@@ -206,7 +288,10 @@ def _start(settings: VllmSettings, weights: Weights) -> AsyncLLM:
         "enforce_eager": settings.enforce_eager,
         "seed": settings.seed,
         "disable_log_stats": True,
+        "enable_sleep_mode": settings.sleeps,
     }
+    if settings.transfer is not None:
+        arguments["weight_transfer_config"] = {"backend": settings.transfer}
     if current_platform.is_cpu():
         arguments["block_size"] = 32  # the least there: a prefix is reused in whole blocks
     arguments |= settings.extra

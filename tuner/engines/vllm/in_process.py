@@ -12,9 +12,12 @@ from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
+import torch
+
 from tuner.engines.base import EngineLostError, SamplingParams
 from tuner.engines.token_server import Sampled, Weights
-from tuner.engines.vllm.core import VllmSettings
+from tuner.engines.vllm.core import TransferVerb, VllmSettings
+from tuner.engines.vllm.direct import DirectSender, TrainerWeights
 from tuner.engines.vllm.server import VllmHost
 
 _T = TypeVar("_T")
@@ -26,10 +29,12 @@ class InProcessVllm:
 
     Args:
         settings: With which vLLM is run.
+        trained: Where new weights are taken from once it runs; None: from folders alone.
     """
 
-    def __init__(self, settings: VllmSettings) -> None:
+    def __init__(self, settings: VllmSettings, trained: TrainerWeights | None = None) -> None:
         self._settings = settings
+        self._sender = None if trained is None else DirectSender(trained, self._transfer)
         self._host = VllmHost()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -42,11 +47,27 @@ class InProcessVllm:
 
     def start(self, weights: Weights) -> None:
         """See `TokenServer.start`."""
+        if self._sender is not None:
+            self._sender.forget()
         self._call(self._host.load(self._settings, weights))
 
     def load(self, weights: Weights) -> None:
         """See `TokenServer.load`."""
-        self._call(self._host.load(self._settings, weights))
+        if self._settings.sleeps:
+            # What training has freed is vLLM's again.
+            torch.cuda.empty_cache()
+        if weights.folder is None:
+            assert self._sender is not None
+            self._sender.send(weights.label)
+        else:
+            self._call(self._host.load(self._settings, weights))
+
+    def sleep(self) -> None:
+        """See `TokenServer.sleep`."""
+        self._call(self._host.sleep())
+
+    def _transfer(self, verb: TransferVerb, info: dict[str, Any]) -> None:
+        self._call(self._host.transfer(verb, info))
 
     def stop(self) -> None:
         """End vLLM's processes."""

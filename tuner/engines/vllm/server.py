@@ -10,11 +10,12 @@ weights that the run has left behind. Every path demands the key.
 |---|---|---|
 | `GET /health` | | `{"label"}` |
 | `POST /load` | `{"settings", "folder", "label"}` | `{}` when these are served, and nothing old |
+| `POST /transfer` | `{"verb", "info"}` | `{}` when this act of handing over weights is done |
 | `POST /generate` | `{"prompt_ids", "sampling", "label"}` | a line of JSON per step |
 
 `settings` has the fields of `VllmSettings`, `sampling` those of `SamplingParams`. A line is `[ids,
 logprobs, top_logprobs, cached_tokens, finish_reason]`, or `{"error", "lost"}` where the completion
-fails; `lost` says whether vLLM has died.
+fails; `lost` says whether vLLM has died. The acts of a transfer are those of `VllmCore.transfer`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from starlette.routing import Route
 
 from tuner.engines.base import EngineError, EngineLostError, SamplingParams
 from tuner.engines.token_server import Sampled, Weights
-from tuner.engines.vllm.core import VllmCore, VllmSettings
+from tuner.engines.vllm.core import TransferVerb, VllmCore, VllmSettings
 from tuner.errors import TunerError
 
 KEY = "TUNER_ENGINE_KEY"
@@ -66,6 +67,7 @@ class VllmHost:
             EngineLostError: vLLM does not start, or died.
             EngineError: It cannot load them.
         """
+        assert weights.folder is not None
         if not weights.folder.is_dir():
             raise EngineError(
                 f"the weights are handed over in {weights.folder}, which is not there on the "
@@ -79,13 +81,25 @@ class VllmHost:
                 return  # it was started with them
         await self._core.load(weights)
 
+    async def transfer(self, verb: TransferVerb, info: dict[str, Any]) -> None:
+        """See `VllmCore.transfer`."""
+        await self._started.transfer(verb, info)
+
+    async def sleep(self) -> None:
+        """See `VllmCore.sleep`."""
+        await self._started.sleep()
+
     def stream(
         self, prompt_ids: Sequence[int], sampling: SamplingParams, label: str
     ) -> AsyncGenerator[Sampled, None]:
         """See `TokenServer.stream`."""
+        return self._started.stream(prompt_ids, sampling, label)
+
+    @property
+    def _started(self) -> VllmCore:
         if self._core is None:
             raise EngineLostError("vLLM has not been given any weights")
-        return self._core.stream(prompt_ids, sampling, label)
+        return self._core
 
     def close(self) -> None:
         """End vLLM."""
@@ -117,6 +131,16 @@ def make_app(host: VllmHost, key: str) -> Starlette:
             return JSONResponse(_error(error), 500)
         return JSONResponse({})
 
+    async def transfer(request: Request) -> Response:
+        if no := refused(request):
+            return no
+        body = await request.json()
+        try:
+            await host.transfer(body["verb"], body["info"])
+        except TunerError as error:
+            return JSONResponse(_error(error), 500)
+        return JSONResponse({})
+
     async def generate(request: Request) -> Response:
         if no := refused(request):
             return no
@@ -142,6 +166,7 @@ def make_app(host: VllmHost, key: str) -> Starlette:
         routes=[
             Route("/health", health),
             Route("/load", load, methods=["POST"]),
+            Route("/transfer", transfer, methods=["POST"]),
             Route("/generate", generate, methods=["POST"]),
         ]
     )

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+from tuner.engines.vllm.ipc_handles import from_plain
 
 
 class WeightsExtension:
     """Methods that vLLM adds to its worker class; `self` is that worker."""
 
     model_runner: Any
+    update_weights: Callable[[dict[str, Any]], None]
+
+    def tuner_receive_weights(self, info: dict[str, Any]) -> None:
+        """Take the weights that `info` tells of: to be broadcast, or in memory that is shared."""
+        if "ipc_handles" in info:
+            info = {**info, "ipc_handles": [from_plain(one) for one in info["ipc_handles"]]}
+        self.update_weights(info)
 
     def tuner_load_weights(self, folder: str) -> None:
         """Load a model's folder in place, in whatever form vLLM keeps the weights."""

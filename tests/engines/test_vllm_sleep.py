@@ -1,0 +1,110 @@
+"""vLLM on the trainer's GPU: what is asked of it, in which order, while the weights are trained.
+
+A CPU cannot sleep, so vLLM itself is a recorder here. Everything above it is the real thing.
+"""
+
+import asyncio
+
+import pytest
+import torch
+
+from tests.engines.conformance import CONTEXT, Sink, make_rig_model
+from tests.engines.models import VOCABULARY, make_tokenizer, prompt
+from tests.engines.recorded_vllm import Recorder
+from tuner.engines import EngineError, SamplingParams
+from tuner.engines.served import ServedEngine
+from tuner.engines.token_server import Sampled, Weights
+from tuner.engines.vllm import core
+from tuner.engines.vllm.core import VllmCore, VllmSettings
+from tuner.engines.vllm.in_process import InProcessVllm
+
+SHORT = SamplingParams(max_tokens=3)
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    recorder = Recorder()
+
+    async def stream(self, prompt_ids, sampling, label):
+        if label != self.label:
+            raise EngineError(f"{label} were asked for, but vLLM has {self.label}")
+        recorder.note("generate")
+        yield Sampled((5,) * sampling.max_tokens, (0.0,) * sampling.max_tokens, (), 0, "length")
+
+    monkeypatch.setattr(core, "_start", lambda settings, weights: recorder)
+    monkeypatch.setattr(VllmCore, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: recorder.note("trainer frees"))
+    return recorder
+
+
+@pytest.fixture
+async def engine(vllm, tmp_path):
+    settings = VllmSettings("float32", CONTEXT, 4, (), sleeps=True)
+    made = ServedEngine(
+        [InProcessVllm(settings)],
+        save=make_rig_model().save_pretrained,
+        folder=tmp_path / "weights",
+        tokenizer=make_tokenizer(),
+        end_ids=frozenset(),
+        vocabulary=VOCABULARY,
+        max_model_len=CONTEXT,
+        sleeps=True,
+    )
+    await made.start()
+    vllm.did.clear()
+    yield made
+    await made.close()
+
+
+async def test_memory_is_the_trainers_during_an_update_and_vllms_before_anything_is_generated(
+    engine, vllm
+):
+    await engine.generate(prompt(5), SHORT, "s")
+    sink = Sink()
+    async with engine.training():
+        waits = asyncio.ensure_future(engine.generate(prompt(5), SHORT, "s", sink))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        vllm.note("train")
+        await engine.update_weights(1)
+        for _ in range(100):
+            await asyncio.sleep(0)
+    got = await asyncio.wait_for(waits, 30)
+    assert got.versions == (1, 1, 1)
+    assert vllm.did == [
+        "generate",
+        "sleep 2",
+        "train",
+        "trainer frees",
+        "wake weights",
+        "load weights",
+        "wake kv_cache",
+        "forget",
+        "generate",
+    ]
+
+
+async def test_what_cannot_sleep_or_wake_serves_nothing_any_more(engine, vllm):
+    vllm.fails = "sleep 2"
+    with pytest.raises(EngineError, match="going to sleep: RuntimeError: out of memory"):
+        async with engine.training():
+            raise AssertionError("nothing may be trained")
+    assert "out of memory" in str(engine.failure)
+    with pytest.raises(EngineError, match="out of memory"):
+        await engine.generate(prompt(5), SHORT, "s")
+
+
+async def test_a_failed_wake_up_is_the_end_with_its_cause(engine, vllm):
+    vllm.fails = "wake kv_cache"
+    with pytest.raises(EngineError, match=r"loading .*: RuntimeError: out of memory"):
+        async with engine.training():
+            await engine.update_weights(1)
+    with pytest.raises(EngineError, match="out of memory"):
+        await engine.generate(prompt(5), SHORT, "s")
+
+
+async def test_weights_that_an_adapter_is_added_to_are_kept_through_sleep(vllm, tmp_path):
+    """vLLM's level 1 has them wait in main memory; nobody would send them again."""
+    settings = VllmSettings("float32", CONTEXT, 4, (), model="base", lora_rank=4, sleeps=True)
+    await VllmCore(settings, Weights(tmp_path, "label")).sleep()
+    assert vllm.did == ["sleep 1"]
