@@ -188,6 +188,23 @@ class Engine(Protocol):
         """Stop; requests in flight fail."""
 
 
+class DescribedEngine:
+    """What every engine of ours says of itself; who derives from it sets the fields."""
+
+    _version: int
+    _capabilities: EngineCapabilities
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that the next token is sampled with, or was seen last."""
+        return self._version
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """Limits that the gateway enforces."""
+        return self._capabilities
+
+
 class TrainingEngine(Engine, Protocol):
     """What a run of our own needs of its engine besides."""
 

@@ -13,6 +13,7 @@ own, cut to the form and renormalised (`no_forcing`: llguidance would allow one 
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -23,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tuner.engines.base import GrammarError
+from tuner.engines.base import DescribedEngine, GrammarError
 from tuner.engines.grammar_text import with_head
 from tuner.engines.transfer import to_device
 
@@ -116,9 +117,11 @@ class Grammars:
                 self._compiled.move_to_end(grammar)
             return GrammarState(matcher.deep_copy())
 
-    def is_compiled(self, grammar: str) -> bool:
-        """Whether `start` is quick."""
-        return grammar in self._compiled
+    async def started(self, grammar: str) -> GrammarState:
+        """`start`, in a thread where it would take long."""
+        if grammar in self._compiled:
+            return self.start(grammar)
+        return await asyncio.to_thread(self.start, grammar)
 
     def replay(self, grammar: str, completion_ids: Sequence[int], vocabulary: int) -> Bits:
         """The tokens that could follow at each position of a completion.
@@ -156,6 +159,17 @@ class Grammars:
         if matcher.is_error():
             raise GrammarError(f"the grammar cannot be compiled: {_first_lines(matcher)}")
         return matcher
+
+
+class GrammarEngine(DescribedEngine):
+    """An engine of ours whose grammars are compiled here too."""
+
+    _grammars: Grammars
+
+    @property
+    def grammars(self) -> Grammars:
+        """What it compiles grammars with; the trainer replays completions with the same."""
+        return self._grammars
 
 
 def unpacked(masks: Bits, vocabulary: int, device: torch.device) -> Tensor:

@@ -36,7 +36,7 @@ from tuner.engines.base import (
 )
 from tuner.engines.fleet import Fleet, Seat
 from tuner.engines.flight import Flight, continued_seed
-from tuner.engines.grammar import Grammars
+from tuner.engines.grammar import GrammarEngine, Grammars
 from tuner.engines.request import Progress, check_prompt
 from tuner.engines.sampling import check_sampling
 from tuner.engines.stop_strings import StopStrings
@@ -48,7 +48,7 @@ _SESSIONS = 65536
 """Sessions whose server is remembered."""
 
 
-class ServedEngine:
+class ServedEngine(GrammarEngine):
     """Generates on one or more `TokenServer`s with copies of weights that somebody trains.
 
     The turns of a session go to one server, so that they find their prefix in its cache; a new
@@ -115,21 +115,6 @@ class ServedEngine:
         self._executor = ThreadPoolExecutor(1, "tuner-engine")
 
     @property
-    def version(self) -> int:
-        """Version of the weights that the next token is sampled with."""
-        return self._version
-
-    @property
-    def capabilities(self) -> EngineCapabilities:
-        """Limits that the gateway enforces."""
-        return self._capabilities
-
-    @property
-    def grammars(self) -> Grammars:
-        """What it compiles grammars with; the trainer replays completions with the same."""
-        return self._grammars
-
-    @property
     def stats(self) -> EngineStats:
         """Counts since the engine was made, as a copy."""
         with self._gate:
@@ -164,8 +149,7 @@ class ServedEngine:
         if sampling.grammar:
             if not self._capabilities.grammars:
                 raise EngineError("this engine cannot hold a completion to a grammar")
-            if not self._grammars.is_compiled(sampling.grammar):
-                await asyncio.to_thread(self._grammars.start, sampling.grammar)
+            await self._grammars.started(sampling.grammar)
         prompt, limit = list(prompt_ids), self._capabilities.max_model_len
         check_prompt(prompt, vocabulary=self._vocabulary, max_model_len=limit)
         progress = Progress(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+import math
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from tuner.engines.base import FinishReason, SamplingParams
+from tuner.engines.base import EngineError, FinishReason, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,30 @@ class Sampled:
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     cached_tokens: int = -1
     finish_reason: FinishReason | None = None
+
+
+def finite_logprob(who: str, token: int, value: float) -> float:
+    """A sampled token's log-prob, which must be a number.
+
+    Args:
+        who: What sampled it, for the message.
+
+    Raises:
+        EngineError: It is not finite.
+    """
+    if not math.isfinite(value):
+        raise EngineError(
+            f"{who} sampled token {token} with log-prob {value}: the model's logits are not "
+            "finite, because the weights have diverged; lower the learning rate or start from a "
+            "checkpoint"
+        )
+    return float(value)
+
+
+def most_probable(pairs: Iterable[tuple[int, float]], count: int) -> tuple[tuple[int, float], ...]:
+    """The `count` most probable (id, log-prob) of those that can be sampled, best first."""
+    possible = [(int(token), float(value)) for token, value in pairs if value > -math.inf]
+    return tuple(sorted(possible, key=lambda pair: -pair[1])[:count])
 
 
 class TokenServer(Protocol):

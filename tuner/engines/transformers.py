@@ -27,7 +27,7 @@ from tuner.engines.base import (
     SamplingParams,
     TokenSink,
 )
-from tuner.engines.grammar import Grammars, GrammarState
+from tuner.engines.grammar import GrammarEngine, Grammars, GrammarState
 from tuner.engines.layer_kinds import layer_windows, rows_agree
 from tuner.engines.request import Request, check_prompt, end_ids_of
 from tuner.engines.runner import Runner
@@ -60,7 +60,7 @@ class _Driver:
     in_flight: int = 0
 
 
-class TransformersEngine:
+class TransformersEngine(GrammarEngine):
     """Generates with a transformers causal LM that somebody else may be training.
 
     There is one copy of the weights: the engine reads the modules it is given. Requests are
@@ -178,21 +178,6 @@ class TransformersEngine:
         return solo
 
     @property
-    def version(self) -> int:
-        """Version of the weights that the next token is sampled with."""
-        return self._version
-
-    @property
-    def capabilities(self) -> EngineCapabilities:
-        """Limits that the gateway enforces."""
-        return self._capabilities
-
-    @property
-    def grammars(self) -> Grammars:
-        """What it compiles grammars with; the trainer replays completions with the same."""
-        return self._grammars
-
-    @property
     def failure(self) -> EngineError | None:
         """None: a failed request says nothing of the next one."""
         return None
@@ -228,7 +213,7 @@ class TransformersEngine:
                 pass failed, or the engine was closed.
         """
         check_sampling(sampling)
-        form = await self._form(sampling.grammar) if sampling.grammar else None
+        form = await self._grammars.started(sampling.grammar) if sampling.grammar else None
         if self._closed:
             raise EngineError("the engine is closed")
         request = self._make_request(list(prompt_ids), sampling, sink, form)
@@ -247,11 +232,6 @@ class TransformersEngine:
             request.cancelled = True  # without effect on a finished one
             self._in_flight.discard(request)
             driver.in_flight -= 1
-
-    async def _form(self, grammar: str) -> GrammarState:
-        if self._grammars.is_compiled(grammar):
-            return self._grammars.start(grammar)
-        return await asyncio.to_thread(self._grammars.start, grammar)
 
     def _make_request(
         self,

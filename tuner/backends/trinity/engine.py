@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 
 from tuner.engines.base import (
+    DescribedEngine,
     EngineCapabilities,
     EngineError,
     FinishReason,
@@ -38,7 +39,7 @@ _TOKEN_ID = "token_id:"
 ENGINE_ARGS = {"structured_outputs_config": {"backend": "guidance"}}
 
 
-class ServedEngine:
+class ServedEngine(DescribedEngine):
     """An `Engine` over one vLLM server that Trinity-RFT runs.
 
     Args:
@@ -75,15 +76,6 @@ class ServedEngine:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
             trust_env=False,
         )
-
-    @property
-    def version(self) -> int:
-        """The version that was seen last."""
-        return self._version
-
-    @property
-    def capabilities(self) -> EngineCapabilities:
-        return self._capabilities
 
     async def generate(
         self,

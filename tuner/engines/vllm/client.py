@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import secrets
@@ -10,30 +9,23 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
-
-import httpx
 
 from tuner.engines.base import EngineError, EngineLostError, SamplingParams
+from tuner.engines.remote import RemoteServer
 from tuner.engines.token_server import Sampled, Weights
 from tuner.engines.vllm.core import TransferVerb, VllmSettings
 from tuner.engines.vllm.direct import DirectSender, TrainerWeights
 from tuner.engines.vllm.server import KEY
 
-_LOADING_SECONDS = 3600.0
-"""How long starting vLLM and loading weights may take."""
-_CONNECT_SECONDS = 300.0
-"""How long a server elsewhere may be away."""
 _LOG_LINES = 25
 
 
-class VllmServer:
+class VllmServer(RemoteServer):
     """A server of `tuner.engines.vllm.server` at an address, that somebody else runs.
 
     Args:
@@ -50,17 +42,9 @@ class VllmServer:
         settings: VllmSettings,
         trained: TrainerWeights | None = None,
     ) -> None:
+        super().__init__("vLLM", url, key)
         self._sender = None if trained is None else DirectSender(trained, self._transfer)
-        self._url = url.rstrip("/")
         self._settings = asdict(settings)
-        self._headers = {"authorization": f"Bearer {key}"}
-        self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient]
-        self._clients = WeakKeyDictionary()
-
-    @property
-    def name(self) -> str:
-        """What messages call it."""
-        return f"the vLLM server at {self._url}"
 
     def start(self, weights: Weights) -> None:
         """Give it the weights, as soon as it can be reached.
@@ -69,15 +53,7 @@ class VllmServer:
             EngineLostError: It cannot be reached for five minutes, or dies.
             EngineError: It cannot load them.
         """
-        deadline = time.monotonic() + _CONNECT_SECONDS
-        while True:
-            try:
-                httpx.get(f"{self._url}/health", headers=self._headers, trust_env=False)
-                break
-            except httpx.HTTPError as error:
-                if time.monotonic() > deadline:
-                    raise self._lost("cannot be reached", error) from error
-                time.sleep(1)
+        self._wait_for("/health")
         self.load(weights)
 
     def load(self, weights: Weights) -> None:
@@ -86,7 +62,7 @@ class VllmServer:
             assert self._sender is not None
             self._sender.send(weights.label)
             return
-        self._post(
+        self._ask(
             "/load",
             {
                 "settings": self._settings,
@@ -95,62 +71,17 @@ class VllmServer:
             },
         )
 
-    def sleep(self) -> None:
-        """Not asked of a server: it has GPUs that nobody trains on.
-
-        Raises:
-            EngineError: It was.
-        """
-        raise EngineError(f"{self.name} shares no GPU with the trainer, so it does not sleep")
-
     def _transfer(self, verb: TransferVerb, info: dict[str, Any]) -> None:
-        self._post("/transfer", {"verb": verb, "info": info})
-
-    def _post(self, path: str, body: dict[str, Any]) -> None:
-        try:
-            answer = httpx.post(
-                f"{self._url}{path}",
-                json=body,
-                headers=self._headers,
-                timeout=_LOADING_SECONDS,
-                trust_env=False,
-            )
-        except httpx.HTTPError as error:
-            raise self._lost("broke off while it loaded weights", error) from error
-        if answer.status_code != 200:
-            raise self._refusal(answer.status_code, answer.content)
-
-    def stop(self) -> None:
-        """Leave it alone."""
+        self._ask("/transfer", {"verb": verb, "info": info})
 
     async def stream(
         self, prompt_ids: Sequence[int], sampling: SamplingParams, label: str
     ) -> AsyncGenerator[Sampled, None]:
         """See `TokenServer.stream`."""
         body = {"prompt_ids": list(prompt_ids), "sampling": asdict(sampling), "label": label}
-        try:
-            async with self._client().stream("POST", "/generate", json=body) as response:
-                if response.status_code != 200:
-                    raise self._refusal(response.status_code, await response.aread())
-                async for line in response.aiter_lines():
-                    yield self._sampled(json.loads(line))
-        except httpx.HTTPError as error:
-            failure = await asyncio.to_thread(self._lost, "broke off", error)
-            raise failure from error
-
-    def _client(self) -> httpx.AsyncClient:
-        loop = asyncio.get_running_loop()
-        client = self._clients.get(loop)
-        if client is None:
-            client = self._clients[loop] = httpx.AsyncClient(
-                base_url=self._url,
-                headers=self._headers,
-                # A completion may wait in line and take as long as its rollout may.
-                timeout=httpx.Timeout(None, connect=60),
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-                trust_env=False,
-            )
-        return client
+        async with aclosing(self._lines("/generate", body)) as lines:
+            async for line in lines:
+                yield self._sampled(json.loads(line))
 
     def _sampled(self, line: Any) -> Sampled:
         if isinstance(line, dict):
@@ -163,15 +94,11 @@ class VllmServer:
         try:
             return self._error(json.loads(body))
         except (ValueError, KeyError, TypeError):
-            text = body.decode(errors="replace")[:300]
-            return EngineError(f"{self.name} refused a request with {status}: {text}")
+            return super()._refusal(status, body)
 
     def _error(self, found: Mapping[str, Any]) -> EngineError:
         kind = EngineLostError if found["lost"] else EngineError
         return kind(f"{self.name}: {found['error']}")
-
-    def _lost(self, what: str, error: Exception) -> EngineLostError:
-        return EngineLostError(f"{self.name} {what}: {type(error).__name__}: {error}")
 
 
 class VllmProcess(VllmServer):

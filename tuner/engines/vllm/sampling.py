@@ -9,14 +9,13 @@ which become 0.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tuner.engines.base import EngineError, FinishReason, SamplingParams
 from tuner.engines.grammar_text import with_head
 from tuner.engines.sampling import check_sampling
-from tuner.engines.token_server import Sampled
+from tuner.engines.token_server import Sampled, finite_logprob, most_probable
 from tuner.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -99,13 +98,7 @@ def sampled(output: vllm.RequestOutput, sampling: SamplingParams) -> Sampled:
 def _logprob(token: int, found: Any, sampling: SamplingParams) -> float:
     if sampling.temperature == 0:
         return 0.0
-    value = float(found[token].logprob)
-    if not math.isfinite(value):
-        raise EngineError(
-            f"vLLM sampled token {token} with log-prob {value}: the model's logits are not finite, "
-            "because the weights have diverged; lower the learning rate or start from a checkpoint"
-        )
-    return value
+    return finite_logprob("vLLM", token, found[token].logprob)
 
 
 def _alternatives(
@@ -113,6 +106,4 @@ def _alternatives(
 ) -> tuple[tuple[int, float], ...]:
     if sampling.temperature == 0:
         return ((token, 0.0),)
-    pairs = [(int(one), float(at.logprob)) for one, at in found.items()]
-    pairs = [pair for pair in pairs if pair[1] > -math.inf]
-    return tuple(sorted(pairs, key=lambda pair: -pair[1])[: sampling.top_logprobs])
+    return most_probable(((one, at.logprob) for one, at in found.items()), sampling.top_logprobs)
