@@ -136,7 +136,8 @@ def inputs(run: Run, stack: Stack) -> Iterator[str]:
     yield f"  model          {config.model.model_path}"
     yield f"                 {parameters / 1e6:.2f}M parameters on {device}, context {context}"
     if stack.arrangement is not None:
-        yield f"  engine         vllm, {stack.arrangement.placement}"
+        engine_type = config.explorer.rollout_model.engine_type
+        yield f"  engine         {engine_type}, {stack.arrangement.placement}"
         yield f"                 {stack.arrangement.weights}"
 
 

@@ -11,6 +11,7 @@ from tuner.errors import ConfigError
 
 GIB = 2**30
 SMALL = Needs(trainer=20 * GIB, weights=4 * GIB, request=GIB)
+SGLANG = ["explorer.rollout_model.engine_type=sglang", "tuner.engine.urls=[http://a:1]"]
 
 
 def choose(*overrides, gpus=(), memory=64, needs=SMALL):
@@ -178,7 +179,15 @@ def test_what_a_run_needs_is_counted_from_its_model():
             ],
             "enable_sleep_mode cannot be set: set tuner.engine.sleep",
         ),
-        (["explorer.rollout_model.engine_type=sglang"], "engine_type"),
+        (["explorer.rollout_model.engine_type=sglang"], "tuner.engine.urls is not set: SGLang"),
+        (
+            [*SGLANG, "explorer.rollout_model.tensor_parallel_size=2"],
+            "tensor_parallel_size is 2, but SGLang servers run elsewhere",
+        ),
+        ([*SGLANG, "tuner.placement=colocate"], "tuner.placement is colocate"),
+        ([*SGLANG, "tuner.deterministic=true"], "engine_type is sglang, whose numbers depend"),
+        ([*SGLANG, "model.lora_configs=[{lora_rank: 4}]"], "adapters are not handed over"),
+        ([*SGLANG, "model.top_k=3", "model.top_p=0.9"], r"top_k is 3 and model.top_p is 0\.9"),
         (["explorer.rollout_model.engine_type=vllm", "tuner.deterministic=true"], "who else"),
         (
             ["explorer.rollout_model.engine_type=vllm", "tuner.engine.urls=[a:1]"],

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,9 @@ from tuner.config import RunConfig
 from tuner.engines import TrainingEngine
 from tuner.engines.request import end_ids_of
 from tuner.engines.served import ServedEngine
+from tuner.engines.sglang.client import SglangServer
+from tuner.engines.sglang.demands import SglangSettings
+from tuner.engines.sglang.sampling import check_for_sglang
 from tuner.engines.token_server import TokenServer
 from tuner.engines.transformers import TransformersEngine
 from tuner.engines.vllm.client import VllmProcess, VllmServer
@@ -80,7 +83,8 @@ def build_engine(
             version=version,
         )
         return shared, None
-    _require_vllm(config)
+    if config.explorer.rollout_model.engine_type == "vllm":
+        _require_vllm(config)
     needs = needs_of(
         config,
         model,
@@ -94,19 +98,18 @@ def build_engine(
     path = choose_weight_path(
         config.tuner.engine.weights, _sides(config, placement, machine, needs.weights)
     )
-    rank = None if adapter is None else _rank(adapter)
     end_ids = end_ids_of(model.generation_config, tokenizer)
-    settings = vllm_settings(config, max_model_len, end_ids, rank, placement, path)
+    servers: Sequence[TokenServer]
     trained = None
-    if settings.transfer is not None:
-        trained = TrainerWeights(
-            settings.transfer,
-            partial(checkpoint_tensors, model),
-            model.device,
-            settings.tensor_parallel_size,
-        )
+    if config.explorer.rollout_model.engine_type == "sglang":
+        servers, check = _sglang_servers(config, max_model_len, end_ids), check_for_sglang
+    else:
+        rank = None if adapter is None else _rank(adapter)
+        settings = vllm_settings(config, max_model_len, end_ids, rank, placement, path)
+        trained = _trained(settings, model)
+        servers, check = _vllm_servers(config, settings, placement, trained), check_for_vllm
     engine = ServedEngine(
-        _servers(config, settings, placement, trained),
+        servers,
         save=save,
         folder=_folder(config, path, needs.weights),
         direct=trained is not None,
@@ -115,9 +118,9 @@ def build_engine(
         end_ids=end_ids,
         vocabulary=int(model.get_input_embeddings().weight.shape[0]),
         max_model_len=max_model_len,
-        # vLLM's grammars know the tokenizer's end token alone.
+        # vLLM's grammars know the tokenizer's end token alone; SGLang's was tried with one.
         grammars=end_ids == {tokenizer.eos_token_id},
-        check=check_for_vllm,
+        check=check,
         version=version,
         max_restarts=config.tuner.engine.max_restarts,
     )
@@ -171,7 +174,23 @@ def vllm_settings(
     )
 
 
-def _servers(
+def _trained(settings: VllmSettings, model: Any) -> TrainerWeights | None:
+    """Where vLLM gets weights from that do not go as a checkpoint."""
+    if settings.transfer is None:
+        return None
+    weights = partial(checkpoint_tensors, model)
+    return TrainerWeights(settings.transfer, weights, model.device, settings.tensor_parallel_size)
+
+
+def _sglang_servers(
+    config: RunConfig, max_model_len: int, end_ids: frozenset[int]
+) -> list[SglangServer]:
+    settings = SglangSettings(config.tuner.dtype, max_model_len, end_ids)
+    key = os.environ.get(config.tuner.engine.api_key_env, "")
+    return [SglangServer(url, key, settings) for url in config.tuner.engine.urls]
+
+
+def _vllm_servers(
     config: RunConfig,
     settings: VllmSettings,
     placement: Placement,

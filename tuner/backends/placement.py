@@ -145,7 +145,7 @@ def needs_of(
 
 
 def choose_placement(config: RunConfig, needs: Needs, machine: Machine) -> Placement:
-    """Where vLLM runs.
+    """Where an engine with a copy of the weights runs; SGLang always elsewhere.
 
     Raises:
         ConfigError: It does not fit, with what is needed and what there is; or more GPUs are asked

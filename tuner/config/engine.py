@@ -42,17 +42,18 @@ _OURS = {
 
 
 class EngineSection(Section):
-    """`tuner.engine.*`: vLLM servers, beyond what `explorer.rollout_model` says."""
+    """`tuner.engine.*`: vLLM and SGLang servers, beyond what `explorer.rollout_model` says."""
 
     urls: tuple[str, ...] = Field(
         default=(),
         description="Servers that run elsewhere ([engines](engines.md)), as in "
-        "`http://10.0.0.2:8100`. Not set: servers are started here.",
+        "`http://10.0.0.2:8100`. Not set: vLLM is started here; SGLang is not.",
     )
     api_key_env: str = Field(
         default="TUNER_ENGINE_KEY",
         min_length=1,
-        description="Environment variable that holds the key of the servers at `urls`.",
+        description="Environment variable that holds the key of the servers at `urls`. SGLang's "
+        "may have none.",
     )
     max_restarts: int = Field(
         default=3,
@@ -84,10 +85,12 @@ class EngineSection(Section):
 
 def engine_conflicts(config: RunConfig) -> Iterator[Problem]:
     """What the chosen engine cannot do."""
-    if config.explorer.rollout_model.engine_type == "transformers":
+    engine_type = config.explorer.rollout_model.engine_type
+    if engine_type == "transformers":
         yield from _without_servers(config)
-    else:
-        yield from _with_vllm(config)
+        return
+    yield from _with_servers(config)
+    yield from _with_vllm(config) if engine_type == "vllm" else _with_sglang(config)
 
 
 def _without_servers(config: RunConfig) -> Iterator[Problem]:
@@ -116,14 +119,15 @@ def _without_servers(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _with_vllm(config: RunConfig) -> Iterator[Problem]:
+def _with_servers(config: RunConfig) -> Iterator[Problem]:
     rollout_model, prefix = config.explorer.rollout_model, "explorer.rollout_model"
     urls = config.tuner.engine.urls
     if config.tuner.deterministic:
         yield Problem(
             "tuner.deterministic",
-            f"tuner.deterministic is true, but {prefix}.engine_type is vllm, whose numbers depend "
-            "on who else is in flight: set that to transformers",
+            f"tuner.deterministic is true, but {prefix}.engine_type is "
+            f"{rollout_model.engine_type}, whose numbers depend on who else is in flight: set that "
+            "to transformers",
         )
     if config.tuner.placement == "colocate" and urls:
         yield Problem(
@@ -131,6 +135,16 @@ def _with_vllm(config: RunConfig) -> Iterator[Problem]:
             "tuner.placement is colocate, but tuner.engine.urls names servers elsewhere: set one "
             "of them",
         )
+    if urls and rollout_model.engine_num not in (1, len(urls)):
+        yield Problem(
+            f"{prefix}.engine_num",
+            f"{prefix}.engine_num is {rollout_model.engine_num}, but tuner.engine.urls names "
+            f"{len(urls)}: remove engine_num",
+        )
+
+
+def _with_vllm(config: RunConfig) -> Iterator[Problem]:
+    rollout_model, prefix = config.explorer.rollout_model, "explorer.rollout_model"
     if config.tuner.placement == "colocate" and rollout_model.engine_num > 1:
         yield Problem(
             f"{prefix}.engine_num",
@@ -144,12 +158,6 @@ def _with_vllm(config: RunConfig) -> Iterator[Problem]:
             f"{config.synchronizer.sync_offset}, with which vLLM generates during updates: remove "
             "sleep, or set sync_offset to 0",
         )
-    if urls and rollout_model.engine_num not in (1, len(urls)):
-        yield Problem(
-            f"{prefix}.engine_num",
-            f"{prefix}.engine_num is {rollout_model.engine_num}, but tuner.engine.urls names "
-            f"{len(urls)}: remove engine_num",
-        )
     for name in sorted(_OURS.keys() & rollout_model.extra_engine_args.keys()):
         path = f"{prefix}.extra_engine_args.{name}"
         instead = f"set {_OURS[name]}" if _OURS[name] else "log-probs would not be exact otherwise"
@@ -160,4 +168,46 @@ def _with_vllm(config: RunConfig) -> Iterator[Problem]:
             "model.lora_configs.0.lora_rank",
             f"model.lora_configs.0.lora_rank is {lora.lora_rank}, but vLLM serves {LARGEST_RANK} "
             f"at most: lower it, or set {prefix}.engine_type to transformers",
+        )
+
+
+def _with_sglang(config: RunConfig) -> Iterator[Problem]:
+    rollout_model, prefix = config.explorer.rollout_model, "explorer.rollout_model"
+    if not config.tuner.engine.urls:
+        yield Problem(
+            "tuner.engine.urls",
+            f"{prefix}.engine_type is sglang, but tuner.engine.urls is not set: SGLang servers are "
+            "not started by a run; start one as docs/engines.md says and name its address there",
+        )
+    if config.tuner.placement == "colocate":
+        yield Problem(
+            "tuner.placement",
+            f"tuner.placement is colocate, but {prefix}.engine_type is sglang, whose servers run "
+            "elsewhere: remove placement",
+        )
+    elsewhere: dict[str, tuple[Any, Any]] = {
+        "tensor_parallel_size": (rollout_model.tensor_parallel_size, 1),
+        "gpu_memory_utilization": (rollout_model.gpu_memory_utilization, None),
+        "enforce_eager": (rollout_model.enforce_eager, False),
+        "extra_engine_args": (rollout_model.extra_engine_args, {}),
+    }
+    for name, (value, default) in elsewhere.items():
+        if value != default:
+            yield Problem(
+                f"{prefix}.{name}",
+                f"{prefix}.{name} is {value}, but SGLang servers run elsewhere: set it where they "
+                "are started, and remove it here",
+            )
+    if config.model.lora is not None:
+        yield Problem(
+            "model.lora_configs",
+            f"model.lora_configs is set, but {prefix}.engine_type is sglang, to which adapters are "
+            "not handed over: set it to vllm or transformers",
+        )
+    if config.model.top_k > 0 and config.model.top_p < 1:
+        yield Problem(
+            "model.top_k",
+            f"model.top_k is {config.model.top_k} and model.top_p is {config.model.top_p}, but "
+            f"{prefix}.engine_type is sglang, which cuts both from the whole distribution, where "
+            "top_p is meant of what top_k keeps: set one of them alone",
         )

@@ -18,10 +18,10 @@ REASONING_PARSER = "Reads `<think>` out of the model's text; null leaves the tex
 class RolloutModelSection(Section):
     """`explorer.rollout_model.*`: the policy as the agents see it, and what generates."""
 
-    engine_type: Literal["transformers", "vllm"] = Field(
+    engine_type: Literal["transformers", "vllm", "sglang"] = Field(
         default="transformers",
-        description="What generates: transformers on the trainer's own weights, or vLLM with a "
-        "copy ([engines](engines.md)).",
+        description="What generates: transformers on the trainer's own weights, or vLLM or SGLang "
+        "with a copy ([engines](engines.md)).",
     )
     engine_num: int = Field(
         default=1, ge=1, description="Servers that are started. For vllm; otherwise 1."

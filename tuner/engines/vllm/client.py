@@ -14,6 +14,7 @@ from contextlib import aclosing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from tuner.engines.base import EngineError, EngineLostError, SamplingParams
 from tuner.engines.remote import RemoteServer

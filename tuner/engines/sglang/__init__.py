@@ -1,0 +1,1 @@
+"""SGLang servers that somebody runs elsewhere, over SGLang's own HTTP protocol."""
