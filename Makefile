@@ -5,6 +5,7 @@
 # make test-frameworks   the tests that need agent frameworks, in an environment of their own
 # make test-trinity   the tests that run Trinity-RFT on Ray, in an environment of their own (7 GB)
 # make test-vllm   the tests that run vLLM on a CPU, in an environment of their own (3.6 GB)
+# make test-sglang   the tests that run SGLang's server on a CPU, in an environment of its own (11 GB)
 # make bench  every benchmark; prints tables and writes benchmarks/results/*.json
 
 PYTHON ?= python3
@@ -18,8 +19,9 @@ VENV4 := .venv-trinity
 BIN4 := $(VENV4)/bin
 VENV5 := .venv-vllm
 BIN5 := $(VENV5)/bin
+VENV6 := .venv-sglang
 
-.PHONY: demo test test-agentscope2 test-browser test-frameworks test-trinity test-vllm bench install clean
+.PHONY: demo test test-agentscope2 test-browser test-frameworks test-trinity test-vllm test-sglang bench install clean
 
 install: $(VENV)/.installed
 
@@ -97,6 +99,19 @@ $(VENV5)/.installed: pyproject.toml constraints-vllm.txt
 test-vllm:
 	@if $(MAKE) $(VENV5)/.installed; then $(BIN5)/pytest tests/integration/vllm tests/engines/test_grammar.py; \
 	else echo "SKIPPED: test-vllm ran no test: constraints-vllm.txt cannot be installed here" >&2; fi
+
+# Its server runs there; the tests run in the first environment. It pins its own dependencies.
+$(VENV6)/.installed:
+	$(PYTHON) -m venv $(VENV6)
+	$(VENV6)/bin/python -m pip install --quiet --upgrade pip
+	$(VENV6)/bin/python -m pip install --quiet 'sglang==0.5.23'
+	touch $@
+
+# Where these packages cannot be had, it says so and does not fail; that no test ran is seen.
+test-sglang: install
+	@if $(MAKE) $(VENV6)/.installed; then \
+	SGLANG_PYTHON=$(CURDIR)/$(VENV6)/bin/python $(BIN)/pytest tests/integration/sglang; \
+	else echo "SKIPPED: test-sglang ran no test: sglang cannot be installed here" >&2; fi
 
 # LiteLLM, a peer of the gateway's benchmark, wants other versions than we do.
 .venv-litellm/bin/litellm:
