@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tuner.backends.trinity.actors import printed_by
 from tuner.backends.trinity.logs import advice, last_errors
 
 LOG = (
@@ -25,6 +26,25 @@ def test_the_last_error_of_a_log_is_quoted_without_its_prefixes(tmp_path):
     assert "trainer.log:\n    Error in Trainer:\n    ModuleNotFoundError" in said
     assert "first failure" not in said
     assert "explorer.log" not in said
+
+
+def test_what_a_process_printed_is_kept_and_quoted_where_an_error_names_it(tmp_path):
+    logs = tmp_path / "session" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "worker-ab-01000000-25226.err").write_text(
+        ":job_id:01000000\nEngineCore failed\nRuntimeError: Found no NVIDIA driver\n"
+    )
+    (logs / "worker-cd-01000000-25.err").write_text("somebody else\n")
+    said = (
+        "ray.exceptions.RayTaskError(RuntimeError): ray::vLLMRolloutModel.prepare() "
+        "(pid=25226, ip=10.0.0.1, actor_id=9d11)\n  See root cause above. (pid=25226, ip=10.0.0.1)"
+    )
+    keep = tmp_path / "log" / "ray"
+    quoted = printed_by(said, tmp_path / "session", keep)
+    copy = keep / "process_25226.err"
+    assert quoted == f"  {copy}:\n    EngineCore failed\n    RuntimeError: Found no NVIDIA driver"
+    assert copy.read_text().startswith(":job_id")
+    assert printed_by(said, None, keep) == printed_by("ValueError", tmp_path, keep) == ""
 
 
 def test_logs_of_an_earlier_run_are_left_out(tmp_path):

@@ -4,6 +4,7 @@ One run's leavings are the next one's start: `explore` fills a buffer, `train` t
 saves checkpoints, `bench` evaluates them, and `serve` serves.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -146,7 +147,14 @@ def test_a_server_answers_until_it_is_asked_to_stop(root, tmp_path):
             "messages": [{"role": "user", "content": ROWS[0]["question"]}],
             "max_tokens": 8,
         }
-        answer = httpx.post("http://127.0.0.1:18765/v1/chat/completions", json=body, timeout=120)
+        answer = None
+        while answer is None:  # the file is there a moment before the server listens
+            assert server.poll() is None, server.stdout.read()
+            assert time.monotonic() < limit
+            with contextlib.suppress(httpx.ConnectError):
+                answer = httpx.post(
+                    "http://127.0.0.1:18765/v1/chat/completions", json=body, timeout=120
+                )
         assert answer.status_code == 200, answer.text
         assert len(answer.json()["choices"][0]["token_ids"]) <= 8
     finally:

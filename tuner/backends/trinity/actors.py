@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 _LINES = 20
+_PID = re.compile(r"\(pid=(\d+)[,)]")
 # What ends an actor that nobody needs or that we ended: no failure.
 _ON_PURPOSE = ("RAY_KILL", "OUT_OF_SCOPE", "REF_DELETED", "OWNER_DIED")
 
@@ -56,13 +58,7 @@ def deaths(session: Path | None, keep: Path) -> list[Death]:
 def _death(info: Mapping[str, Any], session: Path | None, keep: Path) -> Death:
     name = info["Name"] or info["ActorClassName"]
     pid = int(info["Pid"])
-    printed = list(_printed(session, pid)) if session is not None and pid else []
-    quotes = []
-    for path in printed:
-        keep.mkdir(parents=True, exist_ok=True)
-        copy = keep / f"{name.replace('/', '_')}_{pid}{path.suffix}"
-        shutil.copyfile(path, copy)
-        quotes += _end(copy)
+    quotes = _kept(name, pid, session, keep)
     for path in [] if quotes else keep.parent.rglob(f"{name}.log"):
         quotes += _end(path)  # its machine is another one, and it had printed nothing
     return Death(
@@ -72,6 +68,29 @@ def _death(info: Mapping[str, Any], session: Path | None, keep: Path) -> Death:
         cause=_cause(info["DeathCause"]) or "",
         quote="\n".join(quotes),
     )
+
+
+def printed_by(said: str, session: Path | None, keep: Path) -> str:
+    """The last lines of what processes printed that errors of Ray's name, as in `(pid=123, ip=...`:
+    an actor whose call failed may live on, and the cause be in the output of a child of it.
+
+    Args:
+        said: The errors.
+        session, keep: As for `deaths`.
+    """
+    pids = dict.fromkeys(int(pid) for pid in _PID.findall(said))
+    return "\n".join(line for pid in pids for line in _kept("process", pid, session, keep))
+
+
+def _kept(name: str, pid: int, session: Path | None, keep: Path) -> list[str]:
+    """Copy what a process printed; its last lines."""
+    quotes = []
+    for path in _printed(session, pid) if session is not None and pid else ():
+        keep.mkdir(parents=True, exist_ok=True)
+        copy = keep / f"{name.replace('/', '_')}_{pid}{path.suffix}"
+        shutil.copyfile(path, copy)
+        quotes += _end(copy)
+    return quotes
 
 
 def _end(path: Path) -> list[str]:

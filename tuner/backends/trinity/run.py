@@ -15,7 +15,7 @@ from rich.console import Console
 
 from tuner.backends.run_directory import RunDirectory, write_atomically
 from tuner.backends.trinity import cluster, modes
-from tuner.backends.trinity.actors import deaths
+from tuner.backends.trinity.actors import deaths, printed_by
 from tuner.backends.trinity.config import resolve
 from tuner.backends.trinity.journal import Journal
 from tuner.backends.trinity.logs import advice, last_errors
@@ -115,6 +115,7 @@ class _Run:
         self._started = time.time()
         self._error: str | None = None
         self._reason: FunctionError | TrainingError | None = None
+        self._printed = ""
 
     def finished(self) -> TuneResult | None:
         """The result of a run that has been through, else None."""
@@ -157,12 +158,14 @@ class _Run:
                 console,
                 self.directory.metrics,
                 patience=self._settings.tuner.signal_patience,
-                deaths=lambda: deaths(joined.session, self.directory.path / "log" / "ray"),
+                deaths=lambda: deaths(joined.session, self._kept),
                 synchronizer=synchronizer_of(self._config),
             )
             stage = Stage(self._config, look=watch.look, explored=self._has_explored)
             with console, log.open("a", encoding="utf-8") as out, contextlib.redirect_stdout(out):
                 self._run(stage, watch)
+            said = f"{self._error or ''}\n{self._logged()}"
+            self._printed = printed_by(said, joined.session, self._kept)
 
     def _run(self, stage: Stage, watch: Watch) -> None:
         try:
@@ -283,18 +286,30 @@ class _Run:
     def _has_explored(self) -> bool:
         return max(self._progress.ended_steps(), default=0) >= self._planned_steps()
 
+    @property
+    def _logs(self) -> Path:
+        return self.directory.path / "log"
+
+    @property
+    def _kept(self) -> Path:
+        """Where what Ray's workers printed is copied to."""
+        return self._logs / "ray"
+
+    def _logged(self) -> str:
+        return last_errors(self._logs, newer_than=self._started)
+
     def _failure(self, what: str) -> TrainingError:
         parts = [f"Trinity-RFT ended before its time: {what}"]
         if self._reason is not None:
             parts.append(str(self._reason))
         elif self._error:
             parts.append(f"It said: {self._error}")
-        logs = self.directory.path / "log"
-        said = last_errors(logs, newer_than=self._started)
-        if said:
+        if said := self._logged():
             parts.append(f"Its logs say:\n{said}")
         else:
-            parts.append(f"Its logs, in {logs}, name no error.")
+            parts.append(f"Its logs, in {self._logs}, name no error.")
+        if self._printed and self._reason is None:
+            parts.append(f"The processes that these name printed last:\n{self._printed}")
         parts += advice("\n".join(parts), self._config)
         checkpoint = last_checkpoint(self.directory.path)
         goes_on = f"goes on after step {checkpoint}" if checkpoint else "begins again"
