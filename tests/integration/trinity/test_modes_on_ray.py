@@ -143,7 +143,7 @@ def test_a_server_answers_until_it_is_asked_to_stop(root, tmp_path):
             assert time.monotonic() < limit
             time.sleep(1)
         body = {
-            "model": "any",
+            "model": str(TINY),
             "messages": [{"role": "user", "content": ROWS[0]["question"]}],
             "max_tokens": 8,
         }
