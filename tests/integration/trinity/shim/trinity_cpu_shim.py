@@ -12,7 +12,7 @@ def vllm_plugin():
     if not current_platform.is_cpu():
         return
     from trinity.common.models import vllm_extension, vllm_worker
-    from vllm.utils import torch_utils
+    from vllm.lora.punica_wrapper import utils as lora_utils
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     vllm_worker.TrinityGPUWorker.__bases__ = (CPUWorker,)
@@ -32,6 +32,6 @@ def vllm_plugin():
             load_weights([item])
 
     # Memory is pinned for GPUs, which there are none; the default is that of `pin_memory`.
-    torch_utils.async_tensor_h2d.__defaults__ = (False,)
+    lora_utils.async_tensor_h2d.__defaults__ = (False,)
     engine.init_transfer_engine = init_transfer_engine
     engine.receive_weights = receive_weights
