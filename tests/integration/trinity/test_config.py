@@ -259,6 +259,7 @@ def test_an_adapter_passes_trinitys_check_and_can_be_asked_for_by_its_version(tr
     assert model.enable_lora
     assert model.enable_runtime_lora_updating
     assert model.lora_kwargs["max_lora_rank"] == 8
+    assert model.lora_modules[0]["lora_name"] == "adapter"
     assert config.synchronizer.sync_method.value == "checkpoint"
     assert (Path(_adapter_folder(model, 0)) / "adapter_config.json").is_file()
     assert Path(_adapter_folder(model, 3)) == (

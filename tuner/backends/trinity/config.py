@@ -182,8 +182,11 @@ def install(
     explorer["max_timeout"] = waits_for_all(timeout, retries)
     policy = explorer.setdefault("rollout_model", {})
     policy["enable_openai_api"] = True
-    if lookup(tree, "model.lora_configs"):
+    if adapters := lookup(tree, "model.lora_configs"):
         policy["enable_runtime_lora_updating"] = True  # agents ask for the adapter by its version
+        for adapter in adapters:
+            # Without one, vLLM refuses the adapter of the first step's weights.
+            adapter["name"] = adapter.get("name") or "adapter"
     reasoning_parser = policy.get("reasoning_parser")
     if settings.mode in modes.ROLLS_OUT:
         policy["reasoning_parser"] = None  # reasoning is read by our gateway

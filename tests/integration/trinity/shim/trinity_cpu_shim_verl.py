@@ -29,6 +29,8 @@ def _shim():
     torch.cpu.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     torch.cpu.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     torch.cuda.get_device_capability = lambda *args, **kwargs: (8, 0)
+    # Adapters are saved from there.
+    torch.cuda.current_device = lambda: torch.device("cpu")
 
     # "cpu:gloo,cpu:nccl" names the CPU twice.
     original = torch.distributed.init_process_group
