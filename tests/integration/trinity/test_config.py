@@ -11,7 +11,7 @@ from tuner.backends.trinity.config import checked, install, resolve
 from tuner.backends.trinity.engine import ENGINE_ARGS
 from tuner.backends.trinity.saved import CALL_REWARDS, WORKFLOW
 from tuner.backends.trinity.workflow import _adapter_folder
-from tuner.errors import ConfigError
+from tuner.errors import ConfigError, MissingDependencyError
 from tuner.given import settings_of
 
 CLUSTER = ["cluster.node_num=1", "cluster.gpu_per_node=2"]
@@ -251,6 +251,15 @@ def test_all_problems_are_reported_together_with_where_they_are(tmp_path):
 def test_trinitys_own_message_is_quoted(trinity):
     with pytest.raises(ConfigError, match=r"refuses this configuration: ValueError.*GPU"):
         trinity("explorer.rollout_model.engine_num=8")
+
+
+def test_an_adapter_is_refused_where_it_would_be_saved_without_weights(trinity, monkeypatch):
+    from tuner.backends.trinity import installed
+
+    versions = {"peft": "0.21.2", "trinity-rft": "0.6.0"}
+    monkeypatch.setattr(installed.metadata, "version", versions.__getitem__)
+    with pytest.raises(MissingDependencyError, match=r"no weights, and 0\.21\.2 is installed"):
+        trinity("model.lora_configs=[{lora_rank: 8}]")
 
 
 def test_an_adapter_passes_trinitys_check_and_can_be_asked_for_by_its_version(trinity):

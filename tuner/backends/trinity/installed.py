@@ -7,6 +7,7 @@ from importlib import metadata
 from tuner.errors import MissingDependencyError
 
 SUPPORTED = "0.6"
+_TOO_NEW_PEFT = (0, 21)
 
 
 def require_trinity() -> None:
@@ -35,3 +36,21 @@ def require_trinity() -> None:
             f"Trinity-RFT {version} is installed, but importing it fails: "
             f"{type(error).__name__}: {error}"
         ) from error
+
+
+def require_peft() -> None:
+    """Refuse to train an adapter with a peft whose adapters verl saves without weights.
+
+    Raises:
+        MissingDependencyError: It is such a one.
+    """
+    try:
+        version = metadata.version("peft")
+    except metadata.PackageNotFoundError:
+        version = None
+    if version is None or tuple(int(part) for part in version.split(".")[:2]) >= _TOO_NEW_PEFT:
+        found = "it is not installed" if version is None else f"{version} is installed"
+        raise MissingDependencyError(
+            "model.lora_configs trains an adapter, which Trinity-RFT 0.6 saves with peft: with "
+            f"0.21 it would have no weights, and {found}; pip install 'peft>=0.18,<0.21'"
+        )

@@ -308,7 +308,8 @@ class _Run:
             parts.append(f"Its logs say:\n{said}")
         else:
             parts.append(f"Its logs, in {self._logs}, name no error.")
-        if self._printed and self._reason is None:
+        # What a dead actor printed is quoted with its death.
+        if self._printed and "It printed last" not in str(self._reason):
             parts.append(f"The processes that these name printed last:\n{self._printed}")
         parts += advice("\n".join(parts), self._config)
         checkpoint = last_checkpoint(self.directory.path)
