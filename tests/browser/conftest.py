@@ -53,8 +53,11 @@ def browser():
 
 
 @pytest.fixture
-def page(browser):
-    """A page; what it logs as an error, and any request but to its own server, fails the test."""
+def page(browser, serve):
+    """A page; what it logs as an error, and any request but to its own server, fails the test.
+
+    It asks its server again and again, so it is closed before the servers of `serve` are.
+    """
     context = browser.new_context(viewport={"width": 1440, "height": 1000})
     context.set_default_timeout(TIMEOUT_MS)
     page = context.new_page()
