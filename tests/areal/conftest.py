@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 
+from tests.areal.queue_agents import Counting
 from tuner.areal import FinetuneSpec, GRPOConfig, PPOActor, RolloutEngine
 from tuner.backends.models import load_model, load_tokenizer
 from tuner.chat_models import PlainChatModel
@@ -81,3 +82,8 @@ def make_loop(random_model_path):
     yield make
     for run in runs:
         run.close()
+
+
+@pytest.fixture(autouse=True)
+def counts():
+    Counting.made = Counting.closed = 0

@@ -7,7 +7,7 @@ import openai
 import pytest
 import torch
 
-from tests.areal.test_queues import Counting, Once
+from tests.areal.queue_agents import Counting, Once
 from tests.areal.test_tokens import single
 from tuner.areal import (
     AgentWorkflow,

@@ -4,14 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.areal.test_queues import (  # noqa: F401  # counts is a fixture
-    GCONFIG,
-    TASK,
-    Counting,
-    Once,
-    counts,
-    trajectory,
-)
+from tests.areal.queue_agents import GCONFIG, TASK, Counting, Once, trajectory
 from tuner.areal import (
     Agent,
     EnvironmentService,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.areal.loop import step
-from tests.areal.test_queues import GCONFIG, trajectory
+from tests.areal.queue_agents import GCONFIG, trajectory
 from tests.rewards import functions
 from tuner.areal import Agent, EnvironmentService, QueueWorkflow, StatefulDataLoader
 from tuner.rewards import in_process

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.areal.loop import ROWS, Random
+from tests.areal.queue_agents import Counting, Once
 from tests.areal.test_agents import MyAgent
-from tests.areal.test_queues import Counting, Once
 from tuner import tune
 from tuner.areal import AgentWorkflow, QueueWorkflow, TokenWorkflow
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.areal.test_queues import GCONFIG, Counting, trajectory
+from tests.areal.queue_agents import GCONFIG, Counting, trajectory
 from tests.areal.test_updates import rewarded_by_call
 from tuner.areal import Agent, AgentWorkflow, GRPOConfig, QueueWorkflow
 from tuner.errors import ConfigError, TrainingError

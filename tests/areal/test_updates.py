@@ -187,11 +187,20 @@ def test_advantages_may_be_the_users_own(make_loop):
     assert actor.ppo_update(batch)["advantage_max"] == 2.0
 
 
+class Ranked(Random):
+    """No two answers have one reward, so every step has advantages."""
+
+    async def arun_episode(self, engine, data):
+        place = float(len(self.seen))
+        return await super().arun_episode(engine, data) | {"rewards": torch.tensor([place])}
+
+
 def test_kl_is_taken_off_the_rewards_where_it_is_asked_for(make_loop):
     config_kl = {"kl_penalty_fn": "k1", "kl_penalty_fn_args": {"kl_coef": 0.1}}
     actor, rollout = make_loop(tuner={"algorithm": config_kl})
+    workflow = Ranked()
     for _ in range(2):  # the reference is the policy itself until the first update
-        batch = rollout.rollout_batch(ROWS[:2], Random(), group_size=2)
+        batch = rollout.rollout_batch(ROWS[:2], workflow, group_size=2)
         metrics = step(actor, batch)
     assert not torch.allclose(batch["ref_logp"], batch["logprobs"], atol=1e-3)
     assert metrics["tokens/trained"] == 20

@@ -86,6 +86,12 @@ class Rig:
     both_cuts: bool = True
 
 
+async def as_new(engine: TrainingEngine, model: PreTrainedModel) -> None:
+    """The weights that the model began with, under a version of their own."""
+    model.load_state_dict(make_rig_model().state_dict())
+    await engine.update_weights(engine.version + 1)
+
+
 @dataclass
 class Sink:
     """Sees the tokens as they come."""

@@ -7,12 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from tests.engines.conformance import CONTEXT
+from transformers import PreTrainedModel
+
+from tests.engines.conformance import CONTEXT, make_rig_model
 from tests.engines.models import VOCABULARY, make_tokenizer
 from tuner.engines.served import ServedEngine
 from tuner.engines.sglang.client import SglangServer
@@ -63,6 +65,22 @@ class ServerProcess:
     def stop(self) -> None:
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+Parts = tuple[ServedEngine, PreTrainedModel, ServerProcess]
+
+
+@contextmanager
+def served_toy(start: Callable[[Path], ServerProcess], folder: Path) -> Iterator[Parts]:
+    """The engine over one server with key `sesame` that `start` starts with the toy, its model, and
+    the server."""
+    model = make_rig_model()
+    model.save_pretrained(folder / "toy")
+    make_tokenizer().save_pretrained(folder / "toy")
+    server = start(folder / "toy")
+    made = engine([connected(server.url, "sesame")], model.save_pretrained, folder / "weights")
+    yield made, model, server
+    server.stop()
 
 
 def stand_in(folder: Path, key: str) -> ServerProcess:

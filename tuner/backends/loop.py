@@ -48,7 +48,7 @@ class Loop(ABC):
     def begin(self, stack: Stack) -> None:  # noqa: B027  # a loop may need nothing
         """Called once, before the first step."""
 
-    async def end(self) -> None:  # noqa: B027  # likewise
+    async def end(self) -> None:  # noqa: B027  # a loop may leave nothing
         """Called once, whatever happened."""
 
     @abstractmethod

@@ -44,7 +44,9 @@ def test_what_a_process_printed_is_kept_and_quoted_where_an_error_names_it(tmp_p
     copy = keep / "process_25226.err"
     assert quoted == f"  {copy}:\n    EngineCore failed\n    RuntimeError: Found no NVIDIA driver"
     assert copy.read_text().startswith(":job_id")
-    assert printed_by(said, None, keep) == printed_by("ValueError", tmp_path, keep) == ""
+    # Once: as of an actor whose death has quoted it.
+    assert printed_by(said, tmp_path / "session", keep) == ""
+    assert printed_by(said, None, tmp_path) == printed_by("ValueError", tmp_path, keep) == ""
 
 
 def test_logs_of_an_earlier_run_are_left_out(tmp_path):

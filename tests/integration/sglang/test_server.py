@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.engines.conformance import *  # noqa: F403  # pytest collects the suite
-from tests.engines.conformance import Rig, make_rig_model
-from tests.engines.models import make_tokenizer
-from tests.engines.sglang_rig import ServerProcess, connected, engine
+from tests.engines.conformance import Rig, as_new
+from tests.engines.sglang_rig import ServerProcess, served_toy
 
 FLAGS = """--api-key sesame --dtype float32 --enable-deterministic-inference
 --incremental-streaming-output --grammar-backend llguidance --device cpu
@@ -50,18 +49,12 @@ def cuda_library(folder: Path) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
     """One server for all tests: it takes minutes to start."""
-    folder, model = tmp_path_factory.mktemp("sglang"), make_rig_model()
-    model.save_pretrained(folder / "toy")
-    make_tokenizer().save_pretrained(folder / "toy")
-    process = server(folder / "toy")
-    made = engine([connected(process.url, "sesame")], model.save_pretrained, folder / "weights")
-    yield made, model, process
-    process.stop()
+    with served_toy(server, tmp_path_factory.mktemp("sglang")) as parts:
+        yield parts
 
 
 @pytest.fixture
 async def rig(parts):
     made, model, process = parts
-    model.load_state_dict(make_rig_model().state_dict())
-    await made.update_weights(made.version + 1)
+    await as_new(made, model)
     return Rig(made, model, process.kill, "broke off", both_cuts=False)

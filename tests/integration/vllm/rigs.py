@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.engines.conformance import CONTEXT
 from tests.engines.models import VOCABULARY, make_tokenizer
 from tuner.engines.served import ServedEngine
@@ -54,3 +56,10 @@ def engine(
         "max_restarts": 10,
     }
     return ServedEngine(servers, save=save, folder=folder, **{**given, **options})
+
+
+def kill_engine_core() -> None:
+    """As vLLM's own process may die that this process has for it."""
+    for child in psutil.Process().children():
+        if "EngineCore" in child.name() or "EngineCore" in " ".join(child.cmdline()):
+            child.kill()

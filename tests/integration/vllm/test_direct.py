@@ -4,13 +4,13 @@ import json
 from dataclasses import asdict
 from functools import partial
 
-import psutil
 import pytest
 import torch
 
 from tests.engines.conformance import (  # noqa: F401  # pytest collects them
     TOLERANCE,
     Rig,
+    as_new,
     error,
     make_rig_model,
     test_a_crash_fails_what_is_in_flight_and_the_next_request_is_served,
@@ -19,7 +19,7 @@ from tests.engines.conformance import (  # noqa: F401  # pytest collects them
 )
 from tests.engines.models import change_weights, prompt
 from tests.integration.vllm import cpu_ipc
-from tests.integration.vllm.rigs import BLOCK, engine, saver, settings
+from tests.integration.vllm.rigs import BLOCK, engine, kill_engine_core, saver, settings
 from tuner.backends.models import checkpoint_tensors
 from tuner.engines import EngineError, EngineLostError, SamplingParams
 from tuner.engines.vllm.direct import DirectSender, TrainerWeights, transfer_backends
@@ -47,15 +47,8 @@ async def rig(parts):
     made, model, _ = parts
     # The first tokens take long, longer than the suite waits for a request in flight.
     await made.generate(prompt(5), SamplingParams(max_tokens=1), "first")
-    model.load_state_dict(make_rig_model().state_dict())
-    await made.update_weights(made.version + 1)
-
-    def crash():
-        for child in psutil.Process().children():
-            if "EngineCore" in child.name() or "EngineCore" in " ".join(child.cmdline()):
-                child.kill()
-
-    return Rig(made, model, crash, "EngineDeadError", spare=BLOCK)
+    await as_new(made, model)
+    return Rig(made, model, kill_engine_core, "EngineDeadError", spare=BLOCK)
 
 
 async def test_no_folder_is_written_and_nothing_is_left_in_shared_memory(rig, parts):

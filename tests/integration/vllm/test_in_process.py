@@ -1,12 +1,11 @@
 """vLLM in this process keeps the contract of engines, and forgets what old weights computed."""
 
-import psutil
 import pytest
 
 from tests.engines.conformance import *  # noqa: F403  # pytest collects the suite
-from tests.engines.conformance import TOLERANCE, Rig, error, make_rig_model
+from tests.engines.conformance import TOLERANCE, Rig, as_new, error, make_rig_model
 from tests.engines.models import change_weights, prompt
-from tests.integration.vllm.rigs import BLOCK, engine, saver, settings
+from tests.integration.vllm.rigs import BLOCK, engine, kill_engine_core, saver, settings
 from tuner.engines import SamplingParams
 from tuner.engines.vllm.in_process import InProcessVllm
 
@@ -21,15 +20,8 @@ def parts(toy_folder, tmp_path_factory):
 @pytest.fixture
 async def rig(parts):
     made, model, _ = parts
-    model.load_state_dict(make_rig_model().state_dict())
-    await made.update_weights(made.version + 1)
-
-    def crash():
-        for child in psutil.Process().children():
-            if "EngineCore" in child.name() or "EngineCore" in " ".join(child.cmdline()):
-                child.kill()
-
-    return Rig(made, model, crash, "EngineDeadError", spare=BLOCK)
+    await as_new(made, model)
+    return Rig(made, model, kill_engine_core, "EngineDeadError", spare=BLOCK)
 
 
 async def test_without_forgetting_the_prefix_cache_old_weights_would_be_served(

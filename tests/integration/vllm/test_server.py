@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from tests.engines.conformance import *  # noqa: F403  # pytest collects the suite
-from tests.engines.conformance import Rig, make_rig_model
+from tests.engines.conformance import Rig, as_new, make_rig_model
 from tests.integration.vllm.rigs import BLOCK, engine, saver, settings
 from tuner.engines.vllm.client import VllmProcess
 
@@ -24,8 +24,7 @@ def parts(toy_folder, tmp_path_factory):
 @pytest.fixture
 async def rig(parts):
     made, model, process = parts
-    model.load_state_dict(make_rig_model().state_dict())
-    await made.update_weights(made.version + 1)
+    await as_new(made, model)
     return Rig(
         made,
         model,

@@ -72,13 +72,15 @@ def _death(info: Mapping[str, Any], session: Path | None, keep: Path) -> Death:
 
 def printed_by(said: str, session: Path | None, keep: Path) -> str:
     """The last lines of what processes printed that errors of Ray's name, as in `(pid=123, ip=...`:
-    an actor whose call failed may live on, and the cause be in the output of a child of it.
+    an actor whose call failed may live on, and the cause be in the output of a child of it. What a
+    dead actor printed is kept and quoted with its death.
 
     Args:
         said: The errors.
         session, keep: As for `deaths`.
     """
-    pids = dict.fromkeys(int(pid) for pid in _PID.findall(said))
+    named = dict.fromkeys(int(pid) for pid in _PID.findall(said))
+    pids = [pid for pid in named if not any(keep.glob(f"*_{pid}.*"))]
     return "\n".join(line for pid in pids for line in _kept("process", pid, session, keep))
 
 

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from tuner.backends.trinity import modes
 from tuner.backends.trinity.engine import ENGINE_ARGS
-from tuner.backends.trinity.installed import require_peft
+from tuner.backends.trinity.installed import refuse_peft_without_weights
 from tuner.backends.trinity.refusals import refused, warn_of_truncated_sampling
 from tuner.backends.trinity.saved import (
     CALL_REWARDS,
@@ -184,7 +184,7 @@ def install(
     policy = explorer.setdefault("rollout_model", {})
     policy["enable_openai_api"] = True
     if adapters := lookup(tree, "model.lora_configs"):
-        require_peft()
+        refuse_peft_without_weights()
         policy["enable_runtime_lora_updating"] = True  # agents ask for the adapter by its version
         for adapter in adapters:
             # Without one, vLLM refuses the adapter of the first step's weights.

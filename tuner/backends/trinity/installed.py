@@ -38,7 +38,7 @@ def require_trinity() -> None:
         ) from error
 
 
-def require_peft() -> None:
+def refuse_peft_without_weights() -> None:
     """Refuse to train an adapter with a peft whose adapters verl saves without weights.
 
     Raises:

@@ -308,8 +308,7 @@ class _Run:
             parts.append(f"Its logs say:\n{said}")
         else:
             parts.append(f"Its logs, in {self._logs}, name no error.")
-        # What a dead actor printed is quoted with its death.
-        if self._printed and "It printed last" not in str(self._reason):
+        if self._printed:
             parts.append(f"The processes that these name printed last:\n{self._printed}")
         parts += advice("\n".join(parts), self._config)
         checkpoint = last_checkpoint(self.directory.path)
