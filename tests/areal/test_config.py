@@ -1,6 +1,8 @@
 """Configurations as dataclasses: derived from, read from YAML, overridden, checked, written."""
 
 import dataclasses
+import subprocess
+import sys
 from dataclasses import dataclass, field
 
 import pytest
@@ -78,6 +80,39 @@ def test_the_legacy_subclass_takes_its_own_parameter_from_the_command_line(
     assert (agent.my_param, agent.gconfig.max_new_tokens) == (5.0, 9)
     again, _ = load_expr_config(["--config", written], AsyncPPOMATHConfig)
     assert dataclasses.asdict(again) == dataclasses.asdict(config)
+
+
+MAIN = """
+import sys
+from dataclasses import dataclass, field
+
+from tuner.areal import GRPOConfig, load_expr_config
+
+
+@dataclass
+class Mine(GRPOConfig):
+    my_param: float = field(default=1.0, metadata={"help": "what is mine"})
+
+
+config, written = load_expr_config(sys.argv[1:], Mine)
+print(config.my_param, config.seed, written)
+"""
+
+
+def test_a_script_takes_its_file_overrides_and_help_from_the_command_line(write, tmp_path):
+    (tmp_path / "main.py").write_text(MAIN)
+
+    def main(*args):
+        command = [sys.executable, "main.py", *args]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+
+    args = write("my_param: 2.0\nseed: 7\n")
+    param, seed, written = main(*args, "my_param=5.0").stdout.split()
+    assert (param, seed) == ("5.0", "7")
+    assert OmegaConf.load(written).my_param == 5.0
+    (line,) = [line for line in main("--help").stdout.splitlines() if "my_param" in line]
+    assert "what is mine" in line
+    assert "1.0" in line
 
 
 def test_every_setting_reaches_the_run(tmp_path):

@@ -1,5 +1,7 @@
 """Whatever breaks inside an episode has a name, and training goes on."""
 
+import asyncio
+
 import pytest
 import torch
 
@@ -9,13 +11,15 @@ from tests.rewards import functions
 from tuner.areal import Agent, EnvironmentService, QueueWorkflow, StatefulDataLoader
 from tuner.rewards import in_process
 
-FINE = 4
+FINE = 5
+SECONDS = 5.0  # for a rollout; those that are fine need hundredths
 # What happens in an episode, by the row's number; everything else is fine.
 FAULTS = {
     0: ("judge_error", "the process of die died with exit code -9"),
     1: ("judge_timeout", "judge timed out: hang took more than 0.2 s"),
     2: ("workflow_error", "ConnectionError: the simulator is gone"),
     3: ("workflow_error", "Env.step returned (None, 1.0); it returns"),
+    4: ("timeout", f"no result within {SECONDS:g} s"),
 }
 
 
@@ -37,6 +41,8 @@ class Env(EnvironmentService):
                 raise ConnectionError("the simulator is gone")
             case 3:
                 return None, 1.0
+            case 4:
+                await asyncio.Event().wait()
         return None, float(token % 5), True, False, {}
 
 
@@ -53,7 +59,7 @@ class Asking(Agent):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_breaks_in_an_episode_has_a_name_and_training_goes_on(make_loop, fault):
-    actor, rollout = make_loop()
+    actor, rollout = make_loop(tuner={"explorer": {"max_timeout": SECONDS}})
     rows = [{"input_ids": [40, 41], "n": n} for n in (fault, FINE)]
     workflow = QueueWorkflow(Asking(), Env)
     before = next(actor._run.stack.model.parameters()).clone()

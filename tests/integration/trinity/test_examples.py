@@ -1,18 +1,17 @@
-"""Files that were written for Trinity-RFT alone, as they are.
+"""Configurations that were written for Trinity-RFT alone, as they are.
 
 The tutorial's script runs with a file in the form of its own, up to where the cluster would start.
-Trinity-RFT's examples are not part of its package: with TRINITY_RFT_EXAMPLES set to the `examples`
-folder of a checkout of version 0.6, those for agents are tried too.
 """
 
 import json
-import os
 import runpy
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from tests.integration.trinity.conftest import TINY
+from tests.integration.trinity.examples import ALL, FOR_AGENTS
 from tests.test_tutorial import COMPLETE_EXAMPLE
 from tuner.backends.trinity import cluster, run
 from tuner.backends.trinity.config import checked, install, resolve
@@ -89,25 +88,16 @@ def test_the_tutorials_script_with_its_file_is_accepted_as_it_is(tmp_path, monke
     assert config.algorithm.repeat_times == tasks.repeat_times == 8
 
 
-# Trinity-RFT's examples in which an agent or an environment makes several calls.
-FOR_AGENTS = (
-    "agentscope_react/gsm8k.yaml",
-    "agentscope_react/dapo.yaml",
-    "agentscope_frozenlake/frozenlake_agent.yaml",
-    "grpo_frozenlake_openjudge/frozenlake.yaml",
-    "grpo_intercode_sql/intercode_sql.yaml",
-    "grpo_alfworld_general_multi_step/alfworld.yaml",
-)
-EXAMPLES = os.environ.get("TRINITY_RFT_EXAMPLES")
-
-
-@pytest.mark.skipif(EXAMPLES is None, reason="TRINITY_RFT_EXAMPLES names no checkout")
 @pytest.mark.parametrize("name", FOR_AGENTS)
-def test_trinitys_own_examples_for_agents_are_accepted_as_they_are(name, tmp_path, monkeypatch):
+def test_trinitys_examples_for_agents_are_accepted_as_they_are(name, tmp_path, monkeypatch):
     monkeypatch.setenv("TRINITY_TASKSET_PATH", "some/tasks")
+    monkeypatch.setenv("TRINITY_MODEL_PATH", str(TINY))
+    monkeypatch.setenv("TRINITY_CHECKPOINT_ROOT_DIR", str(tmp_path))
     monkeypatch.setenv("TRINITY_RAY_ADDRESS", "10.0.0.1:6379")  # theirs would join any cluster
-    resolved = resolve(Path(EXAMPLES) / name, None, [f"checkpoint_root_dir={tmp_path}"])
-    config = checked(install(resolved, workflow="a:b", judge=None))
+    settings = (ALL + FOR_AGENTS[name]).strip().splitlines()
+    path = tmp_path / "example.yaml"
+    OmegaConf.save(OmegaConf.from_dotlist(settings), path)
+    config = checked(install(resolve(path, None, []), workflow="a:b", judge=None))
     for tasks in config.buffer.explorer_input.tasksets:
         assert tasks.default_workflow_type == WORKFLOW
         assert tasks.repeat_times == config.algorithm.repeat_times > 1

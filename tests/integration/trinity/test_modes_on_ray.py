@@ -133,8 +133,10 @@ def test_a_server_answers_until_it_is_asked_to_stop(root, tmp_path):
                *settings]  # fmt: skip
     env = {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{os.environ['PYTHONPATH']}"}
     server = subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        # What a shell starts in the background inherits that Ctrl-C is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     try:
         url_file = root / "AgentScope" / "served" / "explorer_server_url.txt"
         limit = time.monotonic() + 1200
