@@ -204,7 +204,7 @@ format: {prompt_key: problem, response_key: answer}, enable_progress_bar: false,
 workflow_args: {max_turns: 10}, rollout_args: {temperature: 0.6, max_tokens: 4096}}]
 buffer.explorer_input.default_workflow_type=agentscope_v1_react_search_workflow
 buffer.trainer_input.experience_buffer={name: experience_buffer, storage_type: queue, \
-use_priority_queue: true}
+replay_buffer: {enable: true}}
 explorer.eval_interval=10
 explorer.max_repeat_times_per_runner=1
 explorer.max_timeout=3600

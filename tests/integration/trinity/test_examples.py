@@ -94,7 +94,7 @@ def test_trinitys_examples_for_agents_are_accepted_as_they_are(name, tmp_path, m
     monkeypatch.setenv("TRINITY_MODEL_PATH", str(TINY))
     monkeypatch.setenv("TRINITY_CHECKPOINT_ROOT_DIR", str(tmp_path))
     monkeypatch.setenv("TRINITY_RAY_ADDRESS", "10.0.0.1:6379")  # theirs would join any cluster
-    settings = (ALL + FOR_AGENTS[name]).strip().splitlines()
+    settings = [*ALL.strip().splitlines(), *FOR_AGENTS[name].strip().splitlines()]
     path = tmp_path / "example.yaml"
     OmegaConf.save(OmegaConf.from_dotlist(settings), path)
     config = checked(install(resolve(path, None, []), workflow="a:b", judge=None))

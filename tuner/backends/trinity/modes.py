@@ -11,22 +11,26 @@
 
 from __future__ import annotations
 
+import socket
 import sqlite3
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
+
 from tuner.backends.run_directory import free_name
 from tuner.backends.trinity.tree import lookup, set_default
 from tuner.config.backend import RECORDED
 from tuner.config.problems import Problem
-from tuner.errors import DatasetError
+from tuner.errors import ConfigError, DatasetError
 from tuner.traces import TraceStore
 
 if TYPE_CHECKING:
     from trinity.common.config import Config
 
 MODES = ("both", "colocate", "explore", "train", "bench", "serve")
+_ANY_ADDRESS = ("0.0.0.0", "::")
 # Modes that run the workflow.
 ROLLS_OUT = ("both", "colocate", "explore", "bench")
 # Modes that read the tasks that are trained on.
@@ -153,9 +157,38 @@ def unjudged(
 
 
 def server_url(config: Config) -> str | None:
-    """Where the server of mode `serve` listens, once it does."""
+    """Where the server of mode `serve` listens, once it does. Trinity-RFT writes its machine's
+    address, whatever the server listens on."""
     file = Path(config.checkpoint_job_dir) / f"{config.explorer.name}_server_url.txt"
-    return file.read_text(encoding="utf-8").strip() if file.is_file() else None
+    if not file.is_file():
+        return None
+    if config.explorer.listen_address in _ANY_ADDRESS:
+        return file.read_text(encoding="utf-8").strip()
+    return f"http://{config.explorer.listen_address}:{config.explorer.proxy_port}"
+
+
+def require_free_port(config: Config) -> None:
+    """Whoever listens there already would be taken for the server of mode `serve`.
+
+    Raises:
+        ConfigError: Somebody does.
+    """
+    address = (config.explorer.listen_address, config.explorer.proxy_port)
+    try:
+        socket.create_server(address).close()
+    except OSError as error:
+        raise ConfigError(
+            f"explorer.proxy_port: cannot listen on {address[0]}:{address[1]} "
+            f"({error.strerror}); end what does, or set another port"
+        ) from None
+
+
+def answers(url: str) -> bool:
+    """Whether that server has a model for a request, which it lacks in its first moments."""
+    try:
+        return httpx.get(f"{url}/v1/models", timeout=2, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def forget_server(config: Config) -> None:

@@ -134,6 +134,8 @@ class _Run:
         """Start Trinity-RFT's stage and wait for its end, whatever that is."""
         self._journal.forget_reason()
         modes.forget_server(self._config)
+        if self._config.mode == "serve" and address == cluster.LOCAL:
+            modes.require_free_port(self._config)
         total = self._planned_steps() if self._config.mode == "explore" else self._asked_steps()
         console = ConsoleMonitor(total, Console(file=sys.stdout, highlight=False, soft_wrap=True))
         if self._config.mode not in ("bench", "serve"):

@@ -103,10 +103,11 @@ class Watch:
 
     def say(self) -> None:
         """Show the steps that were done since the last time, and add them to `metrics.jsonl`."""
-        url = modes.server_url(self._config) if self._config.mode == "serve" else None
-        if url and not self._said["explorer"]:
-            self._said["explorer"].add(0)
-            self._console.say(f"serving {url}/v1  Ctrl-C ends it")
+        if self._config.mode == "serve" and not self._said["explorer"]:
+            url = modes.server_url(self._config)
+            if url and modes.answers(url):
+                self._said["explorer"].add(0)
+                self._console.say(f"serving {url}/v1  Ctrl-C ends it")
         role = "trainer" if self._config.mode in ("both", "colocate", "train") else "explorer"
         done = self._progress.reports(role)
         fresh = sorted(set(done) - self._said[role])
