@@ -84,7 +84,7 @@ $(VENV4)/.installed: constraints-trinity.txt
 
 # Where these packages cannot be had, it says so and does not fail; that no test ran is seen.
 test-trinity:
-	@if $(MAKE) $(VENV4)/.installed; then $(BIN4)/pytest tests/integration/trinity; \
+	@if $(MAKE) $(VENV4)/.installed; then $(BIN4)/pytest tests/integration/trinity $(ARGS); \
 	else echo "SKIPPED: test-trinity ran no test: constraints-trinity.txt cannot be installed here" >&2; fi
 
 # Compiled, unlike the others: each start of vLLM imports it in three processes.

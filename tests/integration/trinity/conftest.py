@@ -25,6 +25,7 @@ if HERE:
             "OMP_NUM_THREADS": "1",
             # On a few busy cores workers take long to start, and idle ones are in the way.
             "RAY_prestart_worker_first_driver": "0",
+            "RAY_raylet_start_wait_time_s": "300",
             "RAY_worker_register_timeout_seconds": "900",
             # Ray's workers otherwise give way to whatever else the machine does.
             "RAY_worker_niceness": "0",
