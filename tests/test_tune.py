@@ -157,8 +157,12 @@ def test_objects_ask_for_nothing_that_one_machine_cannot_do(backend):
         with pytest.raises(ConfigError, match=text):
             tune(workflow, judge, ROWS, model=model)
     model = TunerModelConfig(model_path="a/b", max_model_len=9, tinker_config={"rank": 3})
-    with pytest.raises(ConfigError, match="tinker_config is set"):
-        tune(workflow, judge, ROWS, model=model)
+    with pytest.raises(ConfigError, match="the local backend does not use Tinker"):
+        tune(workflow, judge, ROWS, model=model, backend="local")
+    with pytest.raises(ConfigError, match="tinker_config is 3"):
+        tune(workflow, judge, ROWS, model=model.model_copy(update={"tinker_config": 3}))
+    with pytest.raises(ConfigError, match="set for an auxiliary model"):
+        tune(workflow, judge, ROWS, model=MODEL, auxiliary_models={"other": model})
     with pytest.raises(ConfigError, match=r"AlgorithmConfig\.lr is unknown"):
         AlgorithmConfig(lr=3)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match=r"set in Python: tuner.backend is 'slurm'"):

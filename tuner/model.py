@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from tuner.dataset import PublicSettings
 from tuner.errors import ConfigError
@@ -40,15 +42,23 @@ class TunerModelConfig(PublicSettings):
     inference_engine_num: int = Field(default=1, description="1 on one machine.")
     tool_call_parser: str = Field(default="hermes", description="Reads tool calls.")
     reasoning_parser: str = Field(default="deepseek_r1", description="Reads `<think>`.")
-    tinker_config: Any = Field(default=None, description="Not supported; must be None.")
+    tinker_config: Any = Field(
+        default=None,
+        description="A TinkerConfig of AgentScope or Trinity-RFT, or a mapping like it: Tinker's "
+        "service samples and trains (backend trinity).",
+    )
 
     def policy_settings(self) -> dict[str, Any]:
         """What was given, by dotted key, for the model that is trained.
 
         Raises:
-            ConfigError: `tinker_config` was given.
+            ConfigError: `tinker_config` is of another type.
         """
-        return {_POLICY_KEYS[name]: getattr(self, name) for name in self._given()}
+        given = {_POLICY_KEYS[name]: getattr(self, name) for name in self._given()}
+        if self.tinker_config is not None:
+            tinker = {**_as_mapping(self.tinker_config), "enable": True}
+            given |= {f"model.tinker.{name}": value for name, value in tinker.items()}
+        return given
 
     def auxiliary_settings(self) -> dict[str, Any]:
         """What was given, by key of `explorer.auxiliary_models[]`.
@@ -56,13 +66,25 @@ class TunerModelConfig(PublicSettings):
         Raises:
             ConfigError: `tinker_config` was given.
         """
+        if self.tinker_config is not None:
+            raise ConfigError(
+                "TunerModelConfig.tinker_config is set for an auxiliary model: Tinker samples "
+                "these where it trains the policy; remove it here"
+            )
         return {_AUXILIARY_NAMES.get(name, name): getattr(self, name) for name in self._given()}
 
     def _given(self) -> list[str]:
-        if self.tinker_config is not None:
-            raise ConfigError(
-                "TunerModelConfig.tinker_config is set, but tuner trains on your own machine and "
-                "does not use Tinker; remove it (LoRA is model.lora_configs, in the YAML or in "
-                "overrides)"
-            )
         return [name for name in _POLICY_KEYS if name in self.model_fields_set]
+
+
+def _as_mapping(given: Any) -> dict[str, Any]:
+    if isinstance(given, BaseModel):
+        return given.model_dump()
+    if dataclasses.is_dataclass(given) and not isinstance(given, type):
+        return dataclasses.asdict(given)
+    if isinstance(given, Mapping):
+        return dict(given)
+    raise ConfigError(
+        f"TunerModelConfig.tinker_config is {given!r:.60}: give a TinkerConfig, or a "
+        "mapping with rank, seed, train_mlp, train_attn, train_unembed, base_url"
+    )

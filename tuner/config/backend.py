@@ -18,7 +18,7 @@ def chosen_backend(
     settings: Mapping[str, Any] | None = None,
     overrides: Sequence[str] = (),
 ) -> Backend:
-    """`tuner.backend`; `auto` is trinity where more than one GPU or node is declared.
+    """`tuner.backend`; `auto` is trinity where more than one GPU or node is declared, or Tinker.
 
     Takes what `load_config` does, and leaves every other problem to whoever reads the rest.
 
@@ -32,7 +32,9 @@ def chosen_backend(
     backend = section.get("backend") if isinstance(section, Mapping) else None
     if backend == "trinity":
         return "trinity"
-    if backend in (None, "auto") and _declared_gpus(tree.get("cluster")) > 1:
+    if backend in (None, "auto") and (
+        _declared_gpus(tree.get("cluster")) > 1 or _asks_for_tinker(tree.get("model"))
+    ):
         return "trinity"
     return "local"
 
@@ -65,6 +67,11 @@ def _was_given_to_trinity(tree: Mapping[str, Any]) -> bool:
             return False
         tree = value
     return True
+
+
+def _asks_for_tinker(model: Any) -> bool:
+    tinker = model.get("tinker") if isinstance(model, Mapping) else None
+    return isinstance(tinker, Mapping) and tinker.get("enable") is True
 
 
 def _declared_gpus(cluster: Any) -> int:

@@ -156,7 +156,8 @@ class TunerSection(Section):
     backend: Literal["auto", "local", "trinity"] = Field(
         default="auto",
         description="Who runs the loop: this process, or [Trinity-RFT on Ray](trinity.md). `auto` "
-        "is `trinity` where `cluster.node_num` x `cluster.gpu_per_node` is more than 1.",
+        "is `trinity` where `cluster.node_num` x `cluster.gpu_per_node` is more than 1, or "
+        "`model.tinker.enable` is true.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto",

@@ -58,7 +58,6 @@ def test_missing_gpus_are_named_after_trinitys_check_has_passed(check):
 @pytest.mark.parametrize(
     ("overrides", "error", "text"),
     [
-        (["model.tinker.enable=true"], ConfigError, "model.tinker.enable is true"),
         (["mode=bench"], ConfigError, "there is nothing to evaluate on"),
         (["mode=benches"], ConfigError, "mode is benches: Trinity-RFT has both, colocate"),
         (["mode=train"], FunctionError, "mode train runs no rollouts"),

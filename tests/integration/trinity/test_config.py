@@ -213,7 +213,6 @@ def test_evaluations_are_greedy_unless_said_otherwise(trinity, tmp_path):
         ("cluster.ray_address=auto", "whatever cluster runs on this machine"),
         ("explorer.rollout_model.enable_openai_api=false", "remove it"),
         ("explorer.rollout_model.engine_type=sglang", "vLLM"),
-        ("model.tinker.enable=true", "messages without tools"),
         ("model.external_model.enable=true", "an actor that it never makes"),
         ("model.repetition_penalty=1.1", "compare two policies"),
         ("model.min_response_tokens=4", "has no such limit"),

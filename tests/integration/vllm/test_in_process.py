@@ -1,9 +1,11 @@
 """vLLM in this process keeps the contract of engines, and forgets what old weights computed."""
 
+import asyncio
+
 import pytest
 
 from tests.engines.conformance import *  # noqa: F403  # pytest collects the suite
-from tests.engines.conformance import TOLERANCE, Rig, as_new, error, make_rig_model
+from tests.engines.conformance import CONTEXT, TOLERANCE, Rig, as_new, error, make_rig_model
 from tests.engines.models import change_weights, prompt
 from tests.integration.vllm.rigs import BLOCK, engine, kill_engine_core, saver, settings
 from tuner.engines import SamplingParams
@@ -12,7 +14,9 @@ from tuner.engines.vllm.in_process import InProcessVllm
 
 @pytest.fixture(scope="module")
 def parts(toy_folder, tmp_path_factory):
-    model, server = make_rig_model(), InProcessVllm(settings(toy_folder))
+    # No more tokens in a step than one prompt may have.
+    served = settings(toy_folder, extra={"max_num_batched_tokens": CONTEXT})
+    model, server = make_rig_model(), InProcessVllm(served)
     yield engine([server], saver(model), tmp_path_factory.mktemp("weights")), model, server
     server.stop()
 
@@ -22,6 +26,16 @@ async def rig(parts):
     made, model, _ = parts
     await as_new(made, model)
     return Rig(made, model, kill_engine_core, "EngineDeadError", spare=BLOCK)
+
+
+async def test_prompts_that_do_not_fit_into_one_step_together(rig):
+    sampling = [SamplingParams(max_tokens=8, seed=number) for number in range(8)]
+    asked = [prompt(CONTEXT // 2 + 8 * number, seed=number) for number in range(8)]
+    found = await asyncio.gather(
+        *(rig.engine.generate(*one, "session") for one in zip(asked, sampling, strict=True))
+    )
+    for ids, params, got in zip(asked, sampling, found, strict=True):
+        assert error(rig, ids, got, params) < TOLERANCE
 
 
 async def test_without_forgetting_the_prefix_cache_old_weights_would_be_served(

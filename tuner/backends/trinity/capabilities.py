@@ -11,7 +11,12 @@ from pathlib import Path
 from tuner.algorithms.table import ALGORITHMS, NOT_HERE
 from tuner.backends.trinity.config import USED, WITHOUT_EFFECT
 from tuner.backends.trinity.modes import MODES
-from tuner.backends.trinity.refusals import ALGORITHMS_REFUSED, REFUSALS
+from tuner.backends.trinity.refusals import (
+    ALGORITHMS_REFUSED,
+    ALGORITHMS_WITHOUT_TINKER,
+    REFUSALS,
+    WITH_TINKER,
+)
 from tuner.config.document import accepted
 from tuner.config.foreign_keys import FOREIGN
 from tuner.config.keys import fields, section_of
@@ -32,8 +37,9 @@ OURS = {
 
 
 def table() -> str:
-    """Both tables, as they stand between the marks of docs/capabilities.md."""
-    return "\n".join((BEGIN.rstrip(), *_algorithms(), "", *_settings(), END))
+    """The tables, as they stand between the marks of docs/capabilities.md."""
+    parts = (*_algorithms(), "", *_settings(), "", *_with_tinker())
+    return "\n".join((BEGIN.rstrip(), *parts, END))
 
 
 def page() -> str:
@@ -76,6 +82,19 @@ def _settings() -> Iterator[str]:
         known = ", ".join(f"`{name}`" for name in names)
         cells = (f"`{section}.` {known}" if section else known, local, there)
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _with_tinker() -> Iterator[str]:
+    """What Tinker's service has not, besides."""
+    yield "| with `model.tinker.enable` also refused | |"
+    yield "|---|---|"
+    for row in WITH_TINKER:
+        yield f"| `{row.key}` {row.values} | {row.why} |"
+    whys: dict[str, list[str]] = {}
+    for name, why in ALGORITHMS_WITHOUT_TINKER.items():
+        whys.setdefault(why, []).append(f"`{name}`")
+    for why, names in whys.items():
+        yield f"| `algorithm.algorithm_type` {', '.join(names)} | {why} |"
 
 
 def _not(values: str) -> str:

@@ -19,6 +19,7 @@ from tuner.backends.trinity import cluster, modes
 from tuner.backends.trinity.config import TrinitySettings, resolve
 from tuner.backends.trinity.functions import PICKLE
 from tuner.backends.trinity.prepared import Prepared, prepare
+from tuner.backends.trinity.tinker import SERVICE
 from tuner.backends.trinity.tree import lookup, tasksets
 from tuner.errors import ConfigError
 from tuner.workflow import where
@@ -125,11 +126,18 @@ def _inputs(
     yield f"  model          {config.model.model_path}, context {config.model.max_model_len}"
     sizes = config.cluster
     address = "one of its own" if prepared.own_cluster else sizes.ray_address
-    yield (
-        f"  cluster        {address}: {sizes.node_num} x {sizes.gpu_per_node} GPUs, "
-        f"{sizes.rollout_gpu_num} for rollouts, {sizes.auxiliary_model_gpu_num} for auxiliary "
-        f"models, {sizes.trainer_gpu_num or 0} for training"
-    )
+    if (tinker := config.model.tinker).enable:
+        yield f"  cluster        {address}, without GPUs"
+        yield (
+            f"  Tinker         samples and trains an adapter of rank {tinker.rank}, at "
+            f"{tinker.base_url or SERVICE}"
+        )
+    else:
+        yield (
+            f"  cluster        {address}: {sizes.node_num} x {sizes.gpu_per_node} GPUs, "
+            f"{sizes.rollout_gpu_num} for rollouts, {sizes.auxiliary_model_gpu_num} for auxiliary "
+            f"models, {sizes.trainer_gpu_num or 0} for training"
+        )
     yield (
         f"  weights        every {config.synchronizer.sync_interval} steps by "
         f"{config.synchronizer.sync_method.value}, {config.synchronizer.sync_style.value}"

@@ -19,6 +19,7 @@ from typing import Any
 
 from tuner.backends.trinity.functions import worker_path
 from tuner.backends.trinity.guardian import MARK, guarded
+from tuner.backends.trinity.tinker import uses_tinker
 from tuner.backends.trinity.tree import lookup
 from tuner.errors import ConfigError, TrainingError
 
@@ -65,6 +66,8 @@ def with_sizes(tree: dict[str, Any], *, device: str) -> dict[str, Any]:
     if not is_own(tree):
         return tree
     cluster = dict(tree.get("cluster") or {})
+    if uses_tinker(tree):
+        return {**tree, "cluster": {**cluster, "node_num": 1, "gpu_per_node": 0}}
     found = 0 if device == "cpu" else _gpus()
     declared = cluster.get("gpu_per_node") or found
     if (cluster.get("node_num") or 1) != 1:

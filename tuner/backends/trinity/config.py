@@ -28,6 +28,7 @@ from tuner.backends.trinity.saved import (
     waits_for_all,
 )
 from tuner.backends.trinity.schema import unknown_keys, without_empty_sections
+from tuner.backends.trinity.tinker import uses_tinker
 from tuner.backends.trinity.tree import lookup, set_default, tasksets
 from tuner.config.backend import RECORDED, mode_of
 from tuner.config.keys import nearest, schema_paths, split_keys
@@ -311,9 +312,14 @@ def _fill(tree: dict[str, Any]) -> None:
     if lookup(tree, "algorithm.algorithm_type") not in WITHOUT_GROUPS:
         # Trinity-RFT's own defaults of its algorithms are never applied: groups would be of one.
         set_default(tree, "algorithm.repeat_times", GROUP_SIZE)
-    if lookup(tree, "algorithm.algorithm_type") == "gspo":
-        # Trinity-RFT gives every algorithm token-mean, and this one's own is another.
+    if lookup(tree, "algorithm.algorithm_type") == "gspo" or uses_tinker(tree):
+        # Trinity-RFT gives every algorithm token-mean, which is not this one's own, and which
+        # Tinker's trainer computes as this.
         set_default(tree, "algorithm.loss_agg_mode", "seq-mean-token-mean")
+    if uses_tinker(tree):
+        # The path of new weights is handed on at once. Trinity-RFT would look for it in a file once
+        # a second, and a run that goes on would begin with the weights before training.
+        tree["synchronizer"] = {**(tree.get("synchronizer") or {}), "sync_method": "memory"}
     if lookup(tree, "explorer.eval_interval") == 0:
         # Never between the ends; Trinity-RFT divides by it.
         tree["explorer"]["eval_interval"] = 10**9

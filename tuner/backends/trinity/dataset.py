@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tuner.backends.record import fingerprint_of
 from tuner.backends.run_directory import write_atomically
 from tuner.backends.trinity.modes import BUFFER, count_experiences
+from tuner.backends.trinity.recorded import as_messages, is_text
 from tuner.config.paths import path_or_name
 from tuner.dataset import DatasetConfig, Task, check_fills_a_batch, load_tasks
 from tuner.errors import ConfigError, DatasetError
@@ -128,7 +129,11 @@ def put_recorded(settings: TrinitySettings, rows: Any) -> int:
         return count
     recorded = tasks_of(buffer, rows, role="train_dataset")
     check_fills_a_batch([{}] * len(recorded), batch, "the recorded data")
-    if not readable_there(buffer):
+    algorithm, form = settings.get("algorithm.algorithm_type"), buffer.get("format") or {}
+    as_text = is_text(algorithm, form)
+    if as_text:
+        recorded, buffer["format"] = as_messages(recorded, form, algorithm=algorithm)
+    if as_text or not readable_there(buffer):
         lines = [_json(row, index, "train_dataset") + "\n" for index, row in enumerate(recorded)]
         buffer.update(_written("".join(lines), _folder(settings) / "recorded"))
     return len(recorded)

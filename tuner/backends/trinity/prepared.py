@@ -10,6 +10,7 @@ from tuner.backends.run_directory import free_name
 from tuner.backends.trinity import cluster, functions, modes
 from tuner.backends.trinity.config import TrinitySettings, checked, install
 from tuner.backends.trinity.dataset import put_evaluations, put_recorded, put_tasks
+from tuner.backends.trinity.tinker import require_service, uses_tinker
 from tuner.errors import ConfigError, FunctionError
 
 if TYPE_CHECKING:
@@ -89,6 +90,8 @@ def prepare(
     own = cluster.is_own(tree)
     if own:
         tree["cluster"].pop("ray_address", None)
+    if uses_tinker(tree):
+        require_service(tree)
     config = checked(tree)
     if settings.mode == "bench" and not modes.checkpoints(config):
         raise ConfigError(

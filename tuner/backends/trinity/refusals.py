@@ -1,6 +1,6 @@
 """What Trinity-RFT would read as something else, or cannot do: refused by name, or warned of.
 
-`REFUSALS` and `ALGORITHMS_REFUSED` are also what docs/capabilities.md says of this backend.
+The tables of these are also what docs/capabilities.md says of this backend.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tuner.backends.trinity.tinker import uses_tinker
 from tuner.backends.trinity.tree import lookup, training_sets
 from tuner.config.problems import Problem
 
@@ -34,7 +35,7 @@ class Refusal:
     values: str
     why: str
     refuses: Callable[[Any], bool]
-    unless: tuple[str, str] | None = None
+    unless: tuple[str, Any] | None = None
 
     def applies(self, tree: Mapping[str, Any]) -> bool:
         """Whether a configuration asks for what is refused."""
@@ -85,21 +86,16 @@ REFUSALS = (
     ),
     Refusal(
         "explorer.rollout_model.engine_type",
-        "all but `vllm`",
+        "all but `vllm`, unless `model.tinker.enable` is true",
         "agents are recorded in front of Trinity-RFT's vLLM engines; set it to vllm, or remove it",
         lambda found: found != "vllm",
+        unless=("model.tinker.enable", True),
     ),
     _only(
         "cluster.ray_address",
         "auto",
         "it would join whatever cluster runs on this machine; write the cluster's address, or "
         "remove it for a cluster of this run's own",
-    ),
-    _only(
-        "model.tinker.enable",
-        True,
-        "Trinity-RFT 0.6 sends Tinker's service messages without tools, and has no API in front of "
-        "it at which agents could be recorded; remove it",
     ),
     _only(
         "model.external_model.enable",
@@ -134,6 +130,52 @@ REFUSALS = (
     _set("stages", "a run has one stage; run them one after the other"),
 )
 
+# What Trinity-RFT does otherwise where Tinker's service trains: its loss sees one sequence at a
+# time, and nothing but the log-probs of the sampled tokens.
+_EACH_ALONE = "Trinity-RFT computes the loss of each sequence by itself with Tinker"
+WITH_TINKER = (
+    Refusal(
+        "mode",
+        "`colocate`, `bench`, `serve`",
+        "Tinker's weights are at its service, and this mode reads them here; set it to both, "
+        "explore or train",
+        lambda found: found in ("colocate", "bench", "serve"),
+    ),
+    Refusal(
+        "algorithm.loss_agg_mode",
+        "`token-mean`, `seq-mean-token-sum-norm`",
+        f"{_EACH_ALONE}, and would take it for a mean over each sequence's own tokens; set "
+        "seq-mean-token-mean or seq-mean-token-sum",
+        lambda found: found in ("token-mean", "seq-mean-token-sum-norm"),
+    ),
+    Refusal(
+        "model.temperature",
+        "all but `1`",
+        "Tinker's service trains at 1, so that the ratios would compare two policies; remove it",
+        lambda found: float(found) != 1,
+    ),
+    _set(
+        "algorithm.entropy_loss_fn_args.entropy_coef",
+        "Trinity-RFT has the log-probs of the sampled tokens alone with Tinker, and would take "
+        "those for the entropy; remove it",
+    ),
+    _set("model.lora_configs", "Tinker's adapter is described by model.tinker; remove it"),
+    Refusal(
+        "explorer.rollout_model.engine_type",
+        "all but `tinker`",
+        "Tinker's service samples; remove it",
+        lambda found: found != "tinker",
+    ),
+)
+_IN_TRAINER = "Trinity-RFT 0.6 does not compute its advantages with Tinker"
+ALGORITHMS_WITHOUT_TINKER: Mapping[str, str] = {
+    "ppo": _IN_TRAINER,
+    "reinforceplusplus": _IN_TRAINER,
+    "rloo": _IN_TRAINER,
+    "grpo_verl": _IN_TRAINER,
+    "dpo": f"{_EACH_ALONE}, and a pair is two",
+}
+
 _NO_TEACHER = "it needs the log-probs of a teacher, which are not recorded here"
 ALGORITHMS_REFUSED: Mapping[str, str] = {
     "gigpo": "it needs states of the environment, which agents do not give; multi_step_grpo is "
@@ -147,15 +189,14 @@ ALGORITHMS_REFUSED: Mapping[str, str] = {
 
 def refused(tree: Mapping[str, Any]) -> Iterator[Problem]:
     """Values that are ours and not Trinity-RFT's, or that would be read there as something else."""
-    for row in REFUSALS:
+    with_tinker = uses_tinker(tree)
+    for row in (*REFUSALS, *(WITH_TINKER if with_tinker else ())):
         if row.applies(tree):
             yield Problem(row.key, f"{row.key} is {_shown(lookup(tree, row.key))}: {row.why}")
     algorithm = str(lookup(tree, "algorithm.algorithm_type", ""))
-    if algorithm in ALGORITHMS_REFUSED:
-        yield Problem(
-            "algorithm.algorithm_type",
-            f"algorithm.algorithm_type is {algorithm}: {ALGORITHMS_REFUSED[algorithm]}",
-        )
+    without = ALGORITHMS_WITHOUT_TINKER if with_tinker else {}
+    if why := ALGORITHMS_REFUSED.get(algorithm) or without.get(algorithm):
+        yield Problem("algorithm.algorithm_type", f"algorithm.algorithm_type is {algorithm}: {why}")
     yield from _conflicts(tree)
 
 

@@ -22,6 +22,7 @@ from tuner.backends.run_directory import RunDirectory, write_atomically
 from tuner.backends.trinity.journal import Journal
 from tuner.backends.trinity.progress import Progress
 from tuner.backends.trinity.summary import step_of
+from tuner.backends.trinity.tinker import TINKERS_CHECKPOINT
 from tuner.traces import Outcome, Trace, read_traces
 from tuner.traces.store import trace_to_json
 
@@ -45,6 +46,7 @@ MAY_CHANGE = (
     "explorer.rollout_model.tensor_parallel_size",
     "explorer.runner_per_model",
     "log",
+    "model.tinker.base_url",
     "monitor",
     "name",
     "project",
@@ -183,7 +185,11 @@ def _put_back_trainer(run_dir: Path, name: str, step: int) -> None:
         weights.unlink(missing_ok=True)
         meta.unlink(missing_ok=True)
         return
-    write_atomically(weights, str(step))
+    if (run_dir / f"global_step_{step}" / TINKERS_CHECKPOINT).exists():
+        # Its trainer deletes weights to sample from as it goes; without this it saves them anew.
+        weights.unlink(missing_ok=True)
+    else:
+        write_atomically(weights, str(step))
     state = json.loads(meta.read_text(encoding="utf-8")) if meta.exists() else {}
     write_atomically(meta, json.dumps({**state, "latest_iteration": step}))
 

@@ -24,6 +24,7 @@ from tuner.backends.trinity.progress import COMPARE_GROUPS, Progress
 from tuner.backends.trinity.resume import check_same_run, last_checkpoint, rewind
 from tuner.backends.trinity.stage import POLL_SECONDS, Stage
 from tuner.backends.trinity.summary import summarize
+from tuner.backends.trinity.tinker import environment
 from tuner.backends.trinity.watch import NothingToLearn, Watch, synchronizer_of
 from tuner.config.schema import Penalize
 from tuner.errors import FunctionError, TrainingError
@@ -144,6 +145,7 @@ class _Run:
                 console.say(said)
             self._write_metrics()
         env = {name: value for name, value in self._config.get_envs().items() if value}
+        env |= environment(self._prepared.tree)
         log = self.directory.path / "tuner" / "driver.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         with cluster.joined(

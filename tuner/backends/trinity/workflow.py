@@ -25,6 +25,7 @@ from tuner.backends.trinity.engine import ServedEngine
 from tuner.backends.trinity.experience import TrainedSequence, left_out, merged, one_per_call
 from tuner.backends.trinity.functions import load
 from tuner.backends.trinity.journal import Journal
+from tuner.backends.trinity.tinker import TinkerEngine
 from tuner.chat_models import chat_model, default_kind
 from tuner.errors import FunctionError, TrainingError
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults, SessionLimits
@@ -313,13 +314,18 @@ def _adapter_folder(config: Any, version: int) -> str:
     return str(step / "actor" / "lora_adapter")
 
 
-def _gateway(model: ModelWrapper, settings: Mapping[str, Any]) -> Gateway:
+def _engine(model: ModelWrapper) -> ServedEngine | TinkerEngine:
     config = model.config
+
+    async def weights() -> str:
+        return str(await model.model.get_model_path.remote())
 
     async def version() -> int:
         return int(await model.model_version_async)
 
-    engine = ServedEngine(
+    if config.engine_type == "tinker":
+        return TinkerEngine(config.model_path, max_model_len=config.max_model_len, weights=weights)
+    return ServedEngine(
         str(model.api_address),
         model_name=model.model_name,
         api_key=model.api_key,
@@ -327,6 +333,10 @@ def _gateway(model: ModelWrapper, settings: Mapping[str, Any]) -> Gateway:
         model_version=version,
         adapter=partial(_adapter_folder, config) if config.enable_lora else None,
     )
+
+
+def _gateway(model: ModelWrapper, settings: Mapping[str, Any]) -> Gateway:
+    config = model.config
     renderer = ChatRenderer(
         load_tokenizer(config.model_path),
         chat_template=config.chat_template,
@@ -334,4 +344,6 @@ def _gateway(model: ModelWrapper, settings: Mapping[str, Any]) -> Gateway:
         tool_call_parser=settings["tool_call_parser"],
         reasoning_parser=settings["reasoning_parser"],
     )
-    return Gateway(engine, renderer, model_name=config.model_path, reasoning=settings["reasoning"])
+    return Gateway(
+        _engine(model), renderer, model_name=config.model_path, reasoning=settings["reasoning"]
+    )

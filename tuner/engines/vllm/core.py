@@ -294,6 +294,9 @@ def _start(settings: VllmSettings, weights: Weights) -> AsyncLLM:
         arguments["weight_transfer_config"] = {"backend": settings.transfer}
     if current_platform.is_cpu():
         arguments["block_size"] = 32  # the least there: a prefix is reused in whole blocks
+        # Where a step has no room for all of a prompt it would compute a part and rewind the
+        # request's random stream, which no generator of a CPU can: its processes would die.
+        arguments["enable_chunked_prefill"] = False
     arguments |= settings.extra
     if settings.gpu_memory_utilization is not None:
         arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization

@@ -1,0 +1,74 @@
+"""Recorded rows as Trinity-RFT's trainer is given them."""
+
+import json
+
+import pytest
+
+from tuner.backends.trinity.recorded import as_messages, is_text
+from tuner.errors import DatasetError
+
+ASKED = {"role": "user", "content": "What is 3 + 4?"}
+SEVEN = {"role": "assistant", "content": "7."}
+EIGHT = {"role": "assistant", "content": "8."}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("row", "form"),
+    [
+        ({"messages": [ASKED, SEVEN]}, {}),
+        ({"messages": json.dumps([ASKED, SEVEN])}, {"prompt_type": "messages"}),
+        ({"said": [ASKED, SEVEN]}, {"messages_key": "said"}),
+        ({"prompt": ASKED["content"], "response": "7."}, {}),
+        ({"q": ASKED["content"], "a": "7."}, {"prompt_key": "q", "response_key": "a"}),
+    ],
+)
+def test_every_way_to_write_a_conversation_is_the_same_there(row, form):
+    (written,), format = as_messages([row], form, algorithm="sft")
+    assert json.loads(written["messages"]) == [ASKED, SEVEN]
+    assert written["tools"] == ""
+    assert format["prompt_type"] == "messages"
+    # Every answer is trained, as on the local backend; Trinity-RFT's default is the last one.
+    assert format["enable_concatenated_multi_turn"] is True
+
+
+def test_tools_travel_as_text_which_no_reader_changes():
+    row = {"messages": [ASKED, SEVEN], "tools": [TOOL]}
+    (written,), _ = as_messages([row], {"enable_thinking": False}, algorithm="sft")
+    assert json.loads(written["tools"]) == [TOOL]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": ASKED["content"], "chosen": "7.", "rejected": "8."},
+        {"messages": [ASKED], "chosen": [SEVEN], "rejected": EIGHT},
+    ],
+)
+def test_a_pair_is_what_both_follow_and_two_ends(row):
+    (written,), _ = as_messages([row], {}, algorithm="dpo")
+    assert written == {"messages": [ASKED], "chosen": [SEVEN], "rejected": [EIGHT]}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "row", "said"),
+    [
+        ("sft", {"messages": [ASKED, {**SEVEN, "weight": 0}, ASKED, SEVEN]}, "no weight"),
+        ("sft", {"text": "a"}, "row 1: there is no column 'prompt'"),
+        ("dpo", {"prompt": "a", "chosen": [SEVEN, ASKED, SEVEN], "rejected": [EIGHT]},
+         "one assistant message"),
+        ("dpo", {"prompt": "a", "chosen": "7.", "rejected": "8.", "tools": [TOOL]}, "no tools"),
+        ("dpo", {"prompt": "a", "chosen": "7.", "rejected": "7."}, "are the same"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_said_there_is_refused_before_it_begins(algorithm, row, said):
+    good = {"prompt": "a", "response": "b", "chosen": "b", "rejected": "c"}
+    with pytest.raises(DatasetError, match=said):
+        as_messages([good, row], {}, algorithm=algorithm)
+
+
+def test_pictures_and_plain_text_are_left_as_they_are():
+    assert is_text("sft", {})
+    assert is_text("dpo", {"messages_key": "m"})
+    assert not is_text("sft", {"image_key": "picture"})
+    assert not is_text("cpt", {})
