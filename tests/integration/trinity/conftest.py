@@ -4,6 +4,8 @@ import importlib.util
 import os
 from pathlib import Path
 
+import pytest
+
 HERE = importlib.util.find_spec("trinity") is not None
 collect_ignore_glob = [] if HERE else ["test_*.py"]
 
@@ -31,3 +33,29 @@ if HERE:
             "RAY_worker_niceness": "0",
         }
     )
+
+
+@pytest.fixture
+def tinker_key(monkeypatch):
+    """The key of the tests' Tinker service is in the environment."""
+    from tests.integration.trinity.tinker_service import KEY
+
+    monkeypatch.setenv("TINKER_API_KEY", KEY)
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+
+
+@pytest.fixture(scope="module")
+def tinker_service():
+    """A Tinker service of the repository's tiny model."""
+    from tests.integration.trinity.tinker_service import Service
+
+    return Service(str(TINY))
+
+
+@pytest.fixture(scope="module")
+def tinker_address(tinker_service):
+    """Where it listens."""
+    from tests.integration.trinity.tinker_service import served
+
+    with served(tinker_service) as url:
+        yield url
