@@ -111,6 +111,16 @@ def test_explorer_and_trainer_go_on_from_the_checkpoint_although_they_had_got_fu
     assert "going on after step 2 in" in start.said(killed.folder)
 
 
+def test_tinkers_trainer_saves_weights_to_sample_from_again(killed):
+    """The service may have those of the checkpoint no more."""
+    killed.report("trainer", [{"step": n, **UPDATE} for n in (1, 2)])
+    killed.report("explorer", [{"step": n, **HANDED} for n in (1, 2)])
+    killed.checkpoint(2)
+    (killed.folder / "global_step_2" / "remote_checkpoint_path.txt").write_text("tinker://a/b")
+    assert killed.rewind().trained == 2
+    assert not (killed.folder / "latest_state_dict_iteration.txt").exists()
+
+
 def test_completed_rollouts_are_kept_for_training_and_failed_ones_set_aside(killed):
     killed.report("trainer", [{"step": 1, **UPDATE}])
     killed.report("explorer", [{"step": 1, **HANDED}])
