@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tuner.backends.trinity.recorded import as_messages, is_text
-from tuner.errors import DatasetError
+from tuner.errors import ConfigError, DatasetError
 
 ASKED = {"role": "user", "content": "What is 3 + 4?"}
 SEVEN = {"role": "assistant", "content": "7."}
@@ -17,7 +17,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
     ("row", "form"),
     [
         ({"messages": [ASKED, SEVEN]}, {}),
-        ({"messages": json.dumps([ASKED, SEVEN])}, {"prompt_type": "messages"}),
+        ({"messages": json.dumps([ASKED, SEVEN])}, {"prompt_type": "MESSAGES"}),
         ({"said": [ASKED, SEVEN]}, {"messages_key": "said"}),
         ({"prompt": ASKED["content"], "response": "7."}, {}),
         ({"q": ASKED["content"], "a": "7."}, {"prompt_key": "q", "response_key": "a"}),
@@ -65,6 +65,11 @@ def test_what_cannot_be_said_there_is_refused_before_it_begins(algorithm, row, s
     good = {"prompt": "a", "response": "b", "chosen": "b", "rejected": "c"}
     with pytest.raises(DatasetError, match=said):
         as_messages([good, row], {}, algorithm=algorithm)
+
+
+def test_a_form_that_describes_no_columns_is_named():
+    with pytest.raises(ConfigError, match=r"experience_buffer\.format\.enable_concatenated"):
+        as_messages([], {"enable_concatenated_multi_turn": "maybe"}, algorithm="sft")
 
 
 def test_pictures_and_plain_text_are_left_as_they_are():

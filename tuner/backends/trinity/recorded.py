@@ -11,9 +11,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import ValidationError
+
+from tuner.config.problems import describe
 from tuner.config.trainer_input import FormatSection
-from tuner.errors import DatasetError
-from tuner.recorded.columns import conversation, pair
+from tuner.errors import ConfigError, DatasetError
+from tuner.recorded.columns import SETTING, conversation, pair
 
 # Columns of pictures, which are given to Trinity-RFT as they are.
 _OTHER_MEDIA = ("image_key", "video_key")
@@ -35,10 +38,10 @@ def as_messages(
         algorithm: `sft` or `dpo`.
 
     Raises:
+        ConfigError: `format` has values that describe no columns.
         DatasetError: A row cannot be read, or asks for what Trinity-RFT has not; names the row.
     """
-    known = {name: form[name] for name in FormatSection.model_fields if name in form}
-    columns = FormatSection.model_validate(known)
+    columns = _columns(form)
     written = []
     for number, row in enumerate(rows):
         try:
@@ -57,6 +60,17 @@ def as_messages(
     }
     kept = {name: value for name, value in form.items() if name not in FormatSection.model_fields}
     return written, {**kept, **names}
+
+
+def _columns(form: Mapping[str, Any]) -> FormatSection:
+    known = {name: form[name] for name in FormatSection.model_fields if name in form}
+    if isinstance(kind := known.get("prompt_type"), str):
+        known["prompt_type"] = kind.lower()  # Trinity-RFT takes it either way
+    try:
+        return FormatSection.model_validate(known)
+    except ValidationError as error:
+        problems = describe(error, FormatSection, list(FormatSection.model_fields))
+        raise ConfigError("; ".join(f"{SETTING}.{one.text}" for one in problems)) from None
 
 
 def _conversation(row: Mapping[str, Any], columns: FormatSection) -> dict[str, Any]:
