@@ -25,17 +25,20 @@ def sampling(**given):
 
 
 @pytest.fixture
-def engine(tinker_address, monkeypatch):
+def make_engine(tinker_address, monkeypatch):
     monkeypatch.setenv("TINKER_BASE_URL", tinker_address)
 
-    async def weights():
-        return str(TINY)
+    def make(path):
+        async def weights():
+            return path
 
-    return TinkerEngine(str(TINY), max_model_len=512, weights=weights)
+        return TinkerEngine(str(TINY), max_model_len=512, weights=weights)
+
+    return make
 
 
-@pytest.mark.asyncio
-async def test_a_completion_is_what_the_service_sampled(engine):
+async def test_a_completion_is_what_the_service_sampled(make_engine):
+    engine = make_engine(str(TINY))
     pushed = []
 
     class Sink:
@@ -51,28 +54,16 @@ async def test_a_completion_is_what_the_service_sampled(engine):
     assert set(greedy.logprobs) == {0.0}
 
 
-@pytest.mark.asyncio
-async def test_weights_of_an_unknown_step_are_an_error(tinker_address, monkeypatch):
-    monkeypatch.setenv("TINKER_BASE_URL", tinker_address)
-
-    async def weights():
-        return "tinker://run/sampler_weights/latest"
-
-    engine = TinkerEngine(str(TINY), max_model_len=512, weights=weights)
-    with pytest.raises(EngineError, match="does not say of which step"):
-        await engine.generate([5], sampling(), "a")
-
-
-@pytest.mark.asyncio
-async def test_weights_that_are_gone_are_an_error_of_the_engine(tinker_address, monkeypatch):
-    monkeypatch.setenv("TINKER_BASE_URL", tinker_address)
-
-    async def weights():
-        return "tinker://run/sampler_weights/x-sampler-9"
-
-    engine = TinkerEngine(str(TINY), max_model_len=512, weights=weights)
-    with pytest.raises(EngineError, match="there are no weights"):
-        await engine.generate([5], sampling(), "a")
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("tinker://run/sampler_weights/latest", "does not say of which step"),
+        ("tinker://run/sampler_weights/x-sampler-9", "there are no weights"),
+    ],
+)
+async def test_weights_that_cannot_be_sampled_from_are_an_error(make_engine, path, said):
+    with pytest.raises(EngineError, match=said):
+        await make_engine(path).generate([5], sampling(), "a")
 
 
 def enabled(address):
@@ -117,6 +108,8 @@ def test_what_the_service_would_compute_otherwise_is_refused(override, said):
 def test_the_loss_is_named_as_it_is_computed():
     settings = resolve(None, None, ["model.tinker.enable=true", f"model.model_path={TINY}"])
     assert settings.get("algorithm.loss_agg_mode") == "seq-mean-token-mean"
+    # A run that goes on may not begin with the weights before training.
+    assert settings.get("synchronizer.sync_method") == "memory"
     assert chosen_backend(None, None, ["model.tinker.enable=true"]) == "trinity"
 
 

@@ -39,7 +39,27 @@ _TOKEN_ID = "token_id:"
 ENGINE_ARGS = {"structured_outputs_config": {"backend": "guidance"}}
 
 
-class ServedEngine(DescribedEngine):
+class TrinitysEngine(DescribedEngine):
+    """What is common to engines whose weights Trinity-RFT changes."""
+
+    def pause(self) -> AbstractAsyncContextManager[None]:
+        """Not ours to do.
+
+        Raises:
+            EngineError: Always.
+        """
+        raise EngineError("Trinity-RFT holds its engine while it changes the weights")
+
+    async def update_weights(self, version: int) -> None:
+        """Not ours to do.
+
+        Raises:
+            EngineError: Always.
+        """
+        raise EngineError("Trinity-RFT changes the weights of its engine")
+
+
+class ServedEngine(TrinitysEngine):
     """An `Engine` over one vLLM server that Trinity-RFT runs.
 
     Args:
@@ -141,22 +161,6 @@ class ServedEngine(DescribedEngine):
         if sampling.grammar:
             body["structured_outputs"] = {"grammar": with_head(sampling.grammar)}
         return body
-
-    def pause(self) -> AbstractAsyncContextManager[None]:
-        """Not ours to do.
-
-        Raises:
-            EngineError: Always.
-        """
-        raise EngineError("Trinity-RFT holds its engine while it changes the weights")
-
-    async def update_weights(self, version: int) -> None:
-        """Not ours to do.
-
-        Raises:
-            EngineError: Always.
-        """
-        raise EngineError("Trinity-RFT changes the weights of its engine")
 
     async def close(self) -> None:
         """Close the connections; requests in flight fail."""

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
@@ -31,9 +31,6 @@ from tuner.errors import FunctionError, TrainingError
 from tuner.monitors import ConsoleMonitor
 from tuner.result import TuneResult
 from tuner.traces import TraceStore
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger("tuner")
 

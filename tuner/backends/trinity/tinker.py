@@ -11,14 +11,14 @@ import asyncio
 import os
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from tuner.backends.trinity.engine import TrinitysEngine
 from tuner.backends.trinity.tree import lookup
 from tuner.engines.base import (
-    DescribedEngine,
     EngineCapabilities,
     EngineError,
     FinishReason,
@@ -54,13 +54,11 @@ def require_service(tree: Mapping[str, Any]) -> None:
         MissingDependencyError: The package `tinker` is not installed.
         ConfigError: There is no key, or nothing answers; Tinker's client would try for minutes.
     """
-    try:
-        import tinker  # noqa: F401  # whether it can be
-    except ImportError as error:
+    if find_spec("tinker") is None:
         raise MissingDependencyError(
             "model.tinker.enable is true, and the package tinker is not installed: "
             "pip install 'tinker>=0.20,<0.25'"
-        ) from error
+        )
     if not os.environ.get(_KEY):
         raise ConfigError(f"model.tinker.enable is true, and {_KEY} is not set in the environment")
     url = lookup(tree, "model.tinker.base_url") or os.environ.get("TINKER_BASE_URL") or SERVICE
@@ -83,7 +81,7 @@ def environment(tree: Mapping[str, Any]) -> dict[str, str]:
     return {_KEY: os.environ[_KEY]} if uses_tinker(tree) else {}
 
 
-class TinkerEngine(DescribedEngine):
+class TinkerEngine(TrinitysEngine):
     """An `Engine` over Tinker's service, with the weights that Trinity-RFT's trainer saved there.
 
     It streams nothing: a completion that is cancelled leaves nothing of what the service sampled.
@@ -170,22 +168,6 @@ class TinkerEngine(DescribedEngine):
                 while len(self._samplers) > _SAMPLERS_KEPT:
                     del self._samplers[next(iter(self._samplers))]
             return self._samplers[path]
-
-    def pause(self) -> AbstractAsyncContextManager[None]:
-        """Not ours to do.
-
-        Raises:
-            EngineError: Always.
-        """
-        raise EngineError("Tinker's samplers keep the weights they were made with")
-
-    async def update_weights(self, version: int) -> None:
-        """Not ours to do.
-
-        Raises:
-            EngineError: Always.
-        """
-        raise EngineError("Trinity-RFT's trainer says which weights are sampled from")
 
     async def close(self) -> None:
         """Forget the samplers; the service ends them when it hears no more of this process."""
