@@ -45,7 +45,7 @@ from transformers import (
 
 from tuner.engines import Engine, SamplingParams
 from tuner.engines.served import ServedEngine
-from tuner.engines.transformers import TransformersEngine
+from tuner.engines.transformers.engine import TransformersEngine
 from tuner.engines.vllm.core import VllmSettings
 from tuner.engines.vllm.in_process import InProcessVllm
 

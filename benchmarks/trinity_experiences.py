@@ -29,14 +29,14 @@ from _report import Row, report
 from torch import Tensor
 
 from tuner.algorithms import group_normalized
-from tuner.backends.models import load_model, load_tokenizer
-from tuner.backends.trinity.experience import TrainedSequence, merged, one_per_call
+from tuner.assembly.models import load_model, load_tokenizer
 from tuner.chat_models import chat_model
-from tuner.engines.transformers import TransformersEngine
+from tuner.engines.transformers.engine import TransformersEngine
+from tuner.functions.outputs import WorkflowOutput
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults
 from tuner.rollout import RolloutRunner, RolloutSettings
 from tuner.traces import Call, RolloutId, Trace
-from tuner.workflow import WorkflowOutput
+from tuner.trinity.experience import TrainedSequence, merged, one_per_call
 
 GROUP = 4
 ANSWER = 24  # most tokens of an answer

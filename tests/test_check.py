@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tuner import JudgeOutput, WorkflowOutput
-from tuner.backends.stack import build_stack
+from tuner.assembly.stack import build_stack
 from tuner.check import check_run, memory
 from tuner.tune import prepare
 

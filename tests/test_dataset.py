@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tuner import Dataset, DatasetConfig
-from tuner.dataset import check_fills_a_batch, load_tasks
+from tuner.data.dataset import check_fills_a_batch, load_tasks
 from tuner.errors import ConfigError, DatasetError
 
 ROWS = [
@@ -143,7 +143,7 @@ def test_unknown_and_wrong_fields_are_refused():
 
 def test_plain_files_are_read_without_the_datasets_library(folder):
     code = (
-        "import sys; from tuner import Dataset; from tuner.dataset import load_tasks\n"
+        "import sys; from tuner import Dataset; from tuner.data.dataset import load_tasks\n"
         f"load_tasks(Dataset(path={str(folder)!r}), role='t')\n"
         "assert 'datasets' not in sys.modules and 'torch' not in sys.modules"
     )

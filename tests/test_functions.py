@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 
 from tuner.errors import ConfigError, DatasetError, FunctionError
-from tuner.judge import JudgeOutput, as_judge_output, call_judge, check_judge_function
-from tuner.workflow import (
-    WorkflowOutput,
+from tuner.functions.calling import (
+    as_judge_output,
     as_workflow_output,
+    call_judge,
     call_workflow,
+    check_judge_function,
     check_workflow_function,
-    load_function,
 )
+from tuner.functions.loading import load_function
+from tuner.functions.outputs import JudgeOutput, WorkflowOutput
 
 
 async def workflow(task, model):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tuner.algorithm import AlgorithmConfig
     from tuner.chat_models import require_agentscope1, require_agentscope2
     from tuner.config import RemoteModel, RunConfig
-    from tuner.dataset import Dataset, DatasetConfig
+    from tuner.data.dataset import Dataset, DatasetConfig
     from tuner.errors import (
         ConfigError,
         ContextLengthError,
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
         TrainingError,
         TunerError,
     )
-    from tuner.judge import JudgeOutput, JudgeType, check_judge_function
+    from tuner.functions.calling import check_judge_function, check_workflow_function
+    from tuner.functions.outputs import JudgeOutput, JudgeType, WorkflowOutput, WorkflowType
     from tuner.model import TunerModelConfig
     from tuner.result import TuneResult
     from tuner.tune import tune
-    from tuner.workflow import WorkflowOutput, WorkflowType, check_workflow_function
 
     # The class depends on what is installed, so type checkers cannot see it.
     TrinityChatModel = Any
@@ -39,12 +39,12 @@ _MODULES = {
     "AlgorithmConfig": "tuner.algorithm",
     "ConfigError": "tuner.errors",
     "ContextLengthError": "tuner.errors",
-    "Dataset": "tuner.dataset",
-    "DatasetConfig": "tuner.dataset",
+    "Dataset": "tuner.data.dataset",
+    "DatasetConfig": "tuner.data.dataset",
     "DatasetError": "tuner.errors",
     "FunctionError": "tuner.errors",
-    "JudgeOutput": "tuner.judge",
-    "JudgeType": "tuner.judge",
+    "JudgeOutput": "tuner.functions.outputs",
+    "JudgeType": "tuner.functions.outputs",
     "MissingDependencyError": "tuner.errors",
     "ModelLoadError": "tuner.errors",
     "RemoteModel": "tuner.config",
@@ -53,10 +53,10 @@ _MODULES = {
     "TuneResult": "tuner.result",
     "TunerError": "tuner.errors",
     "TunerModelConfig": "tuner.model",
-    "WorkflowOutput": "tuner.workflow",
-    "WorkflowType": "tuner.workflow",
-    "check_judge_function": "tuner.judge",
-    "check_workflow_function": "tuner.workflow",
+    "WorkflowOutput": "tuner.functions.outputs",
+    "WorkflowType": "tuner.functions.outputs",
+    "check_judge_function": "tuner.functions.calling",
+    "check_workflow_function": "tuner.functions.calling",
     "require_agentscope1": "tuner.chat_models",
     "require_agentscope2": "tuner.chat_models",
     "tune": "tuner.tune",

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from tuner.dataset import PublicSettings
+from tuner.data.dataset import PublicSettings
 
 # Field -> key in the configuration.
 _KEYS = {

@@ -61,7 +61,7 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
 
     workflow, judge = _functions(config, overrides or [])
     if chosen_backend(config, overrides=overrides or []) == "trinity":
-        from tuner.backends.trinity.check import check_trinity
+        from tuner.trinity.check import check_trinity
 
         found = check_trinity(config, overrides or [], workflow=workflow, judge=judge)
         typer.echo(found.text)
@@ -106,8 +106,8 @@ def replay(
     ] = None,
 ) -> None:
     """Score stored traces again with another judge; no model runs."""
+    from tuner.functions.loading import load_function
     from tuner.viewer.replay import parse_steps, replay, replay_table
-    from tuner.workflow import load_function
 
     module, _, function = judge.rpartition(":")
     result = replay(
@@ -138,13 +138,13 @@ def _functions(
     """The workflow and the judge that the file names; recorded data needs none."""
     from tuner.config import load_config
     from tuner.config.backend import chosen_backend
-    from tuner.workflow import load_function
+    from tuner.functions.loading import load_function
 
     load = load_function
     if chosen_backend(path, overrides=overrides) == "trinity":
-        from tuner.backends.trinity.config import resolve
-        from tuner.backends.trinity.functions import load  # type: ignore[assignment]  # its own parameters
-        from tuner.backends.trinity.modes import ROLLS_OUT
+        from tuner.trinity.config import resolve
+        from tuner.trinity.functions import load  # type: ignore[assignment]  # its own parameters
+        from tuner.trinity.modes import ROLLS_OUT
 
         settings = resolve(path, overrides=overrides)
         names, rolls_out = settings.tuner, settings.mode in ROLLS_OUT

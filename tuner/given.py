@@ -10,11 +10,11 @@ from typing import Any, TypedDict, Unpack
 from tuner.algorithm import AlgorithmConfig
 from tuner.config import RemoteModel, load_config
 from tuner.config.backend import chosen_backend, trinity_mode
-from tuner.dataset import DatasetConfig
+from tuner.data.dataset import DatasetConfig
 from tuner.errors import ConfigError
-from tuner.judge import check_judge_function
+from tuner.functions.calling import check_judge_function, check_workflow_function, unwrapped
+from tuner.functions.loading import FILE_MODULE
 from tuner.model import TunerModelConfig
-from tuner.workflow import FILE_MODULE, check_workflow_function, unwrapped
 
 # What AgentScope's tune() starts from when it gets no file; the rest is in the schema.
 WITHOUT_FILE = {

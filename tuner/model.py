@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from tuner.dataset import PublicSettings
+from tuner.data.dataset import PublicSettings
 from tuner.errors import ConfigError
 
 # Field -> key in the configuration.

@@ -54,6 +54,6 @@ class TuneResult(BaseModel):
     tensorboard: Path | None = None
 
     def __str__(self) -> str:
-        from tuner.monitors.console import result_table
+        from tuner.run.console import result_table
 
         return result_table(self)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 from tuner.algorithm import AlgorithmConfig
 from tuner.config import RemoteModel, RunConfig, load_config
 from tuner.config.backend import chosen_backend
-from tuner.dataset import (
+from tuner.data.dataset import (
     DatasetConfig,
     Task,
     check_fills_a_batch,
@@ -21,9 +21,9 @@ from tuner.dataset import (
     load_tasks,
 )
 from tuner.errors import ConfigError, DatasetError, FunctionError
+from tuner.functions.calling import check_settings
 from tuner.given import Given, is_by_name, settings_of, source_key
 from tuner.model import TunerModelConfig
-from tuner.workflow import check_settings
 
 if TYPE_CHECKING:
     from tuner.result import TuneResult
@@ -120,7 +120,7 @@ def tune(
         overrides=overrides,
     )
     if chosen_backend(config_path, settings, overrides) == "trinity":
-        from tuner.backends.trinity.run import run_trinity
+        from tuner.trinity.run import run_trinity
 
         return outside_event_loop(
             lambda: run_trinity(

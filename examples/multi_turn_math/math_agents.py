@@ -21,7 +21,7 @@ from tuner.areal import (
     register_agent,
     register_environment,
 )
-from tuner.backends.models import load_tokenizer
+from tuner.assembly.models import load_tokenizer
 from tuner.rewards import final_answer, math_equal
 
 SYSTEM_PROMPT = "You are a helpful math problem solving agent."

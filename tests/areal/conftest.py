@@ -6,9 +6,9 @@ import pytest
 
 from tests.areal.queue_agents import Counting
 from tuner.areal import FinetuneSpec, GRPOConfig, PPOActor, RolloutEngine
-from tuner.backends.models import load_model, load_tokenizer
+from tuner.assembly.models import load_model, load_tokenizer
 from tuner.chat_models import PlainChatModel
-from tuner.engines.transformers import TransformersEngine
+from tuner.engines.transformers.engine import TransformersEngine
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults
 from tuner.rollout import RolloutRunner, RolloutSettings
 from tuner.traces import RolloutId

@@ -17,8 +17,8 @@ from tuner.areal import (
     TokenWorkflow,
 )
 from tuner.errors import ConfigError, FunctionError
+from tuner.functions.outputs import WorkflowOutput
 from tuner.training import build_batch
-from tuner.workflow import WorkflowOutput
 
 HI = [{"role": "user", "content": "hi"}]
 

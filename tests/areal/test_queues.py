@@ -21,8 +21,8 @@ from tuner.cli import _functions
 from tuner.config import load_config
 from tuner.engines.base import Generation
 from tuner.errors import ConfigError, FunctionError
+from tuner.functions.outputs import WorkflowOutput
 from tuner.training import Selection, build_batch
-from tuner.workflow import WorkflowOutput
 
 
 async def test_a_bundle_has_whole_sequences_logprobs_and_versions(run):

@@ -20,9 +20,9 @@ from tuner.areal import (
 from tuner.areal.settle import settle
 from tuner.areal.tensors import Trajectory
 from tuner.errors import ConfigError, FunctionError
+from tuner.functions.outputs import WorkflowOutput
 from tuner.gateway.errors import RequestError
 from tuner.training import PolicyTrainer, TrainerSettings, build_batch
-from tuner.workflow import WorkflowOutput
 
 GCONFIG = GenerationHyperparameters(max_new_tokens=5)
 PROMPT = [40, 41, 42]

@@ -11,8 +11,7 @@ from tuner.areal import Agent, AgentWorkflow, GRPOConfig, QueueWorkflow
 from tuner.errors import ConfigError, TrainingError
 from tuner.traces import Outcome
 from tuner.training import Selection, TrainerSettings, build_batch
-from tuner.training.advantages import row_advantages
-from tuner.training.episodes import critic_advantages
+from tuner.training.scoring import critic_advantages, row_advantages
 from tuner.tune import prepare
 
 LONE = Selection(lone_rewards=True)

@@ -8,11 +8,11 @@ import torch
 from tests.areal.loop import GCONFIG, ROWS, Random, Turns, step
 from tests.areal.test_agents import Conversation
 from tests.areal.test_tokens import TwoTurns
-from tuner.backends.settings import selection
-from tuner.backends.stack import build_trainer
+from tuner.assembly.parameters import selection
+from tuner.assembly.stack import build_trainer
 from tuner.errors import TrainingError
+from tuner.functions.outputs import WorkflowOutput
 from tuner.training import build_batch
-from tuner.workflow import WorkflowOutput
 
 
 class Mixed(TwoTurns):

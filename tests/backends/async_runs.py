@@ -7,10 +7,10 @@ import asyncio
 import sys
 
 from tests.backends import runs
-from tuner.backends import run_directory
 from tuner.backends.local import run_local
+from tuner.functions.outputs import WorkflowOutput
+from tuner.run import directory as run_directory
 from tuner.training import PolicyTrainer
-from tuner.workflow import WorkflowOutput
 
 STEPS = 6
 

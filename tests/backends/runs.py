@@ -12,13 +12,12 @@ import random
 import signal
 import sys
 
-from tuner.backends import run_directory
 from tuner.backends.local import run_local
 from tuner.config.load import load_config
-from tuner.judge import JudgeOutput
-from tuner.monitors import base
+from tuner.functions.outputs import JudgeOutput, WorkflowOutput
+from tuner.run import directory as run_directory
+from tuner.run import monitors as base
 from tuner.training import PolicyTrainer
-from tuner.workflow import WorkflowOutput
 
 TRAIN = [{"question": f"train {i}"} for i in range(7)]
 EVAL = [{"question": f"eval {i}"} for i in range(2)]

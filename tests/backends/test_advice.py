@@ -2,8 +2,8 @@
 
 import pytest
 
-from tuner.backends.advice import advice
 from tuner.config.load import load_config
+from tuner.run.record import advice
 
 PARTS = ("generation", "agent", "judge")
 

@@ -5,8 +5,8 @@ import stat
 
 import pytest
 
-from tuner.backends import engines
-from tuner.backends.weight_path import WeightPath
+from tuner.assembly import arrangement as engines
+from tuner.assembly.placement import WeightPath
 from tuner.config import load_config
 
 SHARED, DISK = WeightPath("shared_memory", ""), WeightPath("disk", "")

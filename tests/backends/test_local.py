@@ -11,14 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.backends import runs
+from tuner.assembly.models import load_model, load_tokenizer
 from tuner.backends.local import run_local
-from tuner.backends.models import load_model, load_tokenizer
-from tuner.backends.order import planned_steps
 from tuner.chat_models import default_kind
+from tuner.data.order import planned_steps
 from tuner.errors import ConfigError, FunctionError, ModelLoadError, TrainingError
-from tuner.judge import JudgeOutput
+from tuner.functions.outputs import JudgeOutput, WorkflowOutput
 from tuner.traces import read_traces
-from tuner.workflow import WorkflowOutput
 
 TINY_MATH = Path(__file__).parents[2] / "models" / "tiny_math"
 

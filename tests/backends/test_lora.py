@@ -17,11 +17,11 @@ from tests.backends.test_resume import without_times
 from tests.engines.models import make_model
 from tests.training.lora import change_adapter
 from tuner import tune
-from tuner.backends.adapters import add_adapter
+from tuner.assembly.adapters import add_adapter
+from tuner.assembly.models import load_model
 from tuner.backends.local import run_local
-from tuner.backends.models import load_model
 from tuner.config.lora import LoraSection
-from tuner.engines.transformers import TransformersEngine
+from tuner.engines.transformers.engine import TransformersEngine
 from tuner.errors import ConfigError, MissingDependencyError, ModelLoadError
 from tuner.training import PolicyTrainer
 

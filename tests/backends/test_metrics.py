@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.builders import call, trace
-from tuner.backends.metrics import (
+from tuner.run.metrics import (
     batch_metrics,
     diagnosis,
     has_signal,

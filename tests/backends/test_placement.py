@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.engines.models import make_model
-from tuner.backends import placement
-from tuner.backends.placement import Machine, Needs, choose_placement, needs_of
+from tuner.assembly import placement
+from tuner.assembly.placement import Machine, Needs, choose_placement, needs_of
 from tuner.config import load_config
 from tuner.errors import ConfigError
 

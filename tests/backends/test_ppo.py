@@ -10,8 +10,8 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from tests.backends import runs
 from tests.backends.test_resume import without_times
 from tuner.backends.local import run_local
-from tuner.backends.run_directory import TRAINER_STATE
 from tuner.errors import ConfigError
+from tuner.run.directory import TRAINER_STATE
 from tuner.training import PolicyTrainer
 
 PPO = (

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tuner.backends.weight_path import Sides, choose_weight_path
+from tuner.assembly.placement import Sides, choose_weight_path
 from tuner.errors import ConfigError
 
 GIB = 2**30

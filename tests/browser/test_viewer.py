@@ -12,7 +12,7 @@ from tests.browser.example_run import HOSTILE, example_trace, write_example
 from tuner.traces import Outcome, RolloutId, TraceStore
 from tuner.viewer import RunReader
 from tuner.viewer.page import page as html_of
-from tuner.viewer.report import report_data
+from tuner.viewer.page import report_data
 
 TRACES = 12 * 4 * 4
 # How soon a page with ten thousand traces must list them, and answer a filter. On a machine with

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tuner.algorithms.table import ALGORITHMS, NOT_HERE
-from tuner.backends.settings import selection, trainer_settings
+from tuner.assembly.parameters import selection, trainer_settings
 from tuner.config import load_config
 from tuner.errors import ConfigError
 from tuner.training import CriticSettings, Overlong, TrainerSettings

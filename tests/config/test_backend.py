@@ -35,7 +35,7 @@ def test_a_file_for_both_backends_may_have_steps_of_the_trainer(tmp_path):
 
 
 def test_without_trinity_the_extra_is_named_before_anything_runs():
-    pytest.importorskip("tuner.backends.trinity.installed")
+    pytest.importorskip("tuner.trinity.installed")
     try:
         import trinity  # noqa: F401  # whether it can be
     except ImportError:

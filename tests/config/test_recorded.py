@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tuner.algorithms.table import ALGORITHMS
-from tuner.backends.settings import rollout_settings, selection, trainer_settings
+from tuner.assembly.parameters import rollout_settings, selection, trainer_settings
 from tuner.config import load_config
 from tuner.errors import ConfigError
 

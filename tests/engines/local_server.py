@@ -12,7 +12,7 @@ from tests.engines.conformance import CONTEXT
 from tests.engines.models import make_tokenizer
 from tuner.engines import EngineLostError, SamplingParams
 from tuner.engines.token_server import Sampled, Weights
-from tuner.engines.transformers import TransformersEngine
+from tuner.engines.transformers.engine import TransformersEngine
 
 
 class LocalServer:

@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from tuner.engines import Generation, SamplingParams
 from tuner.engines.sampling import sampled_logprobs
-from tuner.engines.transformers import TransformersEngine
+from tuner.engines.transformers.engine import TransformersEngine
 
 VOCABULARY = 300
 

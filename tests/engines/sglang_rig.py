@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 from tests.engines.conformance import CONTEXT, make_rig_model
 from tests.engines.models import VOCABULARY, make_tokenizer
 from tuner.engines.served import ServedEngine
-from tuner.engines.sglang.client import SglangServer
-from tuner.engines.sglang.demands import SglangSettings
+from tuner.engines.sglang.client import SglangServer, SglangSettings
 from tuner.engines.sglang.sampling import check_for_sglang
 
 ROOT = Path(__file__).parents[2]

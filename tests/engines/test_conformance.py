@@ -10,7 +10,7 @@ from tests.engines.conformance import CONTEXT, Rig, make_rig_model
 from tests.engines.local_server import LocalServer
 from tests.engines.models import VOCABULARY, make_tokenizer
 from tuner.engines.served import ServedEngine
-from tuner.engines.transformers import TransformersEngine
+from tuner.engines.transformers.engine import TransformersEngine
 
 
 @pytest.fixture(params=["batched", "deterministic", "served"])

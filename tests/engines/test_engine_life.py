@@ -19,7 +19,7 @@ from tests.engines.models import (
     until,
 )
 from tuner.engines import EngineError, SamplingParams
-from tuner.engines.transformers import TransformersEngine
+from tuner.engines.transformers.engine import TransformersEngine
 from tuner.errors import ConfigError, ContextLengthError
 
 both_ways = pytest.mark.parametrize("deterministic", [False, True])

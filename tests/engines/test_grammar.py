@@ -22,7 +22,7 @@ from tests.gateway.toy import ids_of, text_of, tokenizer
 from tuner.engines import EngineError, SamplingParams
 from tuner.engines.base import GrammarError
 from tuner.engines.grammar import Grammars, GrammarState, unpacked
-from tuner.engines.transformers import TransformersEngine
+from tuner.engines.transformers.engine import TransformersEngine
 from tuner.gateway.constraints import json_schema
 
 PADDING = 5  # logits that stand for no token

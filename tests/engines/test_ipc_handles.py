@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.storage import TypedStorage
 
-from tuner.engines.vllm.ipc_handles import from_plain, to_plain
+from tuner.engines.vllm.worker import from_plain, to_plain
 
 
 def arguments(**changes):

@@ -8,9 +8,9 @@ from tests.engines.models import error, generate_all, make_engine, make_model, p
 from tests.engines.test_slot_engine import crowd
 from tests.training.lora import change_adapter, wrapped
 from tuner.engines import SamplingParams
-from tuner.engines.weights_guard import WeightsGuard
+from tuner.engines.transformers.weights import WeightsGuard
 from tuner.errors import ConfigError
-from tuner.training.reference import AdapterReference
+from tuner.training.references import AdapterReference
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tests.engines.models import (
     until,
 )
 from tuner.engines import SamplingParams
-from tuner.engines.slots import SlotRunner
+from tuner.engines.transformers.slots import SlotRunner
 
 SETTINGS = [
     SamplingParams(max_tokens=12, temperature=1.0),

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.engines.models import error, generate_all
 from tuner.engines import SamplingParams
-from tuner.engines.transformers import TransformersEngine
+from tuner.engines.transformers.engine import TransformersEngine
 
 PATH = Path(__file__).parents[2] / "models" / "tiny_math"
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.engines.models import make_model
-from tuner.engines.weights_guard import WeightsGuard
+from tuner.engines.transformers.weights import WeightsGuard
 
 
 def adamw(**options):

@@ -303,7 +303,7 @@ async def test_tokenizer_that_does_not_split_at_the_end_token_is_not_relied_on(m
 async def test_real_engine_computes_only_what_is_new() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from tuner.engines.transformers import TransformersEngine
+    from tuner.engines.transformers.engine import TransformersEngine
 
     spoken = AutoTokenizer.from_pretrained(MODEL)
     model = AutoModelForCausalLM.from_pretrained(MODEL).eval()

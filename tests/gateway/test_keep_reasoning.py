@@ -422,7 +422,7 @@ def test_keep_without_a_reasoning_parser_is_refused() -> None:
 async def test_real_engine_computes_only_what_is_new_under_keep() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from tuner.engines.transformers import TransformersEngine
+    from tuner.engines.transformers.engine import TransformersEngine
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     model = AutoModelForCausalLM.from_pretrained(MODEL).eval()

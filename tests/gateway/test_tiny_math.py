@@ -25,7 +25,7 @@ QUESTION = [{"role": "user", "content": "Tom has 3 apples and buys 4 more. How m
 async def gateway() -> AsyncIterator[Gateway]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from tuner.engines.transformers import TransformersEngine
+    from tuner.engines.transformers.engine import TransformersEngine
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     model = AutoModelForCausalLM.from_pretrained(MODEL).eval()

@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from tuner.errors import ConfigError, MissingDependencyError
-from tuner.monitors import ConsoleMonitor, JsonlMonitor, open_tracker
+from tuner.run.console import ConsoleMonitor
+from tuner.run.monitors import JsonlMonitor, open_tracker
 
 METRICS = {
     "reward/mean": 0.5,

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.builders import call, trace
-from tuner.monitors import Timeline
+from tuner.run.timeline import Timeline
 
 
 def events(path):

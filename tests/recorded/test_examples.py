@@ -10,9 +10,9 @@ from transformers import AutoTokenizer
 
 from tests.gateway.toy import ADD_TOOL, TEMPLATE, tokenizer
 from tuner.config.trainer_input import FormatSection
+from tuner.data.recorded import examples_of
 from tuner.errors import DatasetError
 from tuner.gateway import ChatRenderer
-from tuner.recorded import examples_of
 from tuner.traces.tree import TokenTree
 
 TINY_MATH = Path(__file__).parents[2] / "models" / "tiny_math"

@@ -9,17 +9,16 @@ from dataclasses import replace
 import pytest
 
 from tests.rewards import functions
-from tuner.backends.models import load_model, load_tokenizer
+from tuner.assembly.models import load_model, load_tokenizer
 from tuner.chat_models import chat_model
-from tuner.engines.transformers import TransformersEngine
+from tuner.engines.transformers.engine import TransformersEngine
 from tuner.errors import FunctionError, TrainingError
+from tuner.functions.outputs import JudgeOutput, Rejected, WorkflowOutput
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults
-from tuner.judge import JudgeOutput
 from tuner.rewards import in_process
 from tuner.rollout import RolloutRunner, RolloutSettings, StepPlan, collect
 from tuner.rollout.limits import Ending
 from tuner.traces import Outcome, RolloutId, TraceStore
-from tuner.workflow import Rejected, WorkflowOutput
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 DEFAULTS = SamplingDefaults(max_tokens=4)

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.rollout.clock import simulate
-from tuner.rollout.schedule import Schedule
-from tuner.rollout.staleness import admissible, in_time
+from tuner.rollout.schedule import Schedule, admissible, in_time
 
 
 @dataclass

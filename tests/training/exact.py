@@ -21,8 +21,9 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from tests.engines.models import VOCABULARY, make_model
 from tuner.engines import SamplingParams
 from tuner.engines.grammar import Grammars
-from tuner.training import Batch, PolicyTrainer, Row, TrainerSettings, head, tree_blocks
-from tuner.training.forward import Forward
+from tuner.training import Batch, PolicyTrainer, Row, TrainerSettings
+from tuner.training.forward import head, tree_blocks
+from tuner.training.forward.layouts import Forward
 from tuner.training.settings import Layout
 
 KINDS = ["qwen3", "llama", "mistral", "gemma2", "gemma3"]

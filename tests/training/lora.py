@@ -6,7 +6,7 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from tuner.backends.adapters import add_adapter
+from tuner.assembly.adapters import add_adapter
 from tuner.config.lora import LoraSection
 
 

@@ -15,7 +15,7 @@ from tests.builders import trace
 from tests.gateway import toy
 from tests.training.exact import model_of
 from tuner.engines.grammar import Grammars
-from tuner.engines.transformers import TransformersEngine
+from tuner.engines.transformers.engine import TransformersEngine
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults, Session
 from tuner.traces import Trace
 

@@ -13,7 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from tests.builders import call, trace
 from tests.training.test_trainer import gradient_of, random_batch, tiny_model
 from tuner.algorithms.table import ADVANTAGES, ALGORITHMS
-from tuner.backends.settings import selection, trainer_settings
+from tuner.assembly.parameters import selection, trainer_settings
 from tuner.config import load_config
 from tuner.training import PolicyTrainer, TrainerSettings, build_batch
 

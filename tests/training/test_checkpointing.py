@@ -7,7 +7,7 @@ from torch import nn
 from tests.engines.models import make_model
 from tests.training.exact import model_of, row
 from tuner.errors import ConfigError
-from tuner.training.forward import Forward
+from tuner.training.forward.layouts import Forward
 
 ROWS = [row((3, 10, 17), (24, 31)), row((3, 10, 17), (24, 38, 45)), row((3, 10), (52, 3))]
 

@@ -12,7 +12,7 @@ import torch
 from tests.builders import call, trace
 from tests.training.test_trainer import tiny_model
 from tuner.algorithms import call_normalized, group_normalized
-from tuner.backends.metrics import has_signal
+from tuner.run.metrics import has_signal
 from tuner.traces import Trace
 from tuner.training import PolicyTrainer, TrainerSettings, build_batch
 

@@ -15,8 +15,8 @@ from tests.engines.models import make_model
 from tests.training.exact import all_float64
 from tests.training.test_trainer import VOCABULARY, random_batch, tiny_model
 from tests.training.test_turn_discount import agent, short
-from tuner.backends.metrics import has_signal
 from tuner.errors import TrainingError
+from tuner.run.metrics import has_signal
 from tuner.training import CriticSettings, PolicyTrainer, Selection, TrainerSettings, build_batch
 from tuner.training.critic import Critic
 

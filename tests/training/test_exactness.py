@@ -27,7 +27,7 @@ from tests.training.exact import (
 )
 from tests.training.recorded import recorded
 from tests.training.test_algorithms import REWARDED, settings_of
-from tuner.backends.settings import selection
+from tuner.assembly.parameters import selection
 from tuner.config import load_config
 from tuner.training import Batch, PolicyTrainer, TrainerSettings, build_batch
 

@@ -15,13 +15,13 @@ from tests.builders import call, trace
 from tests.engines.models import make_model, prompt
 from tests.training.exact import assert_same_gradient, gradient, row, seeded, small_parts
 from tuner.training import PolicyTrainer, TrainerSettings, build_batch
-from tuner.training.forward import Forward
-from tuner.training.packed_forward import packed_logprobs, packs
+from tuner.training.forward.layouts import Forward
+from tuner.training.forward.packed import packed_logprobs, packs
 
 
 def lines(caplog):
     """What the choice of a layout has logged since."""
-    found = [r.getMessage() for r in caplog.records if r.name == "tuner.training.forward"]
+    found = [r.getMessage() for r in caplog.records if r.name == "tuner.training.forward.layouts"]
     caplog.clear()
     return found
 
@@ -47,7 +47,7 @@ def test_a_model_that_carries_more_than_keys_from_row_to_row_trains_on_padded_ro
     weights = []
     for layout in ("padded", "packed", "tree"):
         model = make_model(kind)
-        with caplog.at_level(logging.WARNING, logger="tuner.training.forward"):
+        with caplog.at_level(logging.WARNING, logger="tuner.training.forward.layouts"):
             settings = TrainerSettings(total_steps=1, lr=1e-2, kl="none", layout=layout)
             trainer = PolicyTrainer(model, settings)
         said = lines(caplog)
@@ -69,7 +69,7 @@ ROWS = [row(prompt(n), prompt(m, seed=n)) for n, m in ((3, 9), (12, 2), (1, 1), 
 
 def test_a_model_that_attends_in_chunks_trains_on_packed_rows(caplog):
     model = make_model("llama4")
-    with caplog.at_level(logging.WARNING, logger="tuner.training.forward"):
+    with caplog.at_level(logging.WARNING, logger="tuner.training.forward.layouts"):
         assert Forward.of(model, None).layout == "packed"
     (line,) = lines(caplog)
     assert "packed rows" in line
@@ -118,7 +118,7 @@ def test_flash_attention_computes_packed_rows_one_by_one_and_without_a_bound(kin
     model, attended = make_model(kind), []
     model.config._attn_implementation = "flash_attention_2"
     with flash_stand_in(attended):
-        with caplog.at_level(logging.WARNING, logger="tuner.training.forward"):
+        with caplog.at_level(logging.WARNING, logger="tuner.training.forward.layouts"):
             forward = Forward.of(model, None)
         (line,) = lines(caplog)
         assert "attn_implementation is 'flash_attention_2', which takes no mask" in line
@@ -183,7 +183,7 @@ def test_a_head_that_would_be_computed_differently_is_found_in_every_layout(capl
         return output
 
     model.forward = louder
-    with caplog.at_level(logging.WARNING, logger="tuner.training.forward"):
+    with caplog.at_level(logging.WARNING, logger="tuner.training.forward.layouts"):
         found = Forward.of(model, None)
     assert found.layout == "padded"
     assert "logits of all tokens of a micro-batch at once" in lines(caplog)[-1]

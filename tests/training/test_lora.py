@@ -21,8 +21,8 @@ from tests.training.exact import (
 from tests.training.lora import wrapped
 from tests.training.test_trainer import random_batch, tiny_model
 from tuner.training import PolicyTrainer, TrainerSettings, build_batch
-from tuner.training.forward import Forward
-from tuner.training.reference import AdapterReference
+from tuner.training.forward.layouts import Forward
+from tuner.training.references import AdapterReference
 
 CUTS = [("tree", 10_000), ("tree", 17), ("packed", 10_000), ("padded", 40)]
 

@@ -9,7 +9,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.builders import call, trace
 from tests.engines.models import prompt
-from tuner.training import PolicyTrainer, TrainerSettings, build_batch, head
+from tuner.training import PolicyTrainer, TrainerSettings, build_batch
+from tuner.training.forward import head
 
 WIDTH = 8
 LAYOUTS = ["tree", "packed", "padded"]

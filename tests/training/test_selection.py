@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tests.builders import call, trace
-from tuner.backends.metrics import batch_metrics, has_signal
 from tuner.errors import TrainingError
+from tuner.run.metrics import batch_metrics, has_signal
 from tuner.training import Overlong, Selection, build_batch
 
 

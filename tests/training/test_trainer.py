@@ -12,7 +12,7 @@ from tests.builders import call, trace
 from tuner.errors import TrainingError
 from tuner.traces import Outcome
 from tuner.training import PolicyTrainer, TrainerSettings, build_batch
-from tuner.training.schedule import lr_factor
+from tuner.training.optimizer import lr_factor
 
 VOCABULARY = 53
 

@@ -25,8 +25,10 @@ from tests.training.exact import (
 )
 from tuner.engines import SamplingParams
 from tuner.traces import TokenTree
-from tuner.training import flex_mask, tree_attention, tree_blocks, tree_forward
-from tuner.training.forward import Forward
+from tuner.training.forward import tree as tree_forward
+from tuner.training.forward import tree_attention, tree_blocks
+from tuner.training.forward import tree_attention as flex_mask
+from tuner.training.forward.layouts import Forward
 
 IDS = VOCABULARY
 

@@ -13,7 +13,7 @@ import torch
 from tests.builders import call, trace
 from tests.training.test_trainer import random_batch, tiny_model
 from tuner.algorithms.table import TURN_DISCOUNTED
-from tuner.backends.metrics import has_signal
+from tuner.run.metrics import has_signal
 from tuner.traces import Trace
 from tuner.training import PolicyTrainer, Selection, TrainerSettings, build_batch
 

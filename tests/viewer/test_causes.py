@@ -8,9 +8,9 @@ from starlette.testclient import TestClient
 
 from tests.builders import call, trace
 from tests.viewer.stored import read_data, small, store_run
-from tuner.viewer import RunReader, report, write_report
-from tuner.viewer.causes import CauseIndex
-from tuner.viewer.follow import TraceIndex
+from tuner.viewer import RunReader, write_report
+from tuner.viewer import page as report
+from tuner.viewer.follow import CauseIndex, TraceIndex
 from tuner.viewer.server import viewer_app
 
 

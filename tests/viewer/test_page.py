@@ -14,10 +14,8 @@ from tests.viewer.stored import read_data, small, store_run
 from tuner.errors import TunerError
 from tuner.traces import Outcome
 from tuner.viewer import RunReader, write_report
-from tuner.viewer.page import TEMPLATE, page
-from tuner.viewer.reader import to_json
-from tuner.viewer.report import selection
-from tuner.viewer.vocabulary import BEGINS_CHARACTER, Vocabulary
+from tuner.viewer.page import TEMPLATE, page, selection
+from tuner.viewer.reader import BEGINS_CHARACTER, Vocabulary, to_json
 
 TINY = Path(__file__).parents[2] / "models/tiny_math"
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!-- \u2028 %DATA% %NONCE%"

@@ -10,7 +10,7 @@ import pytest
 from tests.builders import call, trace
 from tests.viewer.stored import store_run
 from tuner.errors import FunctionError, TunerError
-from tuner.judge import JudgeOutput
+from tuner.functions.outputs import JudgeOutput
 from tuner.traces import Outcome
 from tuner.viewer import replay
 from tuner.viewer.replay import StoredResponse, parse_steps, replay_table

@@ -12,7 +12,7 @@ from tests.viewer.stored import read_data
 from tuner import cli
 from tuner.backends.local import run_local
 from tuner.errors import ModelLoadError, TrainingError
-from tuner.judge import JudgeOutput
+from tuner.functions.outputs import JudgeOutput
 
 
 def run(model, root, *overrides, workflow=runs.workflow, judge=runs.judge):

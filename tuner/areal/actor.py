@@ -14,13 +14,12 @@ from tuner.areal.batch import Place, gathered, scattered, to_batch
 from tuner.areal.config import PPOActorConfig
 from tuner.areal.run import Run
 from tuner.areal.weights import FinetuneSpec, WeightUpdateMeta
-from tuner.backends.models import load_model
-from tuner.backends.run_directory import TRAINER_STATE
-from tuner.backends.settings import selection
-from tuner.backends.stack import build_trainer
-from tuner.backends.stored_adapter import StoredAdapter
+from tuner.assembly.models import StoredAdapter, load_model
+from tuner.assembly.parameters import selection
+from tuner.assembly.stack import build_trainer
 from tuner.engines.base import SamplingParams
 from tuner.errors import ConfigError, TrainingError
+from tuner.run.directory import TRAINER_STATE
 from tuner.training import Batch, PolicyTrainer, ScoredBatch
 
 Tensors = MutableMapping[str, Tensor]

@@ -10,13 +10,15 @@ from typing import Any
 
 import openai
 
-from tuner.backends.settings import adds_up
-from tuner.chat_models.handle import SessionHandle
+from tuner.assembly.parameters import adds_up
+from tuner.chat_models.plain import SessionHandle
 from tuner.config import RunConfig
 from tuner.errors import ConfigError, FunctionError
+from tuner.functions.calling import call_function
+from tuner.functions.loading import load_function
+from tuner.functions.outputs import Rejected, WorkflowOutput
 from tuner.gateway import RecordedCall
 from tuner.gateway.transport import in_process_http_client
-from tuner.workflow import Rejected, WorkflowOutput, call_function, load_function
 
 # What requests of such agents say where the model's name does not matter.
 ANY_MODEL = "default"

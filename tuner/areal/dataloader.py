@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from tuner.data.order import derive_seed
 from tuner.errors import DatasetError
-from tuner.rollout.seeds import derive_seed
 
 
 class StatefulDataLoader:

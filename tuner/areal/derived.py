@@ -54,7 +54,7 @@ def derived(trace: Trace) -> Episode:
 def derived_by_gain(trace: Trace, bias: float) -> Episode:
     """A trajectory for each call that gains something or that none goes on from, with the calls
     that led to it; for algorithms that add up what calls lead to. In all, a call gains what it
-    does without trajectories (`tuner.training.episodes`).
+    does without trajectories (`tuner.training.scoring`).
 
     Args:
         bias: What is added to each reward that is given (`tuner.algorithm.reward_bias`).

@@ -10,12 +10,13 @@ from typing import Any
 from tuner.areal.engine import InferenceEngine, SessionEngine
 from tuner.areal.settle import Settled, settle
 from tuner.areal.tensors import Trajectory, read_trajectories
-from tuner.chat_models.handle import SessionHandle
+from tuner.chat_models.plain import SessionHandle
 from tuner.errors import FunctionError
+from tuner.functions.calling import is_async
+from tuner.functions.outputs import Rejected, WorkflowOutput
 from tuner.gateway import Session
 from tuner.traces import Call
 from tuner.training.batch import untrainable
-from tuner.workflow import Rejected, WorkflowOutput, is_async
 
 
 class RolloutWorkflow(ABC):

@@ -9,7 +9,7 @@ from typing import Any
 from tuner.areal.queues import EnvironmentService, Step
 from tuner.areal.registry import register_environment
 from tuner.errors import MissingDependencyError
-from tuner.workflow import in_thread
+from tuner.functions.calling import in_thread
 
 
 class GymnasiumEnvironment(EnvironmentService):

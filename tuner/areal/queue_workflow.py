@@ -26,11 +26,13 @@ from tuner.areal.registry import (
     make_environment,
 )
 from tuner.areal.samples import SequenceSample, trajectories_of
-from tuner.chat_models.handle import SessionHandle
+from tuner.chat_models.plain import SessionHandle
 from tuner.config.schema import TunerSection
 from tuner.errors import FunctionError
+from tuner.functions.calling import is_async
+from tuner.functions.loading import import_module_or_file
+from tuner.functions.outputs import Rejected, WorkflowOutput
 from tuner.gateway import Session
-from tuner.workflow import Rejected, WorkflowOutput, import_module_or_file, is_async
 
 logger = logging.getLogger("tuner.rollout")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tuner.areal.requests import GenerationHyperparameters
 from tuner.errors import ConfigError
-from tuner.workflow import load_function
+from tuner.functions.loading import load_function
 
 _AGENTS: dict[str, type[Any]] = {}
 _ENVIRONMENTS: dict[str, type[Any]] = {}

@@ -18,11 +18,10 @@ from tuner.areal.rows import AcceptFunction, Group, Rollout, group_of
 from tuner.areal.run import Run
 from tuner.areal.tensors import concat_padded_tensors
 from tuner.areal.workflows import Runnable
-from tuner.backends.settings import adds_up, selection
+from tuner.assembly.parameters import adds_up, selection
 from tuner.errors import ConfigError, TrainingError
 from tuner.gateway import SamplingDefaults
-from tuner.rollout.ahead import Ahead
-from tuner.rollout.staleness import admissible
+from tuner.rollout.schedule import Ahead, admissible
 from tuner.traces import RolloutId
 
 

@@ -8,11 +8,11 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
-from tuner.backends.stack import Stack, build_stack
+from tuner.assembly.stack import Stack, build_stack
 from tuner.config import RunConfig
 from tuner.errors import ConfigError, TrainingError
+from tuner.functions.outputs import WorkflowOutput
 from tuner.tune import with_default_model
-from tuner.workflow import WorkflowOutput
 
 T = TypeVar("T")
 

@@ -10,13 +10,9 @@ from tuner.areal.episodes import Episode, TokenWorkflow
 from tuner.areal.queue_workflow import QueueWorkflow
 from tuner.config import RunConfig
 from tuner.errors import FunctionError
+from tuner.functions.calling import call_workflow, check_settings, check_workflow_function
+from tuner.functions.outputs import WorkflowOutput
 from tuner.gateway import Session
-from tuner.workflow import (
-    WorkflowOutput,
-    call_workflow,
-    check_settings,
-    check_workflow_function,
-)
 
 
 class Runnable:

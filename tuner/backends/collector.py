@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tuner.backends.batches import BatchLog
-from tuner.backends.groups import TrainingGroups
-from tuner.backends.stack import Stack
+from tuner.assembly.stack import Stack
 from tuner.config import RunConfig
 from tuner.config.buffer import EvalTasksetSection
 from tuner.gateway import SamplingDefaults
-from tuner.monitors import ConsoleMonitor, Timeline
 from tuner.rollout import Rollouts, StepPlan
+from tuner.rollout.groups import BatchLog, TrainingGroups
+from tuner.run.console import ConsoleMonitor
+from tuner.run.timeline import Timeline
 from tuner.traces import Outcome, Trace, TraceStore
 
 Task = dict[str, Any]

@@ -19,10 +19,17 @@ from typing import Any
 import torch
 
 from tuner.algorithms.table import ADVANTAGES
-from tuner.backends.batches import BatchLog
-from tuner.backends.groups import TrainingGroups
+from tuner.assembly.parameters import selection
+from tuner.assembly.stack import Stack
 from tuner.backends.loop import Loop
-from tuner.backends.metrics import (
+from tuner.backends.recorded import RecordedLoop, read_examples
+from tuner.config import RunConfig
+from tuner.config.schema import Penalize
+from tuner.data.order import planned_steps
+from tuner.result import TuneResult
+from tuner.rollout.groups import BatchLog, TrainingGroups
+from tuner.run.directory import RunDirectory
+from tuner.run.metrics import (
     RECOMPUTED,
     batch_metrics,
     diagnosis,
@@ -32,15 +39,7 @@ from tuner.backends.metrics import (
     staleness_metrics,
     time_split,
 )
-from tuner.backends.order import planned_steps
-from tuner.backends.record import Task, finished_result, leave_report, open_directory
-from tuner.backends.recorded import RecordedLoop, read_examples
-from tuner.backends.run_directory import RunDirectory
-from tuner.backends.settings import selection
-from tuner.backends.stack import Stack
-from tuner.config import RunConfig
-from tuner.config.schema import Penalize
-from tuner.result import TuneResult
+from tuner.run.record import Task, finished_result, leave_report, open_directory
 from tuner.traces import Trace
 from tuner.training import Batch, PolicyTrainer, build_batch
 

@@ -10,14 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
+from tuner.assembly.stack import Stack, build_stack
 from tuner.backends.collector import Collector
-from tuner.backends.order import is_due
-from tuner.backends.record import RunRecord, Task
-from tuner.backends.run_directory import RunDirectory
-from tuner.backends.stack import Stack, build_stack
 from tuner.config import RunConfig
+from tuner.data.order import is_due
 from tuner.errors import TrainingError
 from tuner.result import TuneResult
+from tuner.run.directory import RunDirectory
+from tuner.run.record import RunRecord, Task
 from tuner.traces import TraceStore
 from tuner.training import PolicyTrainer
 

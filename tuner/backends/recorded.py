@@ -7,17 +7,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tuner.algorithms.table import ALGORITHMS
+from tuner.assembly.models import load_settings, load_tokenizer
+from tuner.assembly.stack import Stack, chat_renderer, context_length
 from tuner.backends.loop import Loop
-from tuner.backends.metrics import tree_metrics
-from tuner.backends.models import load_settings, load_tokenizer
-from tuner.backends.order import batch_indices, planned_steps
-from tuner.backends.record import Task
-from tuner.backends.run_directory import RunDirectory
-from tuner.backends.stack import Stack, chat_renderer, context_length
 from tuner.config import RunConfig
+from tuner.data.order import batch_indices, planned_steps
+from tuner.data.recorded import Examples, examples_of
 from tuner.errors import DatasetError
-from tuner.recorded import Examples, examples_of
 from tuner.result import TuneResult
+from tuner.run.directory import RunDirectory
+from tuner.run.metrics import tree_metrics
+from tuner.run.record import Task
 from tuner.training import PolicyTrainer, RecordedBatch, recorded_update
 
 

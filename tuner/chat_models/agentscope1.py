@@ -7,7 +7,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from tuner.chat_models.handle import SessionHandle
+from tuner.chat_models.plain import SessionHandle
 from tuner.errors import MissingDependencyError
 
 if TYPE_CHECKING:

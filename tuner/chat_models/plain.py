@@ -1,16 +1,68 @@
-"""The chat model without a framework: what any agent needs to reach the gateway."""
+"""The chat model without a framework, and what those of frameworks have besides."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from tuner.chat_models.handle import SessionHandle
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
+    import anthropic
     import openai
     from openai.types.chat import ChatCompletionMessage
 
-    from tuner.gateway import Session
+    from tuner.gateway import RecordedCall, Session
+
+
+class SessionHandle:
+    """A rollout's session as the workflow sees it: credentials, recorded calls, roles.
+
+    Args:
+        session: The rollout's.
+        role: The agent that calls through this handle; None where there is but one.
+
+    Attributes:
+        api_key: The rollout's key, for any other client; it names the role, too.
+        model_name: What requests give as `model`.
+    """
+
+    def __init__(self, session: Session, role: str | None = None) -> None:
+        self._session = session
+        self._role = role
+        self.api_key = session.key_of(role)
+        self.model_name = session.model_name
+
+    @property
+    def session(self) -> Session:
+        """The rollout's session at the gateway."""
+        return self._session
+
+    @property
+    def base_url(self) -> str:
+        """Where any other client finds the gateway; the first use opens the HTTP door."""
+        return self._session.base_url
+
+    @cached_property
+    def anthropic_client(self) -> anthropic.AsyncAnthropic:
+        """Anthropic's client of the session, which reaches the gateway without a socket.
+
+        Raises:
+            MissingDependencyError: The anthropic package is not installed.
+        """
+        return self._session.async_anthropic(self._role)
+
+    @property
+    def calls(self) -> list[RecordedCall]:
+        """The calls committed so far, in order: those of this role, or all where it has none."""
+        calls = self._session.recorded_calls()
+        return [c for c in calls if self._role is None or c.role == self._role]
+
+    def role(self, name: str) -> Self:
+        """The same model for one of several agents: its calls are recorded under `name`.
+
+        Raises:
+            ValueError: `name` is not 1 to 64 letters, digits, "_" or "-".
+        """
+        return type(self)(self._session, name)
 
 
 class PlainChatModel(SessionHandle):

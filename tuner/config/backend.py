@@ -60,7 +60,7 @@ def mode_of(tree: Mapping[str, Any]) -> str:
 
 
 def _was_given_to_trinity(tree: Mapping[str, Any]) -> bool:
-    """Whether it is the `config.yaml` of a run on Trinity-RFT (`tuner.backends.trinity.saved`)."""
+    """Whether it is the `config.yaml` of a run on Trinity-RFT (`tuner.trinity.saved`)."""
     for key in ("monitor", "monitor_args", "tuner"):
         value = tree.get(key)
         if not isinstance(value, Mapping):

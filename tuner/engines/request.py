@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from tuner.engines.base import (
     EngineError,
@@ -23,8 +26,56 @@ from tuner.engines.base import (
 )
 from tuner.engines.grammar import GrammarState, unpacked
 from tuner.engines.sampling import SamplingBatch, choose, most_probable
-from tuner.engines.stop_strings import StopStrings
 from tuner.errors import ContextLengthError
+
+_UNFINISHED = "\ufffd"
+_LONGEST_CHARACTER = 8
+"""Tokens after which an undecodable tail is taken as it is: no character is longer in bytes."""
+
+
+class StopStrings:
+    """Watches one completion; a stop string may begin and end inside tokens.
+
+    Only the last few tokens are decoded: those since the last complete character, after the
+    ones before it (a tokenizer may write a token differently at the start of a text).
+
+        ids      ...  a  b | c  d        text of (a b c d) minus text of (a b) = what c d add
+                      ^    ^
+                 _start    _read
+
+    Special tokens count as text, so a stop string may name one.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._stops = tuple(stops)
+        self._longest = max(map(len, stops))
+        self._ids: list[int] = []
+        self._start = 0
+        self._read = 0
+        self._tail = ""
+
+    def push(self, token_id: int) -> bool:
+        """Take the next token; True if the text now contains a stop string."""
+        self._ids.append(token_id)
+        known = self._decode(self._ids[self._start : self._read])
+        text = self._decode(self._ids[self._start :])[len(known) :]
+        finished = text.rstrip(_UNFINISHED)
+        seen = self._tail + finished
+        if any(stop in seen for stop in self._stops):
+            return True
+        if finished == text or len(self._ids) - self._read >= _LONGEST_CHARACTER:
+            self._tail = (self._tail + text)[-self._longest :]
+            self._start, self._read = self._read, len(self._ids)
+        return False
+
+    def _decode(self, ids: list[int]) -> str:
+        if not ids:
+            return ""
+        text = self._tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return cast(str, text)
 
 
 @dataclass(eq=False)
@@ -205,3 +256,39 @@ def _within_grammars(
     removed = torch.zeros_like(logits, dtype=torch.bool)
     removed[places] = ~unpacked(np.stack(masks), logits.shape[-1], logits.device)
     return logits.masked_fill(removed, -math.inf)
+
+
+@dataclass(eq=False)
+class Flight:
+    """A request, and the part of it that is being sampled."""
+
+    progress: Progress
+    loop: asyncio.AbstractEventLoop
+    wake: asyncio.Event
+    part: asyncio.Task[None] | None = None
+
+    def end_part(self) -> None:
+        part = self.part
+        if part is not None and not self.progress.sampling.grammar:
+            with suppress(RuntimeError):  # its loop was closed: nobody waits
+                self.loop.call_soon_threadsafe(part.cancel)
+
+    def wake_up(self) -> None:
+        with suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self.wake.set)
+
+    @property
+    def running(self) -> bool:
+        return self.part is not None and not self.loop.is_closed()
+
+
+def continued_seed(seed: int, done: int) -> int:
+    """The seed of a part that begins after `done` tokens, in [0, 2**63).
+
+    Another one for each part: with the first part's, the random numbers of its first tokens would
+    come again.
+    """
+    if not done:
+        return seed % 2**63
+    digest = hashlib.blake2b(f"{seed}:{done}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % 2**63

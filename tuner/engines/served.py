@@ -35,11 +35,9 @@ from tuner.engines.base import (
     TokenSink,
 )
 from tuner.engines.fleet import Fleet, Seat
-from tuner.engines.flight import Flight, continued_seed
 from tuner.engines.grammar import GrammarEngine, Grammars
-from tuner.engines.request import Progress, check_prompt
+from tuner.engines.request import Flight, Progress, StopStrings, check_prompt, continued_seed
 from tuner.engines.sampling import check_sampling
-from tuner.engines.stop_strings import StopStrings
 from tuner.engines.token_server import Sampled, TokenServer
 
 _POLL = 0.0005

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from tuner.data.order import derive_seed, seed_everything
 from tuner.errors import FunctionError, RewardError, RewardTimeout
+from tuner.functions.calling import call_judge, call_workflow
+from tuner.functions.outputs import Rejected
 from tuner.gateway import Gateway, SamplingDefaults, Session, SessionLimits
-from tuner.judge import call_judge
 from tuner.rollout.limits import Ending, ToolTime
-from tuner.rollout.seeds import derive_seed, seed_everything
 from tuner.traces import Outcome, RolloutId, Trace
-from tuner.workflow import Rejected, call_workflow
 
 logger = logging.getLogger("tuner.rollout")
 

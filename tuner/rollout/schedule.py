@@ -1,14 +1,139 @@
-"""Which groups of a run are begun when, and which a step takes."""
+"""Which groups of a run are begun when, and which a step takes: collection ahead of training.
+
+How far collection may run ahead of training: pure rules, in groups and updates.
+
+A group that begins at version b has tokens of version b and later. In the step that makes update
+v + 1 (the weights have seen v) its staleness is at most v - b: within a bound s its *deadline* is
+the step at v = b + s. `admissible` begins no more groups than steps can take before their
+deadlines; `in_time` keeps a step from leaving behind more than the later steps can take.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from tuner.rollout.ahead import Ahead
-from tuner.rollout.staleness import admissible, in_time
+from tuner.errors import TrainingError
 
 T = TypeVar("T")
+
+
+def admissible(
+    *, max_running: int, running: int, accepted: int, batch: int, version: int, staleness: int
+) -> int:
+    """Groups that may be begun, at least 0 (AReaL, arXiv 2505.24298, equation 3).
+
+    A step uses up `batch` groups, so those that are begun now are trained once everything before
+    them is: `(accepted + running) // batch` steps from the start, `version` of which are over.
+    A staleness of 0 is synchronous.
+
+    Args:
+        max_running: Groups that may run at the same time.
+        running: Groups that do.
+        accepted: Groups that ended and are trained on, since the run began.
+        batch: Groups in a step.
+        version: Updates that the weights have seen.
+        staleness: Updates by which a sample may be older than the weights that it trains.
+    """
+    ahead = (staleness + version + 1) * batch - (accepted + running)
+    return max(0, min(max_running - running, ahead))
+
+
+def in_time(left: Iterable[int], *, batch: int, version: int, staleness: int) -> bool:
+    """Whether every group that a step leaves behind can still be trained within the bound.
+
+    The groups whose deadline is d or earlier must fit into the steps up to the one at d: for every
+    d, `#{begun + staleness <= d} <= (d - version) * batch`.
+
+    Args:
+        left: The version at which each group began that is neither trained nor in this step.
+        batch: Groups in a step.
+        version: Updates that the weights have seen which this step trains.
+        staleness: The bound.
+    """
+    deadlines = sorted(begun + staleness for begun in left)
+    return all(
+        count <= max(0, deadline - version) * batch for count, deadline in enumerate(deadlines, 1)
+    )
+
+
+class Ahead(Generic[T]):
+    """Pieces of work by number, until they are taken.
+
+    Args:
+        on_end: Called with the number of each piece that ends.
+    """
+
+    def __init__(self, on_end: Callable[[int], None] = lambda number: None) -> None:
+        self._on_end = on_end
+        self._running: dict[int, asyncio.Task[T]] = {}
+        self._ended: dict[int, T] = {}
+        self._errors: list[BaseException] = []
+        self._changed = asyncio.Event()
+
+    def __len__(self) -> int:
+        """Pieces that were begun and not taken."""
+        return len(self._running) + len(self._ended)
+
+    @property
+    def running(self) -> list[int]:
+        """Numbers of what has not ended, rising."""
+        return sorted(self._running)
+
+    @property
+    def ended(self) -> list[int]:
+        """Numbers of what can be taken, rising: the oldest first."""
+        return sorted(self._ended)
+
+    def begin(self, number: int, work: Coroutine[Any, Any, T]) -> None:
+        """Begin a piece of work; an event loop must be running."""
+        task = asyncio.ensure_future(work)
+        self._running[number] = task
+        task.add_done_callback(lambda task: self._end(number, task))
+
+    def add(self, number: int, result: T) -> None:
+        """A piece that ended earlier."""
+        self._ended[number] = result
+
+    def _end(self, number: int, task: asyncio.Task[T]) -> None:
+        if self._running.pop(number, None) is None:
+            return  # cancelled by `cancel`
+        if task.cancelled():
+            self._errors.append(TrainingError(f"group {number} was cancelled from outside"))
+        elif (error := task.exception()) is not None:
+            self._errors.append(error)
+        else:
+            self._ended[number] = task.result()
+        self._changed.set()
+        self._on_end(number)
+
+    async def until(self, ready: Callable[[], bool]) -> None:
+        """Wait until `ready()`, which is asked whenever a piece ends.
+
+        Raises:
+            BaseException: What a piece failed with.
+        """
+        while True:
+            if self._errors:
+                raise self._errors.pop(0)
+            if ready():
+                return
+            self._changed.clear()
+            await self._changed.wait()
+
+    def take(self, numbers: Sequence[int]) -> list[T]:
+        """The results of pieces that ended, which are forgotten here."""
+        return [self._ended.pop(number) for number in numbers]
+
+    async def cancel(self) -> None:
+        """Cancel what runs, and forget everything."""
+        tasks = list(self._running.values())
+        self._running.clear()
+        self._ended.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Schedule(Generic[T]):

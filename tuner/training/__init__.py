@@ -1,9 +1,9 @@
 """The trainer: batches, log-probs, optimizer."""
 
 from tuner.training.batch import Batch, Row, build_batch
+from tuner.training.likelihood import RecordedBatch, recorded_update
 from tuner.training.optimizer import MasterAdamW, make_optimizer
-from tuner.training.recorded import RecordedBatch, recorded_update
-from tuner.training.scored import ScoredBatch
+from tuner.training.scoring import ScoredBatch
 from tuner.training.selection import Overlong, Selection
 from tuner.training.settings import CriticSettings, TrainerSettings
 from tuner.training.trainer import PolicyTrainer

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from tuner.engines.base import SamplingParams
 from tuner.traces import Call, Outcome, RolloutId, Trace
-from tuner.training.own_rewards import alike
-from tuner.training.selection import Selection
+from tuner.training.selection import Selection, alike
 
 # An outcome that leaves calls behind and may be given a penalty instead of being dropped.
 PENALIZABLE = frozenset(

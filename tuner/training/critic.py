@@ -25,8 +25,8 @@ from tuner.algorithms import clipped_value_loss
 from tuner.engines.transfer import to_device
 from tuner.errors import TrainingError
 from tuner.training.batch import Batch, Row
-from tuner.training.forward import Forward
-from tuner.training.head import body, causal_model
+from tuner.training.forward.head import body, causal_model
+from tuner.training.forward.layouts import Forward
 from tuner.training.optimizer import make_optimizer
 from tuner.training.settings import TrainerSettings
 

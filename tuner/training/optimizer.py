@@ -1,4 +1,6 @@
-"""AdamW in float32 for weights of any precision, with its state where and how small it should be.
+"""Learning-rate schedules, and AdamW in float32 for weights of any precision.
+
+AdamW in float32 for weights of any precision, with its state where and how small it should be.
 
 A weight of 1 in bfloat16 has 1 + 2^-7 as its neighbour, so an update of 1e-6 would be lost. The
 optimizer therefore owns a float32 copy of each such weight, its *master*, and the model holds the
@@ -18,6 +20,7 @@ The moments in 8 bits are bitsandbytes' (Dettmers et al., arXiv 2110.02861): qua
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -25,6 +28,31 @@ import torch
 from torch import Tensor, nn
 
 from tuner.errors import ConfigError, TrainingError
+
+Scheduler = Literal["constant", "linear", "cosine"]
+
+
+def lr_factor(
+    step: int,
+    *,
+    kind: Scheduler,
+    warmup_steps: int,
+    total_steps: int,
+    min_lr_ratio: float,
+) -> float:
+    """What the learning rate of update `step` (0 .. total_steps - 1) is multiplied with.
+
+    Rises linearly to 1 over `warmup_steps` updates, the first at `1 / warmup_steps`, then stays
+    ("constant") or falls to `min_lr_ratio` at `total_steps` ("linear", "cosine").
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if kind == "constant":
+        return 1.0
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    shape = 1 - progress if kind == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return min_lr_ratio + (1 - min_lr_ratio) * shape
+
 
 OptimizerState = Literal["float32", "8bit"]
 

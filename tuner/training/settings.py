@@ -15,8 +15,7 @@ from tuner.algorithms.table import (
     RatioTo,
     StdLevel,
 )
-from tuner.training.optimizer import OptimizerState
-from tuner.training.schedule import Scheduler
+from tuner.training.optimizer import OptimizerState, Scheduler
 
 Proximal = Literal["auto", "recorded", "recompute", "loglinear"]
 Layout = Literal["tree", "packed", "padded"]

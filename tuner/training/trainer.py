@@ -33,20 +33,21 @@ from tuner.engines.base import Engine
 from tuner.engines.grammar import Grammars
 from tuner.engines.transfer import to_device
 from tuner.errors import TrainingError
-from tuner.training.advantages import kl_penalties, row_advantages
 from tuner.training.batch import Batch, HasRows, Row, whole_calls
 from tuner.training.critic import Critic
-from tuner.training.episodes import critic_advantages
-from tuner.training.forward import Forward
-from tuner.training.head import causal_model
-from tuner.training.loss import micro_batch_loss
-from tuner.training.mismatch import MismatchAlarm
-from tuner.training.optimizer import make_optimizer
-from tuner.training.reference import Reference, acting, frozen_start
-from tuner.training.schedule import lr_factor
-from tuner.training.scored import ScoredBatch, tokens_of
+from tuner.training.forward.head import causal_model
+from tuner.training.forward.layouts import Forward
+from tuner.training.loss import MismatchAlarm, micro_batch_loss
+from tuner.training.optimizer import lr_factor, make_optimizer
+from tuner.training.references import Reference, Teacher, acting, frozen_start
+from tuner.training.scoring import (
+    ScoredBatch,
+    critic_advantages,
+    kl_penalties,
+    row_advantages,
+    tokens_of,
+)
 from tuner.training.settings import TrainerSettings
-from tuner.training.teacher import Teacher
 from tuner.training.throughput import Throughput
 
 
@@ -66,7 +67,7 @@ class PolicyTrainer:
             parameters that require a gradient are changed in place.
         settings: The numbers.
         reference: Frozen start of the policy for the KL term; by default `model` as it is now, of
-            which a copy is made unless only an adapter is trained (`tuner.training.reference`).
+            which a copy is made unless only an adapter is trained (`tuner.training.references`).
             Pass it when `model` already holds later weights.
         grammars: The engine's, with which calls that were held to a form are replayed; None where
             there are none.
@@ -149,7 +150,7 @@ class PolicyTrainer:
         return replace(scored, ref_logp=self.compute_logp(scored.batch, model=self.reference))
 
     def compute_advantages(self, batch: Batch) -> ScoredBatch:
-        """The algorithm's advantages (`tuner.training.advantages`, for PPO `.episodes`).
+        """The algorithm's advantages (`tuner.training.scoring`, for PPO `.episodes`).
 
         PPO's need the critic's values, which are kept for its update. Where the distance to the
         reference is taken off the rewards, the reference's log-probs are computed first, and kept
@@ -290,7 +291,7 @@ class PolicyTrainer:
         """One optimizer step on `L = -sum_n weight_n * logp(completion_n)`.
 
         That is what imitating and comparing recorded answers come down to
-        (`tuner.training.recorded`). It does not depend on where micro-batches are cut.
+        (`tuner.training.likelihood`). It does not depend on where micro-batches are cut.
 
         Args:
             rows: N rows.

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tuner.backends.run_directory import write_atomically
 from tuner.errors import FunctionError, TunerError
-from tuner.judge import call_judge, check_judge_function
+from tuner.functions.calling import call_judge, check_judge_function
+from tuner.run.directory import write_atomically
 from tuner.traces import Outcome, Trace, TraceStore, read_traces
 
 logger = logging.getLogger("tuner")

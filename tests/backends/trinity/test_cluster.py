@@ -2,8 +2,8 @@
 
 import pytest
 
-from tuner.backends.trinity import cluster
 from tuner.errors import ConfigError
+from tuner.trinity import cluster
 
 
 @pytest.fixture

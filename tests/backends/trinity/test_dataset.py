@@ -4,14 +4,14 @@ import json
 
 import pytest
 
-from tuner.backends.trinity.dataset import (
+from tuner.errors import DatasetError
+from tuner.trinity.dataset import (
     ROW,
     readable_there,
     task_of,
     tasks_of,
     write_tasks,
 )
-from tuner.errors import DatasetError
 
 ROWS = [{"question": "1+1?", "answer": 2}, {"question": "ä", "tags": ["x", None, {"y": 1.5}]}]
 

@@ -6,13 +6,13 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.backends.trinity.served import serving
-from tuner.backends.models import load_model, load_tokenizer
-from tuner.backends.trinity.engine import ServedEngine
+from tuner.assembly.models import load_model, load_tokenizer
 from tuner.engines import SamplingParams
 from tuner.engines.base import EngineError
 from tuner.engines.grammar_text import with_head
-from tuner.engines.transformers import TransformersEngine
+from tuner.engines.transformers.engine import TransformersEngine
 from tuner.errors import ContextLengthError
+from tuner.trinity.engine import ServedEngine
 
 PROMPT = [10, 20, 30, 40]
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.builders import call
-from tuner.backends.trinity.experience import merged, one_per_call
+from tuner.trinity.experience import merged, one_per_call
 
 
 def made(id, prompt, completion):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tuner.backends.trinity.guardian import MARK, guarded, members
+from tuner.trinity.guardian import MARK, guarded, members
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -18,7 +18,7 @@ SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
 STARTER = f"""
 import os, subprocess, sys, time
 from pathlib import Path
-from tuner.backends.trinity.guardian import MARK, guarded
+from tuner.trinity.guardian import MARK, guarded
 with guarded(Path(sys.argv[1])) as mark:
     env = {{**os.environ, MARK: mark}}
     subprocess.Popen({SLEEPER!r}, env=env, start_new_session=True)

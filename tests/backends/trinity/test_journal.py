@@ -3,9 +3,9 @@
 import multiprocessing
 
 from tests.builders import call, trace
-from tuner.backends.trinity.journal import Journal
 from tuner.errors import FunctionError, TrainingError
 from tuner.traces import TraceStore
+from tuner.trinity.journal import Journal
 
 
 def write_many(folder, task):

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tuner.backends.trinity.actors import printed_by
-from tuner.backends.trinity.logs import advice, last_errors
+from tuner.trinity.actors import printed_by
+from tuner.trinity.logs import advice, last_errors
 
 LOG = (
     "INFO 11-21 18:09:54 [trainer.py:90] Sample data for step 1 started.\n"

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from tests.builders import call, trace
-from tuner.backends.run_directory import RunDirectory
-from tuner.backends.trinity.journal import report_file
-from tuner.backends.trinity.progress import Progress
+from tuner.run.directory import RunDirectory
 from tuner.traces import Outcome
+from tuner.trinity.journal import report_file
+from tuner.trinity.progress import Progress
 
 
 def progress_of(folder):

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tuner.backends.trinity.recorded import as_messages, is_text
 from tuner.errors import ConfigError, DatasetError
+from tuner.trinity.recorded import as_messages, is_text
 
 ASKED = {"role": "user", "content": "What is 3 + 4?"}
 SEVEN = {"role": "assistant", "content": "7."}

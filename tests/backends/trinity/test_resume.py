@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from tests.builders import call, trace
-from tuner.backends.run_directory import RunDirectory
-from tuner.backends.trinity.journal import Journal, report_file
-from tuner.backends.trinity.progress import Progress
-from tuner.backends.trinity.resume import Start, check_same_run, positions, rewind
 from tuner.errors import ConfigError
+from tuner.run.directory import RunDirectory
 from tuner.traces import Outcome, TraceStore
+from tuner.trinity.journal import Journal, report_file
+from tuner.trinity.progress import Progress
+from tuner.trinity.resume import Start, check_same_run, positions, rewind
 
 UPDATE = {"actor/grad_norm": 0.5}
 HANDED = {"experience_pipeline/experience_count": 4, "rollout/finished_task_count": 2}

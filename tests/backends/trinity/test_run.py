@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 
 from tests.builders import call, trace
-from tuner.backends.trinity.config import TrinitySettings
-from tuner.backends.trinity.journal import Journal, report_file
-from tuner.backends.trinity.prepared import Prepared
-from tuner.backends.trinity.run import _Run
 from tuner.config.schema import TunerSection
 from tuner.errors import FunctionError, TrainingError
 from tuner.traces import Outcome, RolloutId
+from tuner.trinity.config import TrinitySettings
+from tuner.trinity.journal import Journal, report_file
+from tuner.trinity.prepared import Prepared
+from tuner.trinity.run import _Run
 
 UPDATE = {"actor/grad_norm": 0.5, "actor/ppo_kl": 0.001}
 

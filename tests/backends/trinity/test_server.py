@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tuner.backends.trinity.modes import require_free_port, server_url
 from tuner.errors import ConfigError
+from tuner.trinity.modes import require_free_port, server_url
 
 
 def config(folder, **explorer):

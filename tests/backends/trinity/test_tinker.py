@@ -2,8 +2,8 @@
 
 import pytest
 
-from tuner.backends.trinity import tinker
 from tuner.errors import ConfigError, MissingDependencyError
+from tuner.trinity import tinker
 
 ENABLED = {"model": {"tinker": {"enable": True}}}
 

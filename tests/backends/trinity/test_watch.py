@@ -8,15 +8,15 @@ import pytest
 from rich.console import Console
 
 from tests.builders import call, trace
-from tuner.backends.run_directory import RunDirectory
-from tuner.backends.trinity import watch as watching
-from tuner.backends.trinity.actors import Death
-from tuner.backends.trinity.journal import Journal, report_file
-from tuner.backends.trinity.progress import Progress
-from tuner.backends.trinity.watch import Watch
 from tuner.errors import FunctionError, TrainingError
-from tuner.monitors import ConsoleMonitor
+from tuner.run.console import ConsoleMonitor
+from tuner.run.directory import RunDirectory
 from tuner.traces import Outcome
+from tuner.trinity import watch as watching
+from tuner.trinity.actors import Death
+from tuner.trinity.journal import Journal, report_file
+from tuner.trinity.progress import Progress
+from tuner.trinity.watch import Watch
 
 UPDATE = {"actor/grad_norm": 0.5, "time/read_experience": 3.0, "time/train_step": 1.0}
 

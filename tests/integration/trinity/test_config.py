@@ -7,12 +7,12 @@ from omegaconf import OmegaConf
 
 from tests.integration.trinity.conftest import REPOSITORY, TINY
 from tuner import AlgorithmConfig, Dataset, TunerModelConfig
-from tuner.backends.trinity.config import checked, install, resolve
-from tuner.backends.trinity.engine import ENGINE_ARGS
-from tuner.backends.trinity.saved import CALL_REWARDS, WORKFLOW
-from tuner.backends.trinity.workflow import _adapter_folder
 from tuner.errors import ConfigError, MissingDependencyError
 from tuner.given import settings_of
+from tuner.trinity.config import checked, install, resolve
+from tuner.trinity.engine import ENGINE_ARGS
+from tuner.trinity.saved import CALL_REWARDS, WORKFLOW
+from tuner.trinity.workflow import _adapter_folder
 
 CLUSTER = ["cluster.node_num=1", "cluster.gpu_per_node=2"]
 SMALL = [f"model.model_path={TINY}", "model.max_model_len=512", *CLUSTER]
@@ -253,7 +253,7 @@ def test_trinitys_own_message_is_quoted(trinity):
 
 
 def test_an_adapter_is_refused_where_it_would_be_saved_without_weights(trinity, monkeypatch):
-    from tuner.backends.trinity import installed
+    from tuner.trinity import installed
 
     versions = {"peft": "0.21.2", "trinity-rft": "0.6.0"}
     monkeypatch.setattr(installed.metadata, "version", versions.__getitem__)

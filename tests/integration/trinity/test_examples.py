@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 from tests.integration.trinity.conftest import TINY
 from tests.integration.trinity.examples import ALL, FOR_AGENTS
 from tests.test_tutorial import COMPLETE_EXAMPLE
-from tuner.backends.trinity import cluster, run
-from tuner.backends.trinity.config import checked, install, resolve
-from tuner.backends.trinity.saved import WORKFLOW
+from tuner.trinity import cluster, run
+from tuner.trinity.config import checked, install, resolve
+from tuner.trinity.saved import WORKFLOW
 
 TUTORIAL = f"""
 project: AgentScope-ReAct

@@ -9,12 +9,12 @@ import threading
 
 import pytest
 
-from tuner.backends.trinity.functions import PICKLE, load, ship, worker_path
 from tuner.errors import FunctionError
+from tuner.trinity.functions import PICKLE, load, ship, worker_path
 
 CALL = """
 import asyncio, sys
-from tuner.backends.trinity.functions import load
+from tuner.trinity.functions import load
 result = load(sys.stdin.read())(task={"x": 2}, model=None)
 print(asyncio.run(result) if asyncio.iscoroutine(result) else result)
 """
@@ -92,7 +92,7 @@ def test_an_installed_function_goes_by_its_import_path():
 SCRIPT = """
 import sys, threading
 from beside import scale
-import tuner.backends.trinity.functions as f
+import tuner.trinity.functions as f
 
 OFFSET = 1
 

@@ -17,10 +17,10 @@ from trinity.algorithm.policy_loss_fn.ppo_policy_loss import PPOPolicyLossFn
 from tests.builders import call, trace
 from tests.training.exact import all_float64
 from tests.training.test_trainer import VOCABULARY, gradient_of, tiny_model
-from tuner.backends.trinity.advantages import CallRewards
-from tuner.backends.trinity.experience import left_out, merged, one_per_call
-from tuner.backends.trinity.workflow import _experience
 from tuner.training import PolicyTrainer, TrainerSettings
+from tuner.trinity.advantages import CallRewards
+from tuner.trinity.experience import left_out, merged, one_per_call
+from tuner.trinity.workflow import _experience
 
 TURNS = 6
 

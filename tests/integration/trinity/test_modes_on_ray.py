@@ -26,7 +26,7 @@ from tests.integration.trinity.test_on_ray import (
     two_turns,
 )
 from tuner import TunerModelConfig, WorkflowOutput, tune
-from tuner.backends.models import load_model, load_tokenizer
+from tuner.assembly.models import load_model, load_tokenizer
 from tuner.engines.grammar import Grammars, unpacked
 from tuner.errors import ConfigError
 from tuner.traces import TraceStore

@@ -182,8 +182,8 @@ def test_a_dataset_smaller_than_a_batch_is_refused_before_ray_starts(tmp_path):
 @pytest.fixture
 def without_ray(monkeypatch):
     """A stage that does nothing, and a cluster that is none."""
-    from tuner.backends.trinity import cluster
-    from tuner.backends.trinity.stage import Stage
+    from tuner.trinity import cluster
+    from tuner.trinity.stage import Stage
 
     @contextlib.contextmanager
     def joined(address, **_):
@@ -193,14 +193,14 @@ def without_ray(monkeypatch):
         monkeypatch.setattr(Stage, "run", lambda self: run(self._config))
 
     monkeypatch.setattr(cluster, "joined", joined)
-    monkeypatch.setattr("tuner.backends.trinity.run.deaths", lambda *_: [])
+    monkeypatch.setattr("tuner.trinity.run.deaths", lambda *_: [])
     return stage
 
 
 @pytest.mark.parametrize("reason", [None, FunctionError("judge returned None")])
 def test_a_dead_actor_is_told_from_a_mistake(reason, tmp_path, without_ray):
     """What Trinity-RFT raises when an actor is gone."""
-    from tuner.backends.trinity.journal import Journal
+    from tuner.trinity.journal import Journal
 
     def died(config):
         if reason is not None:

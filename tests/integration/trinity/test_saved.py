@@ -4,9 +4,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.integration.trinity.conftest import TINY
-from tuner.backends.trinity.config import checked, install, resolve
-from tuner.backends.trinity.prepared import to_yaml
 from tuner.config.backend import chosen_backend
+from tuner.trinity.config import checked, install, resolve
+from tuner.trinity.prepared import to_yaml
 
 GIVEN = [
     f"model.model_path={TINY}",

@@ -13,10 +13,10 @@ import ray
 from trinity.common.constants import SyncMethod
 
 from tests.integration.trinity.on_ray import RUN, none_is_left
-from tuner.backends.trinity import cluster
-from tuner.backends.trinity.actors import deaths
-from tuner.backends.trinity.stage import Stage
 from tuner.errors import TrainingError
+from tuner.trinity import cluster
+from tuner.trinity.actors import deaths
+from tuner.trinity.stage import Stage
 
 
 @ray.remote(num_cpus=0, max_concurrency=4)

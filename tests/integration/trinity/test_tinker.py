@@ -10,12 +10,12 @@ from tests.integration.trinity.conftest import TINY
 from tests.integration.trinity.test_on_ray import ROWS, by_length
 from tests.integration.trinity.tinker_agent import SETTINGS, two_turns_with_a_tool
 from tuner import tune
-from tuner.backends.trinity.check import check_trinity
-from tuner.backends.trinity.config import resolve
-from tuner.backends.trinity.tinker import TinkerEngine
 from tuner.config.backend import chosen_backend
 from tuner.engines.base import EngineError, SamplingParams
 from tuner.errors import ConfigError
+from tuner.trinity.check import check_trinity
+from tuner.trinity.config import resolve
+from tuner.trinity.tinker import TinkerEngine
 
 pytestmark = pytest.mark.usefixtures("tinker_key")
 

@@ -18,12 +18,12 @@ from trinity.explorer.workflow_runner import WorkflowRunner
 from tests.backends.trinity.served import serving
 from tests.integration.trinity.conftest import TINY
 from tuner import WorkflowOutput
-from tuner.backends.models import load_model, load_tokenizer
-from tuner.backends.trinity import workflow as adapter
-from tuner.backends.trinity.journal import Journal
-from tuner.backends.trinity.workflow import TunerWorkflow
-from tuner.engines.transformers import TransformersEngine
+from tuner.assembly.models import load_model, load_tokenizer
+from tuner.engines.transformers.engine import TransformersEngine
 from tuner.traces import Outcome, TraceStore
+from tuner.trinity import workflow as adapter
+from tuner.trinity.journal import Journal
+from tuner.trinity.workflow import TunerWorkflow
 
 SETTINGS = {
     "workflow": "test:workflow",

@@ -17,8 +17,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from tuner.engines.base import EngineError, EngineLostError, SamplingParams
-from tuner.engines.remote import RemoteServer
-from tuner.engines.token_server import Sampled, Weights
+from tuner.engines.token_server import RemoteServer, Sampled, Weights
 from tuner.engines.vllm.core import TransferVerb, VllmSettings
 from tuner.engines.vllm.direct import DirectSender, TrainerWeights
 from tuner.engines.vllm.server import KEY

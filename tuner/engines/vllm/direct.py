@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tuner.engines.base import EngineError, EngineLostError
 from tuner.engines.vllm.core import TransferVerb
-from tuner.engines.vllm.ipc_handles import to_plain
+from tuner.engines.vllm.worker import to_plain
 
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer import TrainerWeightTransferEngine, WeightSource

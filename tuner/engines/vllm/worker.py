@@ -1,11 +1,116 @@
-"""What vLLM's workers do for us, through its `worker_extension_cls`."""
+"""What vLLM's workers do for us, through its `worker_extension_cls`.
+
+A tensor in a GPU's memory as plain values that another process can open it by (CUDA IPC).
+
+PyTorch describes a shared tensor by the arguments of `rebuild_cuda_tensor`, among them classes and
+bytes, which vLLM's own transports pickle. Whoever may send a pickle may run any code, so it is not
+one here: JSON goes over, of a fixed form, and the classes are those below.
+
+    {"GPU-52f1...": {"size": [4, 8], "stride": [8, 1], "offset": 0, "dtype": "bfloat16", ...}}
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import base64
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from tuner.engines.vllm.ipc_handles import from_plain
+import torch
+from torch.storage import TypedStorage
+
+Handles = Mapping[str, tuple[Any, ...]]
+"""By a GPU's UUID the arguments of `rebuild_cuda_tensor`, as vLLM has them."""
+
+
+def to_plain(handles: Handles) -> dict[str, dict[str, Any]]:
+    """What JSON can carry of `handles`, which are those of plain tensors."""
+    return {gpu: _plain(arguments) for gpu, arguments in handles.items()}
+
+
+def from_plain(plain: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:
+    """What `to_plain` was given.
+
+    Raises:
+        ValueError: A value is not of its form.
+    """
+    return {gpu: _arguments(fields) for gpu, fields in plain.items()}
+
+
+def _plain(arguments: tuple[Any, ...]) -> dict[str, Any]:
+    (
+        tensor_class,
+        size,
+        stride,
+        offset,
+        storage_class,
+        dtype,
+        device,
+        storage,
+        storage_size,
+        storage_offset,
+        _,
+        counter,
+        counter_offset,
+        event,
+        event_sync,
+    ) = arguments
+    if (tensor_class, storage_class) != (torch.Tensor, TypedStorage):
+        raise TypeError(f"{tensor_class} in {storage_class} cannot be shared, but plain tensors")
+    return {
+        "size": list(size),
+        "stride": list(stride),
+        "offset": offset,
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": device,
+        "storage": _text(storage),
+        "storage_size": storage_size,
+        "storage_offset": storage_offset,
+        "counter": _text(counter),
+        "counter_offset": counter_offset,
+        "event": _text(event),
+        "event_sync": event_sync,
+    }
+
+
+def _arguments(fields: Mapping[str, Any]) -> tuple[Any, ...]:
+    dtype = getattr(torch, str(fields["dtype"]), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype is {fields['dtype']!r}, which is no type of torch's")
+    return (
+        torch.Tensor,
+        torch.Size(_number(fields, "size", at) for at in range(len(fields["size"]))),
+        tuple(_number(fields, "stride", at) for at in range(len(fields["stride"]))),
+        _number(fields, "offset"),
+        TypedStorage,
+        dtype,
+        _number(fields, "device"),
+        _bytes(fields, "storage"),
+        _number(fields, "storage_size"),
+        _number(fields, "storage_offset"),
+        False,
+        _bytes(fields, "counter"),
+        _number(fields, "counter_offset"),
+        _bytes(fields, "event"),
+        bool(fields["event_sync"]),
+    )
+
+
+def _number(fields: Mapping[str, Any], name: str, at: int | None = None) -> int:
+    value = fields[name] if at is None else fields[name][at]
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} is {fields[name]!r}, but must be made of whole numbers")
+    return value
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _bytes(fields: Mapping[str, Any], name: str) -> bytes:
+    try:
+        return base64.b64decode(fields[name], validate=True)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} is {fields[name]!r}, but must be base64") from error
 
 
 class WeightsExtension:

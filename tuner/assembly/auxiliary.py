@@ -1,0 +1,79 @@
+"""Auxiliary models: frozen, named by the user, never recorded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tuner.chat_models import ChatModelKind, chat_model, remote_chat_model
+from tuner.data.order import derive_seed
+from tuner.errors import ConfigError
+from tuner.gateway import Gateway, SamplingDefaults
+
+
+class AuxiliaryModels:
+    """Gives each rollout its own handle on every auxiliary model.
+
+    A handle of its own, so that what an auxiliary model samples for one rollout does not depend
+    on what the others asked it.
+    """
+
+    def __init__(self, kind: ChatModelKind) -> None:
+        self._kind = kind
+        self._local: dict[str, tuple[Gateway, SamplingDefaults]] = {}
+        self._remote: dict[str, Any] = {}
+
+    def add_local(self, name: str, gateway: Gateway, defaults: SamplingDefaults) -> None:
+        """A model that an engine of ours serves."""
+        self._local[name] = (gateway, defaults)
+
+    def add_remote(
+        self,
+        name: str,
+        *,
+        base_url: str,
+        model_name: str,
+        api_key_env: str | None,
+        max_concurrent: int | None = None,
+    ) -> None:
+        """A model behind any OpenAI-compatible URL.
+
+        Raises:
+            ConfigError: The environment variable that should hold the key is not set.
+        """
+        key = os.environ.get(api_key_env) if api_key_env else "none"
+        if key is None:
+            raise ConfigError(
+                f"tuner.auxiliary_models.{name}.api_key_env = {api_key_env!r}: this environment "
+                "variable is not set; set it, or leave api_key_env out if no key is needed"
+            )
+        self._remote[name] = remote_chat_model(
+            base_url=base_url,
+            api_key=key,
+            model_name=model_name,
+            kind=self._kind,
+            max_concurrent=max_concurrent,
+        )
+
+    @contextmanager
+    def opened(self, rollout: str, seed: int) -> Iterator[dict[str, Any]]:
+        """The models by name, for one attempt at one rollout."""
+        sessions = {
+            name: gateway.open_session(
+                f"{rollout}-{name}", seed=derive_seed(seed, name), recorded=False, defaults=defaults
+            )
+            for name, (gateway, defaults) in self._local.items()
+        }
+        try:
+            own = {name: chat_model(s, kind=self._kind) for name, s in sessions.items()}
+            yield {**own, **self._remote}
+        finally:
+            for session in sessions.values():
+                session.seal()
+
+    async def aclose(self) -> None:
+        for gateway, _ in self._local.values():
+            await gateway.aclose()
+            await gateway.engine.close()

@@ -1,0 +1,352 @@
+"""From the configuration to the parts of a run: model, engine, gateway, trainer, runner."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from tuner.assembly.adapters import Adapter, add_adapter, require_peft
+from tuner.assembly.arrangement import Arrangement, build_engine
+from tuner.assembly.auxiliary import AuxiliaryModels
+from tuner.assembly.models import (
+    check_same_vocabulary,
+    choose_device,
+    load_model,
+    load_tokenizer,
+    save_model,
+)
+from tuner.assembly.parameters import rollout_settings, trainer_settings
+from tuner.chat_models import ChatModelKind, chat_model, default_kind
+from tuner.config import RunConfig
+from tuner.engines import TrainingEngine
+from tuner.engines.transformers.engine import TransformersEngine
+from tuner.errors import ConfigError
+from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults
+from tuner.rollout import RolloutRunner
+from tuner.training import (
+    PolicyTrainer,
+)
+from tuner.training.references import Reference
+
+
+class ServedCopy:
+    """A second copy of what is trained; what is frozen is shared.
+
+    Args:
+        model: The model that is trained. Of its parameters those that require a gradient are
+            copied, with LoRA only the adapter's.
+
+    Attributes:
+        model: The copy. It changes in `update` only.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
+        self.model: PreTrainedModel = copy.deepcopy(model, frozen)
+        sources = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        targets = dict(self.model.named_parameters())
+        self._pairs = [(targets[name], source) for name, source in sources.items()]
+        for target, _ in self._pairs:
+            target.requires_grad_(False)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take over the weights as they are now. Nobody may compute with the copy meanwhile."""
+        for target, source in self._pairs:
+            target.copy_(source)
+
+
+@dataclass
+class Stack:
+    """The parts of a run on one machine. `model` is the trainer's, and so is the adapter inside
+    it, where there is one. The engine over transformers generates with the same, unless generation
+    goes on while training does; every other with a copy.
+
+    Attributes:
+        served: What the engine over transformers has in place of `model` then, else None.
+        arrangement: Of an engine with a copy; None for the one over transformers.
+        runner: None where there is no workflow, so that nothing can be rolled out.
+        teacher: The auxiliary model that `on_policy_distill` learns from.
+    """
+
+    model: PreTrainedModel
+    adapter: Adapter | None
+    tokenizer: Any
+    engine: TrainingEngine
+    gateway: Gateway
+    auxiliary: AuxiliaryModels
+    runner: RolloutRunner | None
+    teacher: PreTrainedModel | None = None
+    served: ServedCopy | None = None
+    arrangement: Arrangement | None = None
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the engine generates with the very weights that are trained."""
+        return self.served is None and self.engine.capabilities.shares_weights
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether nothing is generated while the weights are trained."""
+        sleeps = self.arrangement is not None and self.arrangement.placement.sleeps
+        return self.shares_weights or sleeps
+
+    @asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        """While the block runs the weights may change; see `TrainingEngine.training`."""
+        if self.served is not None:  # which changes in `publish` alone
+            yield
+            return
+        # The reference may be the same model without its adapter: nobody samples meanwhile.
+        async with self.engine.training():
+            yield
+
+    async def publish(self, trainer: PolicyTrainer) -> None:
+        """Let the engine go on with the trainer's weights, between two tokens of what it does."""
+        async with self.engine.pause():
+            if self.served is not None:
+                self.served.update()
+            await trainer.update_weights(self.engine)
+
+    def save_weights(self, folder: Path) -> None:
+        """What is trained, model or adapter, in Hugging Face's form, and the tokenizer."""
+        _save(self.model, self.adapter, self.tokenizer, folder)
+
+    async def aclose(self) -> None:
+        await self.auxiliary.aclose()
+        await self.gateway.aclose()
+        await self.gateway.engine.close()
+
+
+def build_stack(
+    config: RunConfig,
+    *,
+    workflow: Callable[..., Any] | None,
+    judge: Callable[..., Any] | None,
+    weights: Path | None = None,
+    version: int = 0,
+) -> Stack:
+    """Load the models and put the parts together.
+
+    Args:
+        config: The effective configuration.
+        workflow, judge: The user's functions; no workflow where nothing is rolled out.
+        weights: Checkpoint to go on from, of the model or of its adapter.
+        version: How many updates those weights have seen.
+
+    Raises:
+        ModelLoadError: A model or adapter cannot be loaded.
+        ConfigError: `max_model_len` is more than the model has positions, the teacher has another
+            vocabulary, `lora_configs` asks for layers that the model does not have, or vLLM does
+            not fit beside the trainer.
+        MissingDependencyError: `lora_configs` is set, and peft is not installed; or vLLM is asked
+            for, and it is not.
+    """
+    device = choose_device(config.tuner.device)
+    path, lora, adapter = config.model.model_path, config.model.lora, None
+    dtype: torch.dtype = getattr(torch, config.tuner.dtype)
+    if lora is None:
+        model = load_model(str(weights or path), device=device, dtype=dtype)
+    else:
+        require_peft()
+        model = load_model(path, device=device, dtype=dtype)
+        adapter = add_adapter(
+            model, lora, model_path=path, seed=config.tuner.seed, checkpoint=weights
+        )
+    tokenizer = load_tokenizer(path)
+    settings, rollout_model = trainer_settings(config, 1, 1), config.explorer.rollout_model
+    served = None
+    if config.synchronizer.sync_offset and rollout_model.engine_type == "transformers":
+        served = ServedCopy(model)
+    kind = default_kind()
+    auxiliary = AuxiliaryModels(kind)
+    loaded = _add_auxiliary_models(auxiliary, config, model)
+    engine, arrangement = build_engine(
+        config,
+        model if served is None else served.model,
+        tokenizer,
+        max_model_len=context_length(
+            config.model.max_model_len, model.config, "model.max_model_len"
+        ),
+        version=version,
+        save=partial(_save, model, adapter, tokenizer),
+        adapter=None if adapter is None else adapter.model,
+        references=int(settings.uses_reference and adapter is None),
+        critics=int(settings.uses_critic),
+        auxiliary=sum(_bytes(other) for other, _ in loaded.values()),
+    )
+    gateway = Gateway(
+        engine,
+        chat_renderer(config, tokenizer),
+        model_name=path,
+        reasoning=config.tuner.reasoning,
+    )
+    teacher = None
+    if config.algorithm.advantage_fn == "on_policy_distill":
+        name = config.tuner.algorithm.teacher or config.explorer.auxiliary_models[0].name
+        teacher, spoken = loaded[name]
+        check_same_vocabulary(tokenizer, spoken, what=f"the teacher {name!r}")
+    runner = None
+    if workflow is not None:
+        runner = RolloutRunner(
+            gateway,
+            workflow,
+            judge,
+            make_model=_model_maker(kind),
+            auxiliary_models=auxiliary.opened,
+            settings=rollout_settings(config),
+        )
+    return Stack(
+        model, adapter, tokenizer, engine, gateway, auxiliary, runner, teacher, served, arrangement
+    )
+
+
+def _bytes(model: PreTrainedModel) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def _save(model: PreTrainedModel, adapter: Adapter | None, tokenizer: Any, folder: Path) -> None:
+    if adapter is None:
+        return save_model(model, tokenizer, folder)
+    adapter.save(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def build_trainer(config: RunConfig, stack: Stack, *, total_steps: int) -> PolicyTrainer:
+    """The trainer over the stack's model; its reference is always the model the run began with."""
+    budget = config.trainer.max_token_len_per_gpu or 2 * stack.engine.capabilities.max_model_len
+    settings = trainer_settings(config, total_steps, budget)
+    reference: Reference | None = None
+    if settings.uses_reference and stack.adapter is not None:
+        reference = stack.adapter.reference()
+    elif settings.uses_reference and stack.engine.version > 0:
+        reference = load_model(
+            config.model.model_path, device=stack.model.device, dtype=stack.model.dtype
+        )
+    policy = stack.model if stack.adapter is None else stack.adapter.model
+    return PolicyTrainer(
+        policy,
+        settings,
+        reference=reference,
+        grammars=stack.engine.grammars,
+        critic=_critic(config, stack) if settings.uses_critic else None,
+        teacher=stack.teacher,
+    )
+
+
+def _critic(config: RunConfig, stack: Stack) -> PreTrainedModel:
+    """The model whose layers the critic starts from; it must read the policy's token ids."""
+    device, dtype = stack.model.device, stack.model.dtype
+    path, setting = config.model.critic_model_path, "model.critic_model_path"
+    if not path:
+        return load_model(config.model.model_path, device=device, dtype=dtype)
+    tokenizer = load_tokenizer(path, setting=setting)
+    check_same_vocabulary(stack.tokenizer, tokenizer, what=f"{setting} = {path!r}")
+    return load_model(path, device=device, dtype=dtype, setting=setting)
+
+
+def _model_maker(kind: ChatModelKind) -> Callable[[Any], Any]:
+    return lambda session: chat_model(session, kind=kind)
+
+
+def chat_renderer(config: RunConfig, tokenizer: Any) -> ChatRenderer:
+    """The chat form of the model that is trained."""
+    rollout_model = config.explorer.rollout_model
+    template = config.model.custom_chat_template
+    if config.model.chat_template_path is not None:
+        template = config.model.chat_template_path.read_text(encoding="utf-8")
+    return ChatRenderer(
+        tokenizer,
+        chat_template=template,
+        enable_thinking=config.model.enable_thinking,
+        tool_call_parser=rollout_model.tool_call_parser,
+        reasoning_parser=rollout_model.reasoning_parser,
+    )
+
+
+def _add_auxiliary_models(
+    auxiliary: AuxiliaryModels, config: RunConfig, policy: PreTrainedModel
+) -> dict[str, tuple[PreTrainedModel, Any]]:
+    """Load and serve them.
+
+    Returns:
+        Model and tokenizer of each that is served here, by name.
+    """
+    loaded: dict[str, tuple[PreTrainedModel, Any]] = {}
+    for index, settings in enumerate(config.explorer.auxiliary_models):
+        where = f"explorer.auxiliary_models[{index}]"
+        model = load_model(
+            settings.model_path,
+            device=policy.device,
+            dtype=policy.dtype,
+            setting=f"{where}.model_path",
+        )
+        tokenizer = load_tokenizer(settings.model_path, setting=f"{where}.model_path")
+        model.requires_grad_(False)
+        loaded[settings.name] = model, tokenizer
+        engine = TransformersEngine(
+            model,
+            tokenizer,
+            max_model_len=context_length(
+                settings.max_model_len, model.config, f"{where}.max_model_len"
+            ),
+            max_slots=config.tuner.max_slots,
+            deterministic=config.tuner.deterministic,
+        )
+        renderer = ChatRenderer(
+            tokenizer,
+            chat_template=settings.chat_template,
+            enable_thinking=settings.enable_thinking,
+            tool_call_parser=settings.tool_call_parser,
+            reasoning_parser=settings.reasoning_parser,
+        )
+        auxiliary.add_local(
+            settings.name,
+            Gateway(engine, renderer, model_name=settings.model_path),
+            SamplingDefaults(
+                temperature=settings.temperature,
+                top_p=settings.top_p,
+                top_k=settings.top_k,
+                max_tokens=settings.max_response_tokens,
+            ),
+        )
+    for name, remote in config.tuner.auxiliary_models.items():
+        auxiliary.add_remote(
+            name,
+            base_url=remote.base_url,
+            model_name=remote.model_name,
+            api_key_env=remote.api_key_env,
+            max_concurrent=remote.max_concurrent,
+        )
+    return loaded
+
+
+def context_length(wanted: int | None, settings: Any, setting: str) -> int:
+    """Tokens of prompt and answer together.
+
+    Args:
+        wanted: What was set, or None for all that the model was made for.
+        settings: The model's `config.json`.
+        setting: Which setting said it, for the message.
+
+    Raises:
+        ConfigError: It is more than the model has positions, or the model does not say.
+    """
+    positions = int(getattr(settings, "max_position_embeddings", 0) or 0)
+    if wanted is None:
+        if not positions:
+            raise ConfigError(f"{setting} must be set: the model does not say how long it can be")
+        return positions
+    if positions and wanted > positions:
+        raise ConfigError(
+            f"{setting} = {wanted} is more than the {positions} positions this model was made for"
+        )
+    return wanted

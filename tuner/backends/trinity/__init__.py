@@ -1,4 +1,0 @@
-"""Trinity-RFT on Ray: the same functions, dataset and YAML on a cluster.
-
-Needs the extra `trinity`.
-"""

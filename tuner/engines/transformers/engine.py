@@ -1,0 +1,425 @@
+"""Any transformers causal LM as an engine, on the very weights that are being trained."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tuner.engines.base import (
+    EngineCapabilities,
+    EngineError,
+    EngineStats,
+    Generation,
+    SamplingParams,
+    TokenSink,
+)
+from tuner.engines.grammar import GrammarEngine, Grammars, GrammarState
+from tuner.engines.request import Request, StopStrings, check_prompt, end_ids_of
+from tuner.engines.sampling import check_sampling
+from tuner.engines.transformers.kv_cache import layer_windows, rows_agree
+from tuner.engines.transformers.slots import SlotRunner
+from tuner.engines.transformers.solo import Runner, SoloRunner
+from tuner.engines.transformers.weights import WeightsGuard, served_model
+from tuner.errors import ConfigError
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+_log = logging.getLogger(__name__)
+
+_SHORT_STEP = 0.02
+"""Seconds up to which a step runs on the event loop itself."""
+_FEW_TOKENS = 64
+"""A prefill pass of fewer tokens takes about as long as one of this many."""
+_POLL = 0.0005
+"""Seconds between looks at whether a step in another thread has ended."""
+
+
+@dataclass(eq=False)
+class _Driver:
+    """The task that makes steps while an event loop has requests in flight."""
+
+    wake: asyncio.Event
+    task: asyncio.Task[None] | None = None
+    in_flight: int = 0
+
+
+class TransformersEngine(GrammarEngine):
+    """Generates with a transformers causal LM that somebody else may be training.
+
+    There is one copy of the weights: the engine reads the modules it is given. Requests are
+    admitted between any two tokens and sampled each with its own settings and random stream.
+
+    Models with keys and values per token (full and sliding-window attention) are served many at
+    once with prefix reuse (`SlotRunner`), all others one after the other (`SoloRunner`); a log
+    line says so, and `batched` tells which. `deterministic=True` chooses the second way, whose
+    results are bit-identical whoever else is in flight.
+
+    Steps run on the event loop while they are short (an estimate below 20 ms) and in one worker
+    thread otherwise, so that agents stay responsive beside a large model. A thread of its own for
+    short steps would have to win the interpreter from the agents at every tensor operation:
+    `benchmarks/engine.py` measures half the tokens per second beside busy agents.
+
+    Any number of event loops may call `generate`, one after the other or at the same time from
+    several threads; the weights may change only inside `pause()`.
+
+    Args:
+        model: Causal LM with "sdpa" or "eager" attention, or one that peft has wrapped for LoRA,
+            whose adapter is served as it is, unmerged; it is put in eval mode.
+        tokenizer: Its tokenizer: end-of-sequence id, and text for stop strings.
+        max_model_len: Prompt and completion tokens of one request at most.
+        max_slots: Requests computed at once at most; rows that they do not need keep finished
+            requests as prefix cache. Memory is taken as needed: at most `max_slots` times the
+            longest request, per layer `2 * kv_heads * head_dim` numbers for each token.
+        deterministic: Serve one request at a time, without prefix reuse.
+        version: Version of the weights as they are now.
+        prefill_tokens: Prompt tokens computed in one forward pass at most.
+
+    Raises:
+        ConfigError: A size is not positive, the attention implementation takes no mask, or the
+            model's adapter is of a kind that acts on prompts.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | PeftModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_model_len: int,
+        max_slots: int = 64,
+        deterministic: bool = False,
+        version: int = 0,
+        prefill_tokens: int = 4096,
+    ) -> None:
+        sizes = {
+            "max_model_len": max_model_len,
+            "max_slots": max_slots,
+            "prefill_tokens": prefill_tokens,
+        }
+        for name, value in sizes.items():
+            if value < 1:
+                raise ConfigError(f"{name} is {value}, but must be at least 1")
+        self._model = served_model(model)
+        self._model.train(False)
+        self._tokenizer = tokenizer
+        self._end_ids = end_ids_of(self._model.generation_config, tokenizer)
+        self._capabilities = EngineCapabilities(
+            max_model_len=max_model_len,
+            grammars=Grammars.supports(tokenizer),
+            end_ids=self._end_ids,
+            shares_weights=True,
+        )
+        embeddings: Any = self._model.get_input_embeddings()
+        self._vocabulary = int(embeddings.weight.shape[0])
+        self._grammars = Grammars(tokenizer, self._end_ids)
+        self._version = version
+        self._stats = EngineStats()
+        self._guard = WeightsGuard(self._model)
+        self._runner = self._make_runner(deterministic, max_slots, prefill_tokens)
+        self._lock = threading.Lock()  # held while a step runs
+        self._in_flight: set[Request] = set()
+        self._arrived: deque[Request] = deque()  # other threads may append while a step runs
+        self._pauses = 0
+        self._closed = False
+        self._drivers: dict[asyncio.AbstractEventLoop, _Driver] = {}
+        self._executor: ThreadPoolExecutor | None = None
+        self._prompt_token_seconds = math.inf
+        self._decode_seconds = math.inf
+
+    def _make_runner(self, deterministic: bool, max_slots: int, prefill_tokens: int) -> Runner:
+        model = self._model
+        solo = SoloRunner(model, self._guard, self._stats)
+        if deterministic:
+            return solo
+        windows = layer_windows(model)
+        if isinstance(windows, dict):
+            attention = model.config._attn_implementation
+            if attention not in ("sdpa", "eager"):
+                raise ConfigError(
+                    f"attn_implementation is {attention!r}, but the engine needs one that takes a "
+                    "mask: load the model with attn_implementation='sdpa' or 'eager'"
+                )
+            reason = rows_agree(model, windows)
+            if reason is None:
+                return SlotRunner(
+                    model,
+                    self._guard,
+                    self._stats,
+                    windows=windows,
+                    layers=model.config.get_text_config(decoder=True).num_hidden_layers,
+                    max_slots=max_slots,
+                    max_model_len=self._capabilities.max_model_len,
+                    prefill_tokens=prefill_tokens,
+                )
+        else:
+            reason = windows
+        _log.warning(
+            "%s cannot be served from rows of keys and values: %s. Requests are generated one "
+            "after the other, without prefix reuse.",
+            type(model).__name__,
+            reason,
+        )
+        return solo
+
+    @property
+    def failure(self) -> EngineError | None:
+        """None: a failed request says nothing of the next one."""
+        return None
+
+    @property
+    def batched(self) -> bool:
+        """Whether requests are computed together and reuse prefixes."""
+        return isinstance(self._runner, SlotRunner)
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counts since the engine was made, as a copy."""
+        return replace(
+            self._stats,
+            running=len(self._runner.active),
+            waiting=len(self._runner.waiting) + len(self._arrived),
+        )
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        session: str,
+        sink: TokenSink | None = None,
+    ) -> Generation:
+        """Sample one completion; see `Engine.generate`.
+
+        Raises:
+            ContextLengthError: The prompt leaves no room for a single token.
+            ConfigError: A sampling setting is out of its range.
+            GrammarError: The sampling's grammar cannot be compiled.
+            EngineError: The prompt is empty or has ids that the model does not know, a forward
+                pass failed, or the engine was closed.
+        """
+        check_sampling(sampling)
+        form = await self._grammars.started(sampling.grammar) if sampling.grammar else None
+        if self._closed:
+            raise EngineError("the engine is closed")
+        request = self._make_request(list(prompt_ids), sampling, sink, form)
+        loop = request.future.get_loop()
+        driver = self._drivers.get(loop)
+        if driver is None:
+            driver = self._drivers[loop] = _Driver(asyncio.Event())
+        driver.in_flight += 1
+        self._in_flight.add(request)
+        self._arrived.append(request)
+        if driver.task is None:
+            driver.task = loop.create_task(self._drive(loop, driver), name="tuner-engine")
+        try:
+            return await request.future
+        finally:
+            request.cancelled = True  # without effect on a finished one
+            self._in_flight.discard(request)
+            driver.in_flight -= 1
+
+    def _make_request(
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        sink: TokenSink | None,
+        form: GrammarState | None,
+    ) -> Request:
+        limit = self._capabilities.max_model_len
+        check_prompt(prompt_ids, vocabulary=self._vocabulary, max_model_len=limit)
+        return Request(
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            limit=min(sampling.max_tokens, limit - len(prompt_ids)),
+            end_ids=self._end_ids,
+            stops=StopStrings(self._tokenizer, sampling.stop) if sampling.stop else None,
+            uniforms=Random(sampling.seed),
+            future=asyncio.get_running_loop().create_future(),
+            sink=sink,
+            form=form,
+        )
+
+    @asynccontextmanager
+    async def pause(self) -> AsyncIterator[None]:
+        """Hold generation between two tokens while the block runs; blocks may be nested."""
+        while not self._lock.acquire(blocking=False):  # noqa: ASYNC110  # held by threads too
+            await asyncio.sleep(_POLL)
+        self._pauses += 1
+        self._lock.release()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._pauses -= 1
+            if not self._pauses:
+                for loop, driver in list(self._drivers.items()):
+                    with suppress(RuntimeError):  # a loop that was closed has nobody to wake
+                        loop.call_soon_threadsafe(driver.wake.set)
+
+    def training(self) -> AbstractAsyncContextManager[None]:
+        """Hold generation while the block runs: the weights are the trainer's own."""
+        return self.pause()
+
+    async def update_weights(self, version: int) -> None:
+        """Serve the weights as they are now under `version`.
+
+        Every cached prefix is forgotten. Requests in flight compute prompt and completion so far
+        again before their next token, which is the first one of the new version.
+        """
+        async with self.pause():
+            self._runner.evict()
+            self._guard.remember()
+            self._version = version
+
+    async def close(self) -> None:
+        """Stop; requests in flight fail."""
+        async with self.pause():
+            self._closed = True
+            self._fail(EngineError("the engine was closed while the request was in flight"))
+        if self._executor is not None:
+            self._executor.shutdown(wait=False)
+            self._executor = None
+
+    # The loop of steps
+
+    async def _drive(self, loop: asyncio.AbstractEventLoop, driver: _Driver) -> None:
+        """Make steps until no request of this event loop is in flight."""
+        try:
+            while driver.in_flight and not self._closed:
+                if self._pauses:
+                    driver.wake.clear()
+                    if self._pauses:
+                        await driver.wake.wait()
+                elif not self._lock.acquire(blocking=False):
+                    await asyncio.sleep(_POLL)
+                else:
+                    expected = self._expected_seconds()
+                    self._lock.release()
+                    if expected > _SHORT_STEP:
+                        if self._executor is None:
+                            self._executor = ThreadPoolExecutor(1, "tuner-engine")
+                        await loop.run_in_executor(self._executor, self._step)
+                    else:
+                        self._step()
+                        await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            for request in list(self._in_flight):
+                if request.future.get_loop() is loop:
+                    _reject(request, EngineError("the engine's task was cancelled"))
+            raise
+        finally:
+            driver.task = None
+            with self._lock:
+                self._take_in()
+            if not driver.in_flight:
+                self._drivers.pop(loop, None)
+            for gone in [other for other in self._drivers if other.is_closed()]:
+                del self._drivers[gone]
+
+    def _expected_seconds(self) -> float:
+        self._take_in()
+        ahead = self._runner.tokens_ahead()
+        return ahead * self._prompt_token_seconds if ahead else self._decode_seconds
+
+    def _take_in(self) -> None:
+        """Hand new requests to the runner and forget those that nobody waits for."""
+        while self._arrived:
+            self._runner.waiting.append(self._arrived.popleft())
+        self._runner.drop_abandoned()
+
+    def _step(self) -> None:
+        """One forward pass, and its results to those who wait; never raises an Exception."""
+        with self._lock:
+            if self._pauses or self._closed:
+                return
+            self._take_in()
+            computed = self._stats.prompt_tokens_computed
+            started, busy = time.perf_counter(), time.thread_time()
+            try:
+                finished = self._forward()
+            except BaseException as error:
+                self._fail(error)
+                if not isinstance(error, Exception):
+                    raise
+                return
+            self._stats.steps += 1
+            self._stats.step_seconds += time.perf_counter() - started
+            computed = self._stats.prompt_tokens_computed - computed
+            self._measure(computed, time.thread_time() - busy)
+            for request in finished:
+                if request.error is not None:
+                    _reject(request, request.error)
+                else:
+                    _resolve(request, request.generation())
+            self._stats.requests += len(finished)
+
+    def _forward(self) -> list[Request]:
+        if self._model.training:
+            self._model.train(False)
+        if self._guard.changed():
+            self._runner.evict()
+            self._guard.remember()
+            self._stats.unannounced_updates += 1
+        # Not inference_mode: tensors that a model keeps from a pass would be unfit for training.
+        with torch.no_grad():
+            return self._runner.step(self._version)
+
+    def _measure(self, computed: int, seconds: float) -> None:
+        """Learn from a step how long the next one of its kind will take.
+
+        In seconds of this thread, not of the clock: beside busy agents a step in the worker thread
+        waits for the interpreter most of the time, and would look too long for the event loop.
+        """
+        if computed:
+            now = seconds / max(computed, _FEW_TOKENS)
+            self._prompt_token_seconds = _average(self._prompt_token_seconds, now)
+        else:
+            self._decode_seconds = _average(self._decode_seconds, seconds)
+
+    def _fail(self, error: BaseException) -> None:
+        """Fail everything in flight and forget what was computed."""
+        self._runner.evict()
+        self._runner.waiting.clear()
+        self._runner.active.clear()
+        self._arrived.clear()
+        for request in list(self._in_flight):
+            if isinstance(error, EngineError):
+                mine = EngineError(*error.args)
+            else:
+                mine = EngineError(f"a forward pass failed: {type(error).__name__}: {error}")
+            mine.__cause__ = error
+            _reject(request, mine)
+
+
+def _average(known: float, now: float) -> float:
+    return now if known == math.inf else 0.8 * known + 0.2 * now
+
+
+def _resolve(request: Request, generation: Generation) -> None:
+    def deliver() -> None:
+        if not request.future.done():
+            request.future.set_result(generation)
+
+    with suppress(RuntimeError):  # the event loop was closed: nobody waits
+        request.future.get_loop().call_soon_threadsafe(deliver)
+
+
+def _reject(request: Request, error: EngineError) -> None:
+    def deliver() -> None:
+        if not request.future.done():
+            request.future.set_exception(error)
+
+    with suppress(RuntimeError):
+        request.future.get_loop().call_soon_threadsafe(deliver)

@@ -1,0 +1,249 @@
+"""Keys and values of many requests, and which models can be served from them.
+
+Keys and values of many requests, one row each, as a cache that transformers models write to.
+
+One layer's keys (values likewise) are one tensor [slots, capacity, kv_heads, head_dim]; row r,
+position t holds token t of the request in row r. A forward pass computes new tokens for the
+contiguous rows [first, last) and attends to the first `kv_length` positions of each:
+
+                  position 0 ............ kv_length ... capacity
+        row first  k k k k k N . . . . .  |                        k computed before
+            ...    k k N N N N N N . . .  |                        N written by this pass
+        row last-1 k k k k k k k k k k N  |                        . masked
+
+The model gets a view of that block, never a copy. Tokens are next to each other in memory, so that
+writing one and copying a prefix from row to row are plain copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+from tuner.engines.transformers.solo import forward_options
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the tokens of one forward pass go.
+
+    Attributes:
+        first, last: Rows the pass computes, [first, last).
+        kv_length: Positions that are attended to.
+        target: For every token that is written its place `row * capacity + position`, shape [N].
+        source: The places of those tokens in the flattened input [(last - first) * C], shape
+            [N]; None when the input has no padding.
+    """
+
+    first: int
+    last: int
+    kv_length: int
+    target: Tensor
+    source: Tensor | None
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer's rows; shape and dtype are those of the first keys and values written."""
+
+    is_sliding = False
+
+    def __init__(self, store: SlotCache) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._store = store
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Not needed: the first `update` allocates."""
+
+    def _empty(self, states: Tensor) -> Tensor:
+        _, heads, _, width = states.shape
+        # Zeros: a masked place still takes part in attention with weight 0, and 0 * NaN is NaN.
+        return states.new_zeros(self._store.slots, self._store.capacity, heads, width)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write the new states [m, kv_heads, C, head_dim]; return the block that is attended to."""
+        if self.keys is None or self.values is None:
+            self.keys, self.values = self._empty(key_states), self._empty(value_states)
+            self.is_initialized = True
+        return self._write(self.keys, key_states), self._write(self.values, value_states)
+
+    def _write(self, stored: Tensor, states: Tensor) -> Tensor:
+        place = self._store.placement
+        flat = states.transpose(1, 2).flatten(0, 1)
+        if place.source is not None:
+            flat = flat.index_select(0, place.source)
+        stored.flatten(0, 1).index_copy_(0, place.target, flat)
+        return stored[place.first : place.last, : place.kv_length].transpose(1, 2)
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        # Asked for only when a model makes its own mask; ours is always given.
+        raise RuntimeError("a slot cache needs an explicit attention mask")
+
+
+class SlotCache(Cache):
+    """All layers' rows. Rows and capacity grow by doubling; nothing is allocated ahead of need."""
+
+    placement: Placement
+
+    def __init__(self, layers: int, slots: int, capacity: int) -> None:
+        self.slots = slots
+        self.capacity = capacity
+        self._rows = [SlotLayer(self) for _ in range(layers)]
+        super().__init__(layers=list(self._rows))
+
+    def grow(self, slots: int, capacity: int) -> None:
+        """Make room for `slots` rows of `capacity` tokens, keeping what is stored."""
+        old_slots, old_capacity = self.slots, self.capacity
+        self.slots, self.capacity = slots, capacity
+
+        def grown(old: Tensor) -> Tensor:
+            new = old.new_zeros(slots, capacity, *old.shape[2:])
+            new[:old_slots, :old_capacity] = old
+            return new
+
+        for layer in self._rows:
+            if layer.keys is not None and layer.values is not None:
+                layer.keys = grown(layer.keys)
+                layer.values = grown(layer.values)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` tokens of one row to another."""
+        for stored in self._stored():
+            stored[target, :length].copy_(stored[source, :length])
+
+    def swap(self, one: int, other: int, length: int) -> None:
+        """Exchange the first `length` tokens of two rows."""
+        for stored in self._stored():
+            kept = stored[one, :length].clone()
+            stored[one, :length] = stored[other, :length]
+            stored[other, :length] = kept
+
+    def clear(self) -> None:
+        """Forget everything, so that not even a NaN of earlier weights is left behind."""
+        for stored in self._stored():
+            stored.zero_()
+
+    def _stored(self) -> list[Tensor]:
+        return [
+            stored
+            for layer in self._rows
+            for stored in (layer.keys, layer.values)
+            if stored is not None
+        ]
+
+
+def attention_mask(
+    positions: Tensor, kv_length: int, window: int | None, dtype: torch.dtype
+) -> Tensor:
+    """What each token may attend to, as an additive mask (understood by eager and sdpa alike).
+
+    Args:
+        positions: Position of each query token in its row, shape [m, C].
+        kv_length: Number of key positions, K.
+        window: A query sees the last `window` positions up to its own; None is all of them.
+        dtype: Of the attention scores.
+
+    Returns:
+        Shape [m, 1, C, K]: 0 where attention is allowed, the dtype's lowest number elsewhere.
+    """
+    query = positions[:, None, :, None]
+    key = torch.arange(kv_length, device=positions.device)
+    hidden = key > query
+    if window is not None:
+        hidden |= key <= query - window
+    lowest = torch.finfo(dtype).min
+    return torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(
+        hidden, lowest
+    )
+
+
+_PROBE_LENGTH = 6
+
+
+def layer_windows(model: PreTrainedModel) -> dict[str, int | None] | str:
+    """The attention window of each kind of layer, or why the model cannot be served from rows.
+
+    Returns:
+        For each kind of layer as transformers names it ("full_attention", "sliding_attention")
+        its window in tokens, None for unlimited; or a sentence.
+    """
+    config = model.config.get_text_config(decoder=True)
+    if getattr(model, "_is_stateful", False):
+        return "it keeps a state instead of keys and values"
+    if getattr(config, "num_kv_shared_layers", 0):
+        return "some of its layers share keys and values"
+    if getattr(config, "attention_chunk_size", None):
+        return "it attends in chunks"
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds - {"full_attention", "sliding_attention"}:
+        return f"it has layers of the kinds {', '.join(sorted(kinds))}"
+    try:
+        layers = DynamicCache(config=config).layers
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return f"transformers has no cache for it ({error})"
+    windows: dict[str, int | None] = {}
+    for layer in layers:
+        if type(layer) is DynamicLayer:
+            windows["full_attention"] = None
+        elif type(layer) is DynamicSlidingWindowLayer:
+            window = int(layer.sliding_window)
+            if windows.setdefault("sliding_attention", window) != window:
+                return "its layers have windows of different lengths"
+        else:
+            return f"it has a {type(layer).__name__}"
+    if not windows:
+        return "its configuration does not say what its layers keep"
+    return windows
+
+
+@torch.no_grad()
+def rows_agree(model: PreTrainedModel, windows: dict[str, int | None]) -> str | None:
+    """Compare a pass over rows with a plain forward pass; None if they agree, else what differs.
+
+    For models whose code does something of its own with positions, masks or the cache (ALiBi,
+    for example) and does not say so in its configuration.
+    """
+    device, dtype = model.device, model.dtype
+    length = _PROBE_LENGTH
+    ids = (torch.arange(length, device=device) * 7 + 3) % model.config.get_text_config().vocab_size
+    try:
+        wanted = model(input_ids=ids[None], use_cache=False).logits[0, -2:].float()
+        cache = SlotCache(model.config.get_text_config().num_hidden_layers, 2, length)
+        got = []
+        for start, stop in ((0, length - 1), (length - 1, length)):
+            positions = torch.arange(start, stop, device=device)[None]
+            cache.placement = Placement(1, 2, stop, length + positions[0], None)
+            masks = {k: attention_mask(positions, stop, w, dtype) for k, w in windows.items()}
+            output = model(
+                input_ids=ids[None, start:stop],
+                position_ids=positions,
+                attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+                past_key_values=cache,
+                use_cache=True,
+                **forward_options(model),
+            )
+            got.append(output.logits[0, -1].float())
+    except Exception as error:  # whatever a model's own code makes of the masks and the cache
+        return f"its forward pass does not take them ({type(error).__name__}: {error})"
+    allowed = 1e-3 if dtype in (torch.float32, torch.float64) else 0.25
+    difference = float((torch.stack(got) - wanted).abs().max() / wanted.std())
+    if difference > allowed:
+        return f"its logits would differ by {difference:.2g} standard deviations"
+    return None

@@ -1,0 +1,288 @@
+"""How a workflow or judge is checked and called: with the arguments that it names.
+
+It may be async or plain (then it runs in a thread), a `functools.partial`, or an object with
+`__call__`. Parameters of its own need defaults. `**kwargs` receives every argument that is not
+named; `*args` is refused, since nothing is passed by position.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tuner.errors import FunctionError
+from tuner.functions.outputs import JudgeOutput, TaskRow, WorkflowOutput, shown
+
+if TYPE_CHECKING:
+    from tuner.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a function of some role is called with.
+
+    Attributes:
+        role: "workflow" or "judge".
+        required: Parameters that the function must have.
+        optional: Parameters that it may have.
+        output: Name of the class it returns.
+    """
+
+    role: str
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    output: str
+
+    def __str__(self) -> str:
+        parameters = ", ".join([*self.required, *(f"{name} (optional)" for name in self.optional)])
+        return f"async def {self.role}({parameters}) -> {self.output}"
+
+
+WORKFLOW = Signature(
+    "workflow", ("task", "model"), ("auxiliary_models", "logger"), WorkflowOutput.__name__
+)
+
+
+JUDGE = Signature(
+    "judge", ("task", "response"), ("auxiliary_models", "logger"), JudgeOutput.__name__
+)
+
+
+def check_workflow_function(func: Callable[..., Any]) -> None:
+    """Check that `func` can be called as a workflow; imports nothing and calls nothing.
+
+    Raises:
+        FunctionError: It is no function, or its parameters do not fit.
+    """
+    check_function(func, WORKFLOW)
+
+
+def check_judge_function(func: Callable[..., Any]) -> None:
+    """Check that `func` can be called as a judge; imports nothing and calls nothing.
+
+    Raises:
+        FunctionError: It is no function, or its parameters do not fit.
+    """
+    check_function(func, JUDGE)
+
+
+def check_settings(func: Any, config: RunConfig) -> None:
+    """Let a workflow that is an object refuse settings that do not go with it, where it has
+    `check_settings(config)`.
+
+    Raises:
+        ConfigError: It does.
+    """
+    check = getattr(func, "check_settings", None)
+    if check is not None:
+        check(config)
+
+
+def check_function(func: Callable[..., Any], signature: Signature) -> None:
+    """Check that `func` can be called with the arguments of its role.
+
+    Raises:
+        FunctionError: It cannot; says where it is defined, what was found and what is expected.
+    """
+    if not callable(func):
+        raise FunctionError(
+            f"the {signature.role} is {shown(func)}, not a function; expected: {signature}"
+        )
+    try:
+        parameters = inspect.signature(func).parameters
+    except (TypeError, ValueError) as error:
+        raise FunctionError(f"{where(func)}: its parameters cannot be read: {error}") from None
+    problems = list(_problems(parameters, signature))
+    if isinstance(func, type):
+        problems.append("it is a class: pass an instance with __call__, or a function")
+    if inspect.isasyncgenfunction(unwrapped(func)) or inspect.isgeneratorfunction(unwrapped(func)):
+        problems.append("it yields; it must return")
+    if problems:
+        found = ", ".join(str(parameter) for parameter in parameters.values())
+        raise FunctionError(
+            f"{where(func)} cannot be used as a {signature.role}: {'; '.join(problems)}\n"
+            f"  found:    ({found})\n"
+            f"  expected: {signature}"
+        )
+
+
+def _problems(parameters: Mapping[str, inspect.Parameter], signature: Signature) -> list[str]:
+    passed = (*signature.required, *signature.optional)
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    missing = [name for name in signature.required if name not in parameters and not takes_any]
+    problems = [f"parameter {', '.join(missing)} is missing"] if missing else []
+    for name, parameter in parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            problems.append(f"*{name} never receives anything, arguments are passed by name")
+        elif parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+            problems.append(f"{name} takes no keyword, and arguments are passed by name")
+        elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            continue
+        elif name not in passed and parameter.default is inspect.Parameter.empty:
+            problems.append(f"nothing is passed for {name}; give it a default or remove it")
+    return problems
+
+
+async def call_workflow(
+    func: Callable[..., Any],
+    *,
+    task: Mapping[str, Any],
+    model: Any,
+    auxiliary_models: Mapping[str, Any],
+    logger: Any,
+) -> WorkflowOutput:
+    """Run a workflow with the arguments it takes.
+
+    Raises:
+        FunctionError: It returned something that is not a workflow's output.
+    """
+    arguments = {
+        "task": TaskRow(task),
+        "model": model,
+        "auxiliary_models": auxiliary_models,
+        "logger": logger,
+    }
+    return as_workflow_output(await call_function(func, arguments), func)
+
+
+async def call_judge(
+    func: Callable[..., Any],
+    *,
+    task: Mapping[str, Any],
+    response: Any,
+    auxiliary_models: Mapping[str, Any],
+    logger: Any,
+) -> JudgeOutput:
+    """Run a judge with the arguments it takes.
+
+    Raises:
+        FunctionError: It returned something that is not a judge's output, or no reward.
+    """
+    arguments = {
+        "task": TaskRow(task),
+        "response": response,
+        "auxiliary_models": auxiliary_models,
+        "logger": logger,
+    }
+    return as_judge_output(await call_function(func, arguments), func)
+
+
+async def call_function(func: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Call `func` with those of `arguments` that it takes, in a thread unless it is async."""
+    parameters = inspect.signature(func).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    taken = {name: value for name, value in arguments.items() if takes_any or name in parameters}
+    if is_async(func):
+        return await func(**taken)
+    value = await in_thread(functools.partial(func, **taken))
+    # A plain function may hand over to an async one: `lambda task, model: run(task, model)`.
+    return await value if inspect.isawaitable(value) else value
+
+
+async def in_thread(func: Callable[[], Any]) -> Any:
+    """Run `func` in a thread of its own.
+
+    Unlike `asyncio.to_thread` there are as many threads as calls, so that plain functions run as
+    concurrently as async ones, and one that hangs does not keep the process from ending.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def settle(value: Any, error: BaseException | None) -> None:
+        if future.done():  # the caller was cancelled
+            return
+        if error is None:
+            future.set_result(value)
+        elif isinstance(error, StopIteration):
+            future.set_exception(RuntimeError("the function raised StopIteration"))
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        value, error = None, None
+        try:
+            value = context.run(func)
+        except BaseException as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, value, error)
+
+    threading.Thread(target=run, daemon=True, name="tuner-function").start()
+    return await future
+
+
+def as_workflow_output(value: Any, func: Callable[..., Any]) -> WorkflowOutput:
+    """`value`, which `func` returned, as our `WorkflowOutput`; AgentScope's is taken too.
+
+    Raises:
+        FunctionError: It is something else.
+    """
+    if isinstance(value, WorkflowOutput):
+        return value
+    if type(value).__name__ == WorkflowOutput.__name__ and hasattr(value, "response"):
+        return WorkflowOutput(reward=value.reward, response=value.response, metrics=value.metrics)
+    raise wrong_return(value, func, WORKFLOW)
+
+
+def as_judge_output(value: Any, func: Callable[..., Any]) -> JudgeOutput:
+    """`value`, which `func` returned, as our `JudgeOutput`; AgentScope's is taken too.
+
+    Raises:
+        FunctionError: It is something else, or has no reward.
+    """
+    if isinstance(value, JudgeOutput):
+        return value
+    named_alike = type(value).__name__ == JudgeOutput.__name__
+    if named_alike and hasattr(value, "reward") and hasattr(value, "metrics"):
+        if value.reward is None:
+            raise FunctionError(
+                f"{where(func)} returned a JudgeOutput without a reward: a judge must score every "
+                "response"
+            )
+        return JudgeOutput(reward=value.reward, metrics=value.metrics)
+    raise wrong_return(value, func, JUDGE)
+
+
+def is_async(func: Callable[..., Any]) -> bool:
+    """Whether calling `func` gives something to await."""
+    inner = unwrapped(func)
+    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(
+        getattr(inner, "__call__", None)  # noqa: B004
+    )
+
+
+def where(func: Callable[..., Any]) -> str:
+    """`name (file:line)` of a function, for error messages."""
+    inner = unwrapped(func)
+    name = getattr(inner, "__qualname__", None) or type(inner).__qualname__
+    target = inner if inspect.isroutine(inner) else vars(type(inner)).get("__call__", inner)
+    code = getattr(inspect.unwrap(target), "__code__", None)
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code is not None else str(name)
+
+
+def wrong_return(value: Any, func: Callable[..., Any], signature: Signature) -> FunctionError:
+    """The error for a function that returned something of the wrong type."""
+    hint = ""
+    if value is None:
+        hint = " (is a return statement missing?)"
+    elif isinstance(value, (int, float)):
+        hint = f": write {signature.output}(reward={value!r})"
+    return FunctionError(
+        f"{where(func)} returned {shown(value)}; a {signature.role} returns "
+        f"{signature.output}{hint}"
+    )
+
+
+def unwrapped(func: Callable[..., Any]) -> Any:
+    """The function inside `functools.partial`s."""
+    while isinstance(func, functools.partial):
+        func = func.func
+    return func

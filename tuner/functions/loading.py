@@ -1,0 +1,91 @@
+"""The functions and modules that a configuration names."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+from tuner.errors import ConfigError
+
+# Begins the names of modules that were loaded from a file given by its path.
+FILE_MODULE = "tuner_file_"
+
+
+def load_function(reference: str, *, setting: str) -> Callable[..., Any]:
+    """The function that a configuration names.
+
+    Args:
+        reference: `package.module:function` (the current folder is looked in as well) or
+            `path/file.py:function`.
+        setting: The key that holds it, for error messages.
+
+    Raises:
+        ConfigError: It cannot be imported, or is not there.
+    """
+    module_name, colon, name = reference.rpartition(":")
+    if not colon or not module_name or not name:
+        raise ConfigError(
+            f"{setting} is {reference!r}: write package.module:function or path/file.py:function"
+        )
+    try:
+        module = _load_file(module_name) if module_name.endswith(".py") else _load(module_name)
+    except FileNotFoundError:
+        raise ConfigError(f"{setting} is {reference!r}: there is no file {module_name}") from None
+    except Exception as error:
+        raise ConfigError(
+            f"{setting} is {reference!r}: importing {module_name} failed: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        what = "has no" if function is None else "has something else as"
+        raise ConfigError(f"{setting} is {reference!r}: {module_name} {what} function {name!r}")
+    return cast("Callable[..., Any]", function)
+
+
+def import_module_or_file(reference: str, *, setting: str) -> ModuleType:
+    """The module `package.module`, or the one in `path/file.py`.
+
+    Raises:
+        ConfigError: It cannot be imported.
+    """
+    try:
+        return _load_file(reference) if reference.endswith(".py") else _load(reference)
+    except FileNotFoundError:
+        raise ConfigError(f"{setting} is {reference!r}: there is no such file") from None
+    except Exception as error:
+        raise ConfigError(
+            f"{setting} is {reference!r}: importing it failed: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _load(module: str) -> ModuleType:
+    if (folder := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.import_module(module)
+
+
+def _load_file(file: str) -> ModuleType:
+    """A file as a module, always the same one; it can import its neighbours, as a script can."""
+    path = Path(file).resolve(strict=True)
+    name = f"{FILE_MODULE}{hashlib.sha1(str(path).encode()).hexdigest()[:12]}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        if str(path.parent) not in sys.path:
+            sys.path.insert(0, str(path.parent))
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]

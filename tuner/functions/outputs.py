@@ -1,0 +1,97 @@
+"""What a workflow and a judge return, and what they raise and are given besides their models."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tuner.errors import DatasetError, FunctionError, TunerError
+
+
+class FunctionOutput(BaseModel):
+    """Base of what functions return: mistakes in a field are `FunctionError`s."""
+
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+    # Type checkers see pydantic's own constructor, with the fields as parameters.
+    if not TYPE_CHECKING:
+
+        def __init__(self, **data: Any) -> None:
+            try:
+                super().__init__(**data)
+            except ValidationError as error:
+                raise FunctionError(_field_mistakes(type(self), error)) from None
+
+
+class WorkflowOutput(FunctionOutput):
+    """What a workflow returns.
+
+    Attributes:
+        reward: The score, when there is no judge; the judge's wins over it.
+        response: Handed to the judge as it is.
+        metrics: Numbers to log besides the reward.
+    """
+
+    reward: float | None = Field(default=None)
+    response: Any | None = Field(default=None)
+    metrics: dict[str, float] | None = Field(default=None)
+
+
+class JudgeOutput(FunctionOutput):
+    """What a judge returns.
+
+    Attributes:
+        reward: The score; required.
+        metrics: Numbers to log besides the reward.
+    """
+
+    reward: float = Field()
+    metrics: dict[str, float] | None = Field(default=None)
+
+
+WorkflowType = Callable[..., Awaitable[WorkflowOutput]]
+
+
+JudgeType = Callable[..., Awaitable[JudgeOutput]]
+
+
+class Rejected(TunerError):
+    """Raised by a workflow that does not want its rollout trained; no failure, and not retried."""
+
+
+class MissingFieldError(DatasetError, FunctionError, KeyError):
+    """A function asked for a field that the dataset's rows do not have."""
+
+    # KeyError would show the message in quotes.
+    __str__ = Exception.__str__
+
+
+class TaskRow(dict[str, Any]):
+    """A row that says which fields it has when it is asked for another."""
+
+    def __missing__(self, key: str) -> Any:
+        raise MissingFieldError(
+            f"the task has no field {key!r}; the fields of its dataset are: {', '.join(self)}"
+        )
+
+
+def shown(value: Any) -> str:
+    """A value and its type, shortened, for error messages."""
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def _field_mistakes(output: type[BaseModel], error: ValidationError) -> str:
+    mistakes = []
+    for detail in error.errors():
+        name = ".".join(str(part) for part in detail["loc"])
+        if detail["type"] == "extra_forbidden":
+            known = ", ".join(output.model_fields)
+            mistakes.append(f"it has no field {name!r} (fields: {known})")
+        elif name == "reward" and (detail["type"] == "missing" or detail["input"] is None):
+            mistakes.append("it needs a reward: a judge must score every response")
+        else:
+            mistakes.append(f"{name} is {shown(detail['input'])}, expected a number")
+    return f"{output.__name__}: {'; '.join(mistakes)}"

@@ -1,0 +1,395 @@
+"""Groups of rollouts: what is on disk is kept, the rest is run, ahead of its step if allowed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tuner.config import RunConfig
+from tuner.data.order import batch_indices
+from tuner.errors import TrainingError, TunerError
+from tuner.gateway import SamplingDefaults
+from tuner.rollout.limits import Ending
+from tuner.rollout.runner import RolloutRunner
+from tuner.rollout.schedule import Schedule
+from tuner.traces import Outcome, RolloutId, Trace, TraceStore
+
+
+class BatchLog:
+    """One line per step, written before it is trained, so that a killed run takes it again.
+
+        {"step": 3, "groups": [4, 5, 7]}
+
+    Groups are numbered from 0 in the order of the tasks.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> dict[int, list[int]]:
+        """The groups of each step; a torn last line is left out.
+
+        Raises:
+            TunerError: Another line is not of this form.
+        """
+        if not self._path.exists():
+            return {}
+        found = {}
+        for number, line in enumerate(self._path.read_bytes().splitlines(keepends=True), 1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                row = json.loads(line)
+                found[int(row["step"])] = [int(group) for group in row["groups"]]
+            except (ValueError, LookupError, TypeError) as error:
+                raise TunerError(f"{self._path}, line {number} is no batch: {error!r}") from error
+        return found
+
+    def append(self, step: int, groups: Sequence[int]) -> None:
+        """Note what a step takes."""
+        before = self._path.read_bytes() if self._path.exists() else b""
+        with self._path.open("ab") as file:
+            if not before.endswith(b"\n"):
+                file.truncate(before.rfind(b"\n") + 1)
+            file.write(json.dumps({"step": step, "groups": list(groups)}).encode() + b"\n")
+
+
+Wanted = Mapping[RolloutId, dict[str, Any]]
+_NOBODY: Mapping[RolloutId, Ending] = {}
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What one step asks for: `repeat` rollouts of each task."""
+
+    split: str
+    step: int
+    tasks: Sequence[dict[str, Any]]
+    repeat: int
+    defaults: SamplingDefaults
+
+    @property
+    def ids(self) -> list[RolloutId]:
+        return list(self.wanted)
+
+    @property
+    def wanted(self) -> Wanted:
+        """The task of each rollout."""
+        return {
+            RolloutId(self.step, number, rollout, self.split): task
+            for number, task in enumerate(self.tasks)
+            for rollout in range(self.repeat)
+        }
+
+
+class Rollouts:
+    """Runs rollouts, at most `max_running` at a time, first come first served.
+
+    Args:
+        runner: Runs one.
+        store: Where traces go.
+        max_running: Rollouts at the same time, whoever asked for them.
+        on_end: Sees every attempt that was run, once it is stored.
+    """
+
+    def __init__(
+        self,
+        runner: RolloutRunner,
+        store: TraceStore,
+        *,
+        max_running: int,
+        on_end: Callable[[Trace], None] = lambda trace: None,
+    ) -> None:
+        self._runner = runner
+        self._on_end = on_end
+        self._store = store
+        self._slots = asyncio.Semaphore(max_running)
+
+    async def run(
+        self,
+        wanted: Wanted,
+        defaults: SamplingDefaults,
+        *,
+        known: Sequence[Trace] = (),
+        endings: Mapping[RolloutId, Ending] = _NOBODY,
+        abort_on_failure: bool = False,
+        on_trace: Callable[[Trace], None] = lambda trace: None,
+    ) -> list[Trace]:
+        """Run each rollout that is not known, and store it as it ends.
+
+        Args:
+            wanted: The task of each rollout.
+            defaults: What calls that do not say are sampled with.
+            known: Traces of these rollouts that the store already holds.
+            endings: Who may end them from outside.
+            abort_on_failure: Whether a rollout that fails by itself ends the run.
+            on_trace: Sees every attempt of every rollout, known ones first.
+
+        Returns:
+            Every attempt of every rollout, sorted by rollout and attempt.
+
+        Raises:
+            FunctionError: The workflow or judge returned something of the wrong type.
+            TrainingError: `abort_on_failure` is set and a rollout did not complete.
+        """
+        done = {trace.id for trace in known if trace.final}
+        # Attempts of a rollout that never got to its final one are run again from the start.
+        traces = [trace for trace in known if trace.id in done]
+        for trace in traces:
+            on_trace(trace)
+
+        async def run(id: RolloutId, task: dict[str, Any]) -> None:
+            asked, ending = time.perf_counter(), endings.get(id)
+            async with self._slots:
+                queued = time.perf_counter() - asked
+                attempts = await self._runner.run(task, id, defaults, ending=ending, queued=queued)
+            for trace in attempts:
+                self._store.append(trace)
+                self._on_end(trace)
+                on_trace(trace)
+            traces.extend(attempts)
+            if ending is not None and ending.reason is not None:
+                return
+            if abort_on_failure and not _went_well(attempts[-1]):
+                raise TrainingError(
+                    f"rollout {id} ended with {attempts[-1].outcome}: {attempts[-1].error} "
+                    "(tuner.on_failure is 'abort')"
+                )
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for id, task in wanted.items():
+                    if id not in done:
+                        group.create_task(run(id, task))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return sorted(traces, key=lambda trace: (trace.id, trace.attempt))
+
+
+async def collect(
+    plan: StepPlan,
+    runner: RolloutRunner,
+    store: TraceStore,
+    *,
+    max_running: int,
+    abort_on_failure: bool = False,
+    on_trace: Callable[[Trace], None] = lambda trace: None,
+) -> list[Trace]:
+    """The rollouts of one step. Those that the store already holds are not run again.
+
+    Returns and raises as `Rollouts.run`.
+    """
+    return await Rollouts(runner, store, max_running=max_running).run(
+        plan.wanted,
+        plan.defaults,
+        known=store.read(plan.split, plan.step),
+        abort_on_failure=abort_on_failure,
+        on_trace=on_trace,
+    )
+
+
+def _went_well(trace: Trace) -> bool:
+    return trace.outcome in (Outcome.COMPLETED, Outcome.REJECTED)
+
+
+Task = dict[str, Any]
+ENDED_EARLY = "ended before it was complete: its step had enough tasks (explorer.over_rollout)"
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What one step trains on.
+
+    Attributes:
+        traces: Every attempt of its rollouts, in the order of the tasks.
+        unfinished: Groups of which rollouts were ended early, as (step, task).
+    """
+
+    traces: list[Trace]
+    unfinished: frozenset[tuple[int, int]]
+
+
+class TrainingGroups:
+    """The groups of a run, from the first to the last.
+
+    Group `n` is task `n % batch_size` of what step `n // batch_size + 1` would train if everything
+    took its turn; its traces have that step in their ids and are stored under it.
+
+    Args:
+        config: The effective configuration.
+        store: What was recorded before, and where traces go.
+        batches: What steps took before.
+        tasks: Rows of the dataset.
+        start: The step that the run goes on after.
+        total_steps: Length of the run.
+        rollouts: Runs them.
+        on_rollout: Called for each rollout that ended.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        store: TraceStore,
+        batches: BatchLog,
+        tasks: Sequence[Task],
+        *,
+        start: int,
+        total_steps: int,
+        rollouts: Rollouts,
+        on_rollout: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._tasks = tasks
+        self._batch = config.buffer.batch_size
+        self._repeat = config.algorithm.repeat_times
+        self._rollouts = rollouts
+        self._batches = batches
+        self._on_rollout = on_rollout
+        self._taken = batches.read()
+        taskset = config.buffer.explorer_input.taskset
+        self._defaults = SamplingDefaults(**config.rollout_args(taskset).model_dump())
+        self._known: dict[int, list[Trace]] = {}
+        self._endings: dict[int, dict[RolloutId, Ending]] = {}
+        self._complete: Counter[int] = Counter()
+        self._over: set[int] = set()
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+        self.ahead = config.synchronizer.sync_offset
+        self._schedule: Schedule[list[Trace]] = Schedule(
+            self._run,
+            batch=self._batch,
+            total=self._batch * total_steps,
+            repeat=self._repeat,
+            # One after the other, the global random states belong to one rollout at a time.
+            max_running=1 if config.tuner.deterministic else config.explorer.runner_per_model,
+            staleness=self.ahead,
+            waits=config.algorithm.sample_strategy == "default",
+            version=start,
+            hold=max(self._taken, default=1) - 1,
+        )
+        self._restore(store, start, total_steps)
+
+    def _restore(self, store: TraceStore, start: int, total_steps: int) -> None:
+        """Look at what is on disk: groups that no step has taken are not lost."""
+        trained: set[int] = set()
+        for step in range(1, start + 1):
+            planned = range((step - 1) * self._batch, step * self._batch)
+            trained.update(self._taken.get(step, planned))
+        first = next(n for n in range(len(trained) + 1) if n not in trained) // self._batch + 1
+        for step in range(first, total_steps + 1):
+            for trace in store.read("train", step):
+                number = (step - 1) * self._batch + trace.id.task
+                if number not in trained:
+                    self._known.setdefault(number, []).append(trace)
+        complete, begun = {}, {}
+        for number, traces in self._known.items():
+            final = {trace.id for trace in traces if trace.final}
+            oldest = min((v for t in traces for c in t.calls for v in c.versions), default=start)
+            if len(final) == self._repeat:
+                known = [trace for trace in traces if trace.id in final]
+                complete[number] = (sorted(known, key=lambda t: (t.id, t.attempt)), oldest)
+                self._complete[number // self._batch] += 1
+            else:
+                begun[number] = oldest
+        self._schedule.restore(trained=trained, complete=complete, begun=begun)
+
+    @property
+    def waiting(self) -> int:
+        """Complete groups that no step has taken."""
+        return self._schedule.complete
+
+    @property
+    def running(self) -> int:
+        """Rollouts that were begun and have not ended."""
+        return self._schedule.running
+
+    def advance(self, step: int) -> None:
+        """Step `step` is over: begin what may be begun now."""
+        self._schedule.advance(step)
+
+    async def take(self, step: int) -> Collected:
+        """What step `step` trains on, as soon as it is there.
+
+        Raises:
+            FunctionError: The workflow or judge returned something of the wrong type.
+            TrainingError: A rollout failed, and `tuner.on_failure` is `abort`.
+        """
+        self._schedule.advance(step - 1)
+        groups = await self._schedule.take(self._taken.get(step))
+        if self.ahead and step not in self._taken:
+            self._batches.append(step, list(groups))
+        traces = [trace for group in groups.values() for trace in group]
+        unfinished = {
+            (trace.id.step, trace.id.task) for trace in traces if trace.error == ENDED_EARLY
+        }
+        if self._config.explorer.over_rollout.return_partial_tasks:
+            unfinished = set()
+        return Collected(traces, frozenset(unfinished))
+
+    async def _run(self, number: int) -> list[Trace]:
+        """One group; the schedule hears of each rollout that ends."""
+        planned, index = divmod(number, self._batch)
+        task = self._tasks[self._rows(planned + 1)[index]]
+        wanted = {RolloutId(planned + 1, index, n): task for n in range(self._repeat)}
+        endings = {id: Ending() for id in wanted}
+        self._endings.setdefault(planned, {}).update(endings)
+        self._watch(planned)
+        if planned in self._over:
+            self._end(endings)
+
+        def ended(trace: Trace) -> None:
+            if trace.final:
+                del self._endings[planned][trace.id]
+                self._schedule.rollout_ended(number)
+                self._on_rollout()
+
+        traces = await self._rollouts.run(
+            wanted,
+            self._defaults,
+            known=self._known.pop(number, ()),
+            endings=endings,
+            abort_on_failure=self._config.tuner.on_failure == "abort",
+            on_trace=ended,
+        )
+        self._complete[planned] += 1
+        self._watch(planned)
+        return traces
+
+    def _rows(self, step: int) -> list[int]:
+        return batch_indices(
+            step,
+            size=self._batch,
+            rows=len(self._tasks),
+            selector=self._config.buffer.explorer_input.taskset.data_selector,
+        )
+
+    def _watch(self, planned: int) -> None:
+        """Once enough of the tasks that were planned together are complete, end the others soon."""
+        over = self._config.explorer.over_rollout
+        enough = math.ceil(self._batch * (1 - over.ratio))
+        if over.ratio and self._complete[planned] >= enough and planned not in self._timers:
+            loop = asyncio.get_running_loop()
+            self._timers[planned] = loop.call_later(over.wait_after_min, self._end_rest, planned)
+
+    def _end_rest(self, planned: int) -> None:
+        self._over.add(planned)
+        self._end(self._endings.get(planned, {}))
+
+    def _end(self, endings: dict[RolloutId, Ending]) -> None:
+        for ending in endings.values():
+            ending.end(ENDED_EARLY)
+
+    async def cancel(self) -> None:
+        """Cancel what runs."""
+        for timer in self._timers.values():
+            timer.cancel()
+        await self._schedule.cancel()

@@ -1,0 +1,1 @@
+"""One run on disk and for people: its directory, record, resume, metrics and monitors."""

@@ -1,0 +1,285 @@
+"""How a model's log-probs are computed: on the token tree of the rows, packed or padded rows.
+
+Activation checkpointing of a model that stays in eval mode and serves an engine at other times.
+
+Transformers checkpoints its layers in train mode only, which would also turn dropout on and caches
+off. Here the layers that it marks for checkpointing are wrapped for one forward pass, and are as
+they were when it ends; the backward pass needs no wrapper any more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from tuner.engines.base import SamplingParams
+from tuner.engines.grammar import Grammars
+from tuner.engines.transformers.kv_cache import layer_windows
+from tuner.errors import ConfigError
+from tuner.training.batch import Row, micro_batches
+from tuner.training.forward.head import (
+    TokenLogprobs,
+    causal_model,
+    completion_logprobs,
+    completion_states,
+)
+from tuner.training.forward.packed import pack_tokens, packed_logprobs, packed_states, packs
+from tuner.training.forward.tree import PassCost, tree_cuts, tree_logprobs, tree_states
+from tuner.training.settings import Layout
+
+
+def check_checkpointing(model: nn.Module) -> None:
+    """Refuse a model without layers to checkpoint.
+
+    Raises:
+        ConfigError: Names the setting and the model.
+    """
+    if not any(_layers(model)):
+        raise ConfigError(
+            f"tuner.activation_checkpointing is true, but {type(model).__name__} has no layers "
+            "that transformers marks for it; set it to false"
+        )
+
+
+@contextmanager
+def checkpointed_layers(model: nn.Module, *, enabled: bool) -> Iterator[None]:
+    """A forward pass inside keeps the inputs of the layers, and computes the rest again in its
+    backward pass; the gradient is the same."""
+    layers = list(_layers(model)) if enabled else []
+    for layer in layers:
+        layer.forward = partial(_forward, layer.forward)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
+    return (m for m in model.modules() if isinstance(m, GradientCheckpointingLayer))
+
+
+def _forward(compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # No dropout, so no random numbers to restore.
+    return checkpoint(
+        partial(compute, **kwargs), *args, use_reentrant=False, preserve_rng_state=False
+    )
+
+
+_log = logging.getLogger(__name__)
+
+_PROBE = ((3, 10, 17), (24, 31)), ((3, 10, 17), (24, 38, 45)), ((3, 10), (52, 3)), ((24,), (10,))
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Log-probs of rows, and how rows are cut into micro-batches for it.
+
+    Attributes:
+        layout: In which rows are computed.
+        grammars: With which calls that were held to a form are replayed.
+        windows: Of a tree: for each kind of layer its window.
+        cost: Of one pass over a tree.
+        pack_tokens: The longest pack, where attention bounds it.
+        in_parts: Whether the logits of padded rows are made in parts.
+        checkpointing: Whether a pass with a gradient keeps only the inputs of the layers.
+    """
+
+    layout: Layout
+    grammars: Grammars | None = None
+    windows: dict[str, int | None] | None = None
+    cost: PassCost | None = None
+    pack_tokens: int | None = None
+    in_parts: bool = False
+    checkpointing: bool = False
+
+    @staticmethod
+    def of(
+        model: nn.Module,
+        grammars: Grammars | None,
+        *,
+        layout: Layout = "tree",
+        checkpointing: bool = False,
+    ) -> Forward:
+        """`layout` if `model` can be computed on it exactly, else the next of token tree, packed
+        rows and padded rows that it can; and the log says which and why.
+
+        Each is compared with one row per call on a few tokens, so that this is measured.
+
+        Args:
+            checkpointing: Activation checkpointing.
+
+        Raises:
+            ConfigError: `checkpointing`, and the model has no layers for it.
+        """
+        if checkpointing:
+            check_checkpointing(model)
+        not_tree = not_packed = None
+        if layout == "tree":
+            windows = _tree_windows(model)
+            if not isinstance(windows, str):
+                causal = causal_model(model)
+                dense = causal.config._attn_implementation != "sdpa"
+                cost = PassCost.of(causal, dense=dense)
+                return Forward(
+                    "tree", grammars, windows=windows, cost=cost, checkpointing=checkpointing
+                )
+            not_tree = f"the model cannot be computed on a token tree: {windows}"
+        if layout != "padded":
+            not_packed = _inexact(
+                model, lambda rows: packed_logprobs(model, rows, with_entropy=False)
+            )
+            if not_packed is None:
+                if not_tree is not None:
+                    _log.warning(
+                        "training computes packed rows, one per call, instead of each distinct "
+                        "token once, because %s",
+                        not_tree,
+                    )
+                return Forward(
+                    "packed",
+                    grammars,
+                    pack_tokens=pack_tokens(causal_model(model)),
+                    checkpointing=checkpointing,
+                )
+            not_packed = f"packed rows would not be exact: {not_packed}"
+            _log.warning(
+                "training computes padded rows, one per call, because %s",
+                "; and ".join(filter(None, (not_tree, not_packed))),
+            )
+        not_in_parts = _inexact(
+            model,
+            lambda rows: completion_logprobs(
+                model, rows, pad_id=0, with_entropy=False, in_parts=True
+            ),
+        )
+        if not_in_parts is not None:
+            _log.warning(
+                "training makes the logits of all tokens of a micro-batch at once, because making "
+                "them in parts would not be exact: %s",
+                not_in_parts,
+            )
+        return Forward(
+            "padded", grammars, in_parts=not_in_parts is None, checkpointing=checkpointing
+        )
+
+    def micro_batches(self, rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
+        """Cut row indices into what one pass computes: at most `max_tokens` tokens of a tree, of
+        packed or of padded rows. A row longer than that is a micro-batch of its own."""
+        if self.layout == "tree" and self.cost is not None:
+            return tree_cuts(rows, max_tokens, self.cost)
+        if self.layout == "packed":
+            return packs(rows, min(max_tokens, self.pack_tokens or max_tokens))
+        return micro_batches(rows, max_tokens)
+
+    def logprobs(
+        self, model: nn.Module, rows: Sequence[Row], *, with_entropy: bool
+    ) -> TokenLogprobs:
+        """Log-probs of every completion token of `rows`, in row order.
+
+        Args:
+            model: The one this was made for, or another of its architecture (the reference).
+            with_entropy: Keep the graph of the entropy (else it is detached, for metrics only).
+
+        Raises:
+            TrainingError: A row has a grammar, and there are no `grammars` to replay it with.
+            GrammarError: A row's completion does not follow its grammar.
+        """
+        settings: Any = {"with_entropy": with_entropy, "grammars": self.grammars}
+        with self._checkpointed(model):
+            if self.layout == "tree" and self.windows is not None:
+                return tree_logprobs(model, rows, windows=self.windows, **settings)
+            if self.layout == "packed":
+                return packed_logprobs(model, rows, **settings)
+            return completion_logprobs(model, rows, pad_id=0, in_parts=self.in_parts, **settings)
+
+    def states(self, model: nn.Module, rows: Sequence[Row]) -> Tensor:
+        """Last hidden states before every completion token of `rows`, in row order, shape [T, D].
+
+        Args:
+            model: The one this was made for, without its output embedding.
+        """
+        with self._checkpointed(model):
+            if self.layout == "tree" and self.windows is not None:
+                return tree_states(model, rows, windows=self.windows)
+            if self.layout == "packed":
+                return packed_states(model, rows)
+            return completion_states(model, rows, pad_id=0)
+
+    def _checkpointed(self, model: nn.Module) -> AbstractContextManager[None]:
+        return checkpointed_layers(model, enabled=self.checkpointing and torch.is_grad_enabled())
+
+    @torch.no_grad()
+    def all_logprobs(
+        self, model: nn.Module, rows: Sequence[Row], max_tokens: int
+    ) -> tuple[Tensor, ...]:
+        """Log-probs of each row's completion tokens without a gradient, in micro-batches.
+
+        Returns:
+            One tensor for each row, of shape [T_row].
+        """
+        result: dict[int, Tensor] = {}
+        for indices in self.micro_batches(rows, max_tokens):
+            part = [rows[i] for i in indices]
+            logp_T = self.logprobs(model, part, with_entropy=False).logp_T
+            pieces = logp_T.split([len(row.completion_ids) for row in part])
+            result.update(zip(indices, pieces, strict=True))
+        return tuple(result[i] for i in range(len(rows)))
+
+
+def _tree_windows(model: nn.Module) -> dict[str, int | None] | str:
+    """The window of each kind of layer, or why the model cannot be computed on a token tree."""
+    causal = causal_model(model)
+    if not isinstance(causal, PreTrainedModel):
+        return f"{type(causal).__name__} is not a transformers model"
+    windows = layer_windows(causal)
+    if isinstance(windows, str):
+        return windows
+    attention = causal.config._attn_implementation
+    if attention not in ("sdpa", "eager"):
+        return (
+            f"attn_implementation is {attention!r}, which takes no mask; load the model with "
+            "attn_implementation='sdpa'"
+        )
+    found = _inexact(
+        model, lambda rows: tree_logprobs(model, rows, windows=windows, with_entropy=False)
+    )
+    return found or windows
+
+
+@torch.no_grad()
+def _inexact(model: nn.Module, layout: Callable[[list[Row]], TokenLogprobs]) -> str | None:
+    """Compare a layout of a few rows with one row per pass; None if they agree, else what differs.
+
+    For models whose code does something of its own with positions, masks or logits (ALiBi, for
+    example) or carries a state from one packed row to the next, and does not say so in its
+    configuration.
+    """
+    dtype = next(model.parameters()).dtype
+    rows = [
+        Row(str(i), 0, prompt, completion, (0.0,) * len(completion), SamplingParams(max_tokens=2))
+        for i, (prompt, completion) in enumerate(_PROBE)
+    ]
+    try:
+        found = layout(rows).logp_T
+    except Exception as error:  # whatever a model's own code makes of masks and positions
+        return f"its forward pass does not take them ({type(error).__name__}: {error})"
+    wanted = torch.cat(
+        [completion_logprobs(model, [row], pad_id=0, with_entropy=False).logp_T for row in rows]
+    )
+    allowed = 1e-3 if dtype in (torch.float32, torch.float64) else 0.25
+    difference = float((found - wanted).abs().max())
+    # Written so that NaN counts as a difference.
+    if difference <= allowed:
+        return None
+    return f"its log-probs would differ by {difference:.2g}"

@@ -1,0 +1,151 @@
+"""Log-probs of sampled tokens by one forward pass over packed rows: one after another, unpadded.
+
+    rows         1 2 3 [4]   1 2 [5 6]   7 [8]
+    tokens       1 2 3 4 1 2 5 6 7 8
+    positions    0 1 2 3 0 1 2 3 0 1        each row begins again at 0
+
+Where positions begin again, transformers keeps the rows apart: it masks what `sdpa` and `eager`
+would see of other rows, and gives flash attention the bounds of each. Layers that keep a state
+(linear attention, state space) do so only with kernels made for it, so whether packing is exact is
+found out by comparison (`tuner.training.forward.layouts`).
+
+With a mask attention costs the square of a pack, so packs for `sdpa` and `eager` are kept short.
+Flash attention needs none and costs what the rows cost one by one: it is what packing is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tuner.engines.grammar import Grammars
+from tuner.engines.transfer import to_device
+from tuner.training.batch import Row
+from tuner.training.forward.head import (
+    OutputHead,
+    Sampled,
+    TokenLogprobs,
+    body,
+    causal_model,
+    logprobs_in_parts,
+)
+from tuner.training.forward.tree import PassCost
+
+MASKED_TOKENS = 8192
+"""The longest pack whose attention takes a mask."""
+
+
+def packed_logprobs(
+    model: nn.Module,
+    rows: Sequence[Row],
+    *,
+    with_entropy: bool,
+    grammars: Grammars | None = None,
+) -> TokenLogprobs:
+    """Log-probs of every completion token of `rows`, of the distribution that was sampled.
+
+    Args:
+        model: A transformers causal LM that keeps packed rows apart.
+        rows: B calls with a prompt each.
+        with_entropy: Keep the graph of the entropy (else it is detached, for metrics only).
+        grammars: The engine's; needed where a row was sampled within a grammar.
+
+    Returns:
+        T = total completion tokens, in row order, float32 at least.
+
+    Raises:
+        TrainingError: A row has a grammar, and there are no `grammars` to replay it with.
+        GrammarError: A row's completion does not follow its grammar.
+    """
+    causal = causal_model(model)
+    device = next(model.parameters()).device
+    head = OutputHead(causal)
+    hidden_ND = _hidden(causal, rows, device)
+    sampled_T = Sampled.of(rows, head.vocabulary, grammars)
+    return logprobs_in_parts(
+        head, hidden_ND[to_device(_predicting(rows), device)], sampled_T, with_entropy=with_entropy
+    )
+
+
+def packed_states(model: nn.Module, rows: Sequence[Row]) -> Tensor:
+    """Last hidden states before the completion tokens of `rows`, in row order, shape [T, D].
+
+    Args:
+        model: A transformers causal LM that keeps packed rows apart, or one without its output
+            embedding.
+        rows: B calls with a prompt each.
+    """
+    device = next(model.parameters()).device
+    hidden_ND = _hidden(causal_model(model), rows, device)
+    return hidden_ND[to_device(_predicting(rows), device)]
+
+
+def _hidden(model: PreTrainedModel, rows: Sequence[Row], device: torch.device) -> Tensor:
+    """Last hidden states of all N tokens of the rows, one row after another, shape [N, D]."""
+    lengths = torch.tensor([len(row) for row in rows])
+    starts = torch.cat((torch.zeros(1, dtype=torch.long), lengths.cumsum(0)))
+    ends = to_device(starts.int(), device)
+    longest = int(lengths.max())
+    output: Any = body(model)(
+        input_ids=to_device(
+            torch.tensor([[i for row in rows for i in row.prompt_ids + row.completion_ids]]), device
+        ),
+        position_ids=to_device(torch.cat([torch.arange(len(row)) for row in rows])[None], device),
+        use_cache=False,
+        # Flash attention would find these from the positions, once more in every layer; kernels of
+        # linear attention begin a new state where they say.
+        cu_seq_lens_q=ends,
+        cu_seq_lens_k=ends,
+        max_length_q=longest,
+        max_length_k=longest,
+    )
+    hidden: Tensor = output.last_hidden_state[0]
+    return hidden
+
+
+def _predicting(rows: Sequence[Row]) -> Tensor:
+    """For each completion token the place in the pack before it, shape [T]."""
+    places, start = [], 0
+    for row in rows:
+        end = start + len(row)
+        places.append(torch.arange(end - len(row.completion_ids) - 1, end - 1))
+        start = end
+    return torch.cat(places)
+
+
+def pack_tokens(model: PreTrainedModel) -> int | None:
+    """The longest pack that is worth its mask, None where attention takes none.
+
+    On a CPU that is where a token costs least: the cost of a pass is spread over more of them, and
+    each is compared with more others.
+    """
+    if model.config._attn_implementation not in ("sdpa", "eager"):
+        return None
+    if model.device.type != "cpu":
+        return MASKED_TOKENS
+    return min(MASKED_TOKENS, PassCost.of(model, dense=True).cheapest_tokens())
+
+
+def packs(rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
+    """Cut row indices into packs of at most `max_tokens` tokens each, few of them.
+
+    The longest rows first, each into the first pack that has room for it. A row longer than the
+    budget is a pack of its own.
+    """
+    order = sorted(range(len(rows)), key=lambda i: (-len(rows[i]), i))
+    cuts: list[list[int]] = []
+    room: list[int] = []
+    for i in order:
+        length = len(rows[i])
+        place = next((at for at, left in enumerate(room) if length <= left), None)
+        if place is None:
+            cuts.append([i])
+            room.append(max_tokens - length)
+        else:
+            cuts[place].append(i)
+            room[place] -= length
+    return cuts

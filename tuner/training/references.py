@@ -1,0 +1,146 @@
+"""The frozen models beside the policy: its start, which the KL term is taken to, and a teacher.
+
+The policy's frozen start, which the KL term is taken to.
+
+Where all weights are trained it is a copy of the model. Where only an adapter is trained, the
+weights below it never change, so nothing is copied: the reference is the same model with another
+adapter, or with none. While it acts, whoever else computes with the model computes with the
+reference too, so an engine that shares it must be paused (`engine.pause()`); one that is not
+notices, and forgets its cached prefixes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from tuner.engines.grammar import Grammars
+from tuner.training.batch import HasRows
+from tuner.training.forward.layouts import Forward
+from tuner.training.settings import TrainerSettings
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+_FROZEN = "reference"
+
+
+class AdapterReference:
+    """The model that is trained, with the adapter that it started from.
+
+    Args:
+        model: A model wrapped by peft, whose active adapter is being trained.
+        adapter: Name of a second, frozen adapter in it: what the trained one started from. None for
+            no adapter at all, which is what a new one starts from.
+    """
+
+    def __init__(self, model: PeftModel, adapter: str | None = None) -> None:
+        self._model = model
+        self._adapter = adapter
+
+    @staticmethod
+    def of_weights(model: PeftModel, weights: Mapping[str, Tensor]) -> AdapterReference:
+        """The model with a second adapter like the one that is trained, but with these weights.
+
+        Args:
+            weights: As `peft.get_peft_model_state_dict` returns them.
+        """
+        from peft import set_peft_model_state_dict
+
+        config: Any = copy.deepcopy(model.peft_config[model.active_adapter])
+        config.inference_mode = True
+        if hasattr(config, "init_lora_weights"):
+            config.init_lora_weights = True  # other ways change the weights of the model as well
+        with torch.random.fork_rng(devices=[]):  # it is made with random weights first
+            model.add_adapter(_FROZEN, config)
+        set_peft_model_state_dict(model, dict(weights), adapter_name=_FROZEN)
+        return AdapterReference(model, _FROZEN)
+
+    @contextmanager
+    def active(self) -> Iterator[nn.Module]:
+        """The reference while the block runs; afterwards the model is the policy again."""
+        if self._adapter is None:
+            with self._model.disable_adapter():
+                yield self._model
+            return
+        trained = self._model.active_adapter
+        self._model.set_adapter(self._adapter, inference_mode=True)
+        try:
+            yield self._model
+        finally:
+            self._model.set_adapter(trained)
+
+
+Reference = nn.Module | AdapterReference
+
+
+def frozen_start(model: nn.Module, reference: Reference | None = None) -> Reference:
+    """The reference of a policy.
+
+    Args:
+        model: The policy as it is now.
+        reference: What it started as, where that is not what it is now.
+
+    Returns:
+        `reference`, or without one the policy as it is now: a copy of it, or of its adapter alone
+        where peft has wrapped it, or neither where that adapter changes nothing yet.
+    """
+    if isinstance(reference, AdapterReference):
+        return reference
+    if reference is None and hasattr(model, "get_base_model"):
+        wrapped: Any = model
+        if _changes_nothing(model):
+            return AdapterReference(wrapped)
+        from peft import get_peft_model_state_dict
+
+        weights = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+        return AdapterReference.of_weights(wrapped, weights)
+    frozen = copy.deepcopy(model) if reference is None else reference
+    return frozen.eval().requires_grad_(False)
+
+
+def acting(model: Reference) -> AbstractContextManager[nn.Module]:
+    """What to compute with: a module as it is, an `AdapterReference` while the block runs."""
+    return model.active() if isinstance(model, AdapterReference) else nullcontext(model)
+
+
+def _changes_nothing(model: nn.Module) -> bool:
+    """Whether all that is trained is LoRA whose second factor is still zero."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    zero = ("lora_B", "lora_embedding_A")
+    return all(
+        "lora_A" in name
+        or "lora_embedding_B" in name
+        or (any(part in name for part in zero) and not p.any())
+        for name, p in trained
+    )
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A model and how it is computed, which may be otherwise than the student."""
+
+    model: nn.Module
+    forward: Forward
+    max_tokens: int
+
+    @staticmethod
+    def of(model: nn.Module, grammars: Grammars | None, settings: TrainerSettings) -> Teacher:
+        """A teacher with the student's vocabulary; its weights are never changed."""
+        frozen = model.eval().requires_grad_(False)
+        forward = Forward.of(frozen, grammars, layout=settings.layout)
+        return Teacher(frozen, forward, settings.max_tokens_per_micro_batch)
+
+    def logp(self, batch: HasRows) -> tuple[Tensor, ...]:
+        """The teacher's log-probs of each row's completion tokens, one tensor [T_row] for each.
+
+        They are those of the distribution that the teacher would have sampled from with the
+        student's settings: its temperature, top_k, top_p and grammar.
+        """
+        return self.forward.all_logprobs(self.model, batch.rows, self.max_tokens)

@@ -1,0 +1,379 @@
+"""A batch with the advantage of every trained token, and what a micro-batch's loss takes.
+
+What calls lead to: their returns along the tree of a rollout's calls, and PPO's advantages.
+
+Which call goes on from which is read from token ids (`tuner.traces.successors`) among the calls
+that are trained. A leaf ends the episode and gains the rollout's reward; a call with a reward of
+its own gains that as well, where it ends. So the last calls of a sub-agent and of the main agent
+both gain what the rollout gained. Where the workflow said what each call gained (`Row.gained`),
+that counts alone. Where a mask cut a call into several rows, they are one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tuner.algorithms import (
+    KL_ESTIMATORS,
+    call_normalized,
+    distilled,
+    gae,
+    group_normalized,
+    group_std,
+    leave_one_out,
+    mirror_descent,
+    shifted_mean,
+    turn_returns,
+    whitened,
+    whitened_returns,
+)
+from tuner.engines.transfer import to_device
+from tuner.errors import TrainingError
+from tuner.traces import successors
+from tuner.traces.tree import IntArray
+from tuner.training.batch import Batch, Row
+from tuner.training.forward.head import TokenLogprobs
+from tuner.training.loss import Tokens
+from tuner.training.settings import TrainerSettings
+
+
+@dataclass(frozen=True)
+class ScoredBatch:
+    """A batch with what the loss needs.
+
+    Attributes:
+        advantages: One tensor [T_row] for each of the N rows.
+        ref_logp: N tensors of the reference's log-probs, one per row, of shape [T_row].
+        proximal: Those of the policy that the step begins with, likewise, where they are known
+            and not to be computed.
+        values, returns: The critic's values and what they are trained towards, likewise; PPO's.
+    """
+
+    batch: Batch
+    advantages: tuple[Tensor, ...]
+    ref_logp: tuple[Tensor, ...] | None = None
+    proximal: tuple[Tensor, ...] | None = None
+    values: tuple[Tensor, ...] = ()
+    returns: tuple[Tensor, ...] = ()
+
+    @property
+    def advantages_N(self) -> Tensor:
+        """The mean advantage of each row's tokens, shape [N]; most algorithms give all the same."""
+        if not self.advantages:
+            return self.batch.rewards_R.new_zeros(0)
+        return torch.stack([advantage_T.mean() for advantage_T in self.advantages])
+
+
+def tokens_of(
+    scored: ScoredBatch,
+    indices: Sequence[int],
+    current: TokenLogprobs,
+    *,
+    weights_N: Tensor,
+    proximal: Sequence[Tensor] | None,
+    step: int,
+) -> Tokens:
+    """What the loss of one micro-batch needs.
+
+    Args:
+        indices: Its rows. Where the loss looks at sequences, all rows of a call are among them.
+        current: Log-probs of their completions under the weights that are trained.
+        weights_N: What each token of each row of the batch weighs. They are those of the whole
+            step, so the sum over micro-batches does not depend on where they were cut.
+        proximal: Log-probs of the policy that the step began with, [T_row] for each row of the
+            batch; None where they are those recorded.
+        step: Updates that the weights of that policy had seen.
+    """
+    rows = [scored.batch.rows[i] for i in indices]
+    logp_T, device = current.logp_T, current.logp_T.device
+    lengths = [len(row.completion_ids) for row in rows]
+    calls, call_N = np.unique(scored.batch.call_N.numpy()[list(indices)], return_inverse=True)
+
+    def gathered(values: Sequence[Tensor] | None) -> Tensor | None:
+        return None if values is None else torch.cat([values[i] for i in indices]).to(logp_T)
+
+    def moved(values: Any) -> Tensor:
+        return to_device(np.asarray(values, dtype=np.float64), device).to(logp_T.dtype)
+
+    return Tokens(
+        logp_T=logp_T,
+        entropy_T=current.entropy_T,
+        recorded_T=moved([p for row in rows for p in row.logprobs]),
+        advantages_T=moved(torch.cat([scored.advantages[i] for i in indices])),
+        weights_T=moved(np.repeat(weights_N.numpy()[list(indices)], lengths)),
+        call_T=to_device(np.repeat(call_N, lengths), device),
+        calls=len(calls),
+        staleness_T=to_device(np.concatenate([_staleness(row, step) for row in rows]), device),
+        proximal_T=gathered(proximal),
+        ref_T=gathered(scored.ref_logp),
+    )
+
+
+def _staleness(row: Row, step: int) -> IntArray:
+    """Steps between the policy that sampled each token and the one of `step`, shape [T]."""
+    if not row.versions:
+        return np.zeros(len(row.completion_ids), dtype=np.int64)
+    return step - np.array(row.versions, dtype=np.int64)
+
+
+def call_returns(
+    batch: Batch, discount: float, penalties: Sequence[Tensor] | None = None
+) -> Tensor:
+    """`G = own reward + [leaf] rollout's reward + discount * mean of G over what goes on from it`.
+
+    Args:
+        discount: From one call to the next (`tuner.algorithm.turn_discount`).
+        penalties: What each token is charged, [T_row] for each row; a call pays for its own.
+
+    Returns:
+        One for each row, shape [N], float64.
+    """
+    after = _successors(batch)
+    gained_N = _gained(batch, after)
+    if penalties is not None:
+        gained_N = gained_N - torch.stack([charge_T.sum() for charge_T in penalties])
+    within_N = _continued(batch, after)
+    return turn_returns(gained_N, after, [1.0 if within else discount for within in within_N])
+
+
+def critic_advantages(
+    batch: Batch,
+    settings: TrainerSettings,
+    values: Sequence[Tensor],
+    penalties: Sequence[Tensor] | None = None,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """PPO's advantages, whitened over all tokens of the step, and the returns for the critic.
+
+    Args:
+        values: Of the state in which each token was sampled, [T_row] for each row.
+        penalties: What each token is charged.
+
+    Returns:
+        N tensors [T_row] each, float64.
+    """
+    after = _successors(batch)
+    rewards = []
+    for row, gained in enumerate(_gained(batch, after).tolist()):
+        length = len(batch.rows[row].completion_ids)
+        rewards_T = torch.zeros(length, dtype=torch.float64)
+        rewards_T[-1] = gained
+        rewards.append(rewards_T if penalties is None else rewards_T - penalties[row])
+    advantages, returns = gae(rewards, values, after, gamma=settings.gamma, lam=settings.lam)
+    return whitened(advantages), returns
+
+
+def _successors(batch: Batch) -> tuple[tuple[int, ...], ...]:
+    return successors(batch.rows, [row.rollout for row in batch.rows])
+
+
+def _gained(batch: Batch, after: Sequence[Sequence[int]]) -> Tensor:
+    """What each row gains where it ends, shape [N], float64."""
+    rewards_R = batch.rewards_R.tolist()
+    gained: list[float] = []
+    for row, follow, within in zip(batch.rows, after, _continued(batch, after), strict=True):
+        own = row.reward or 0.0 if row.gained is None else row.gained
+        ends = row.gained is None and not follow
+        gained.append((0.0 if within else own) + (rewards_R[row.rollout] if ends else 0.0))
+    return torch.tensor(gained, dtype=torch.float64)
+
+
+def _continued(batch: Batch, after: Sequence[Sequence[int]]) -> list[bool]:
+    """Whether a row is a part of a call that a mask cut, and the rest of that call goes on."""
+    call_N = batch.call_N.tolist()
+    return [
+        any(call_N[follower] == call for follower in follow)
+        for call, follow in zip(call_N, after, strict=True)
+    ]
+
+
+NORMALIZED = ("grpo", "step_wise_grpo")
+
+
+def row_advantages(
+    batch: Batch,
+    settings: TrainerSettings,
+    ref_logp: tuple[Tensor, ...] | None = None,
+    teacher_logp: tuple[Tensor, ...] | None = None,
+) -> tuple[Tensor, ...]:
+    """The advantage of every trained token, one tensor [T_row] for each of the N rows.
+
+    A rollout's reward is compared inside its group and goes to all of its calls. A call with a
+    reward of its own is compared with its peers instead (`Row.peers`). With a KL penalty, a reward
+    is charged the estimates of the tokens that it is for: a rollout's those of its calls without
+    rewards of their own, a call's its own. `reinforceplusplus` charges every token by itself.
+
+    With `turn_discount`, what each call leads to (`call_returns`) is compared inside the group.
+
+    Args:
+        ref_logp: The reference's log-probs, one tensor for each row; for the KL penalty.
+        teacher_logp: The teacher's, in the same form; for distillation, which reads no rewards.
+
+    Raises:
+        TrainingError: Calls have rewards of their own, and the algorithm has no use for them, or
+            there is no teacher.
+    """
+    if not batch.rows:
+        return ()
+    if settings.advantage == "on_policy_distill":
+        if teacher_logp is None:
+            raise TrainingError("on_policy_distill needs a teacher (PolicyTrainer(teacher=...))")
+        return tuple(
+            distilled(
+                teacher_T.cpu().double(),
+                torch.tensor(row.logprobs, dtype=torch.float64),
+                coef=settings.distill_coef,
+            )
+            for row, teacher_T in zip(batch.rows, teacher_logp, strict=True)
+        )
+    penalties = kl_penalties(batch, settings, ref_logp)
+    if settings.advantage == "reinforceplusplus":
+        return whitened_returns(
+            row_rewards(batch), _lengths(batch), gamma=settings.gamma, penalties=penalties
+        )
+    advantages_N = _compared(batch, settings, penalties)
+    return tuple(
+        advantage.expand(length)
+        for advantage, length in zip(advantages_N, _lengths(batch), strict=True)
+    )
+
+
+def _lengths(batch: Batch) -> list[int]:
+    return [len(row.completion_ids) for row in batch.rows]
+
+
+def row_rewards(batch: Batch) -> Tensor:
+    """The reward of each row: its own, or its rollout's; shape [N]."""
+    rewards_R = batch.rewards_R.tolist()
+    return torch.tensor(
+        [rewards_R[row.rollout] if row.peers is None else row.reward for row in batch.rows],
+        dtype=batch.rewards_R.dtype,
+    )
+
+
+def kl_penalties(
+    batch: Batch, settings: TrainerSettings, ref_logp: tuple[Tensor, ...] | None
+) -> tuple[Tensor, ...] | None:
+    """What each token is charged for its distance to the reference, [T_row] for each row."""
+    if not settings.penalizes_kl or ref_logp is None:
+        return None
+    estimate, coef = KL_ESTIMATORS[settings.kl_penalty], settings.kl_penalty_coef
+    # One transfer for all rows.
+    on_cpu = torch.cat(ref_logp).cpu().double().split(_lengths(batch))
+    return tuple(
+        coef * estimate(torch.tensor(row.logprobs, dtype=torch.float64), ref_T)
+        for row, ref_T in zip(batch.rows, on_cpu, strict=True)
+    )
+
+
+def _compared(
+    batch: Batch, settings: TrainerSettings, penalties: tuple[Tensor, ...] | None
+) -> Tensor:
+    """One advantage for each row, from rewards that are compared with others; shape [N]."""
+    if settings.turn_discount is not None:
+        return _of_turns(batch, settings, settings.turn_discount, penalties)
+    rewards_R = batch.rewards_R.clone()
+    rollout_N = torch.tensor([row.rollout for row in batch.rows], dtype=torch.long)
+    own_N = torch.tensor([row.peers is not None for row in batch.rows])
+    row_rewards_N = row_rewards(batch)
+    if penalties is not None:
+        charge_N = torch.stack([charge_T.sum() for charge_T in penalties]).to(rewards_R)
+        call_N = batch.call_N
+        of_call_C = charge_N.new_zeros(len(batch.rows)).index_add(0, call_N, charge_N)
+        row_rewards_N = row_rewards_N - of_call_C[call_N]
+        # Calls with rewards of their own have paid with these.
+        rewards_R = rewards_R.index_add(0, rollout_N, -charge_N.masked_fill(own_N, 0.0))
+    advantages_N = _of_rollouts(rewards_R, batch.group_R, settings)[rollout_N]
+    if own_N.any():
+        own_C, place_N = _calls(batch, own_N)
+        peers_C = torch.tensor([batch.rows[row].peers for row in own_C.tolist()])
+        of_calls_C = _of_calls(row_rewards_N[own_C], rollout_N[own_C], peers_C, settings)
+        advantages_N[own_N] = of_calls_C[place_N]
+    return advantages_N
+
+
+def _calls(batch: Batch, some_N: Tensor) -> tuple[Tensor, Tensor]:
+    """The calls of some rows: the first row of each, shape [C], and the call of each row."""
+    rows = some_N.nonzero()[:, 0]
+    calls, place = batch.call_N[rows].unique(return_inverse=True)
+    # Written from the last to the first, so that the first stays.
+    first_C = rows.new_zeros(len(calls))
+    for row, call in zip(rows.flip(0).tolist(), place.flip(0).tolist(), strict=True):
+        first_C[call] = row
+    return first_C, place
+
+
+def _of_turns(
+    batch: Batch,
+    settings: TrainerSettings,
+    discount: float,
+    penalties: tuple[Tensor, ...] | None,
+) -> Tensor:
+    """Advantages of what each call leads to, inside its group; shape [N]."""
+    returns_N = call_returns(batch, discount, penalties)
+    first_C, call_N = _calls(batch, torch.ones(len(batch.rows), dtype=torch.bool))
+    rollout_N = torch.tensor([row.rollout for row in batch.rows], dtype=torch.long)
+    # A rollout without a call that is trained still counts in what the others are compared with.
+    is_silent_R = torch.ones(len(batch.rewards_R), dtype=torch.bool)
+    is_silent_R[rollout_N] = False
+    silent = is_silent_R.nonzero()[:, 0]
+    rollout_C = torch.cat([rollout_N[first_C], silent])
+    advantages_C = _of_calls(
+        torch.cat([returns_N[first_C], batch.rewards_R[silent]]),
+        rollout_C,
+        batch.group_R[rollout_C],
+        settings,
+    )
+    advantages_N = advantages_C[call_N]
+    return advantages_N.masked_fill(_quiet(batch.rewards_R, batch.group_R, settings)[rollout_N], 0)
+
+
+def _of_rollouts(rewards_R: Tensor, group_R: Tensor, settings: TrainerSettings) -> Tensor:
+    if settings.advantage not in NORMALIZED:
+        return _of_calls(rewards_R, torch.arange(len(rewards_R)), group_R, settings)
+    advantages_R = group_normalized(
+        rewards_R, group_R, epsilon=settings.epsilon, std=settings.std_level
+    )
+    return advantages_R.masked_fill(_quiet(rewards_R, group_R, settings), 0.0)
+
+
+def _quiet(rewards_R: Tensor, group_R: Tensor, settings: TrainerSettings) -> Tensor:
+    """Whose group has rewards so near each other that they teach nothing; shape [R]."""
+    if settings.std_threshold is None or settings.advantage not in NORMALIZED:
+        return torch.zeros(len(rewards_R), dtype=torch.bool)
+    return (group_std(rewards_R, group_R) <= settings.std_threshold)[group_R]
+
+
+def _of_calls(
+    rewards_C: Tensor, rollout_C: Tensor, set_C: Tensor, settings: TrainerSettings
+) -> Tensor:
+    """Advantages inside sets, a rollout counting once in each."""
+    match settings.advantage:
+        case "grpo" | "step_wise_grpo":
+            return call_normalized(
+                rewards_C, rollout_C, set_C, epsilon=settings.epsilon, std=settings.std_level
+            )
+        case "rloo":
+            return leave_one_out(rewards_C, rollout_C, set_C)
+        case "opmd":
+            return mirror_descent(
+                rewards_C,
+                rollout_C,
+                set_C,
+                baseline=settings.opmd_baseline,
+                tau=settings.opmd_baseline_tau,
+            )
+        case "asymre":
+            return shifted_mean(rewards_C, rollout_C, set_C, shift=settings.baseline_shift)
+        case "reinforce":
+            return rewards_C
+        case "best_of_group":
+            # The others were left out when the batch was built.
+            return torch.ones_like(rewards_C)
+        case "reinforceplusplus" | "ppo" | "on_policy_distill" | "none":
+            raise TrainingError(f"{settings.advantage} does not compare sets of rewards")

@@ -1,0 +1,1 @@
+"""Trinity-RFT on Ray: the same functions, data and YAML on a cluster. Extra `trinity`."""

@@ -1,0 +1,189 @@
+"""`tuner check` for Trinity-RFT: everything that a run does before it touches a cluster.
+
+Needs neither a GPU nor Ray, and writes into a folder that is removed again. What is refused, by us
+or by Trinity-RFT's own check, comes up as the error that the run would have ended with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tuner.errors import ConfigError
+from tuner.functions.calling import where
+from tuner.trinity import cluster, modes
+from tuner.trinity.config import TrinitySettings, resolve
+from tuner.trinity.functions import PICKLE
+from tuner.trinity.prepared import Prepared, prepare
+from tuner.trinity.tinker import SERVICE
+from tuner.trinity.tree import lookup, tasksets
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the check found, on one page; `ready` is whether a run can begin on this machine."""
+
+    ready: bool
+    text: str
+
+
+def check_trinity(
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    *,
+    workflow: Callable[..., Any] | None,
+    judge: Callable[..., Any] | None,
+) -> Verdict:
+    """Check a configuration as a run would.
+
+    Raises:
+        ConfigError, DatasetError, FunctionError: As `run_trinity`.
+        MissingDependencyError: Trinity-RFT is not installed.
+    """
+    settings = resolve(path, None, overrides)
+    missing = _missing(settings)
+    if missing and not lookup(settings.tree, "cluster.gpu_per_node"):
+        raise ConfigError(missing)
+    with tempfile.TemporaryDirectory() as folder, _quiet():
+        prepared = prepare(
+            _elsewhere(settings, Path(folder)),
+            workflow=workflow,
+            judge=judge,
+            train_dataset=None,
+            eval_dataset=None,
+            counted_gpus=not missing,
+        )
+        sections = [
+            _inputs(settings, prepared, workflow, judge),
+            _plan(settings, prepared),
+            _last_words(prepared, missing),
+        ]
+        return Verdict(missing is None, "\n\n".join("\n".join(section) for section in sections))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the lines in which Trinity-RFT says what it fills in; what it refuses it raises."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _missing(settings: TrinitySettings) -> str | None:
+    """What this machine has not that a cluster of the run's own needs."""
+    try:
+        cluster.with_sizes(settings.tree, device=settings.tuner.device)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _elsewhere(settings: TrinitySettings, folder: Path) -> TrinitySettings:
+    """The settings with a run's folder of its own, with what a benchmark looks for in the real."""
+    tree = copy.deepcopy(settings.tree)
+    tree["checkpoint_root_dir"] = str(folder)
+    if not lookup(tree, "cluster.node_num"):
+        tree.setdefault("cluster", {})["node_num"] = 1
+    moved = replace(settings, tree=tree)
+    for checkpoint in settings.run_dir.glob("global_step_*/"):
+        (moved.run_dir / checkpoint.name).mkdir(parents=True)
+    return moved
+
+
+def _inputs(
+    settings: TrinitySettings,
+    prepared: Prepared,
+    workflow: Callable[..., Any] | None,
+    judge: Callable[..., Any] | None,
+) -> Iterator[str]:
+    config = prepared.config
+    yield "SETTINGS"
+    yield f"  mode           {config.mode}"
+    yield f"  run directory  {settings.results_dir}"
+    sent: dict[str, Any] = next(
+        (
+            taskset["workflow_args"]["tuner"]
+            for taskset in tasksets(lookup(prepared.tree, "buffer.explorer_input", {}))
+        ),
+        {},
+    )
+    for role, function in (("workflow", workflow), ("judge", judge)):
+        if function is not None:
+            yield f"  {role:<13}  {where(function)}, {_travels(sent[role])}"
+    rows = [f"{name}: {count}" for name, count in prepared.evaluations.items()]
+    if prepared.rows:
+        rows.insert(0, f"train: {prepared.rows}")
+    yield f"  rows           {', '.join(rows) or 'none'}"
+    yield f"  model          {config.model.model_path}, context {config.model.max_model_len}"
+    sizes = config.cluster
+    address = "one of its own" if prepared.own_cluster else sizes.ray_address
+    if (tinker := config.model.tinker).enable:
+        yield f"  cluster        {address}, without GPUs"
+        yield (
+            f"  Tinker         samples and trains an adapter of rank {tinker.rank}, at "
+            f"{tinker.base_url or SERVICE}"
+        )
+    else:
+        yield (
+            f"  cluster        {address}: {sizes.node_num} x {sizes.gpu_per_node} GPUs, "
+            f"{sizes.rollout_gpu_num} for rollouts, {sizes.auxiliary_model_gpu_num} for auxiliary "
+            f"models, {sizes.trainer_gpu_num or 0} for training"
+        )
+    yield (
+        f"  weights        every {config.synchronizer.sync_interval} steps by "
+        f"{config.synchronizer.sync_method.value}, {config.synchronizer.sync_style.value}"
+    )
+
+
+def _travels(text: str) -> str:
+    if text.startswith(PICKLE):
+        return f"sent by value ({len(text) * 3 // 4 / 1024:.0f} KiB)"
+    return "found by its import path on the workers"
+
+
+def _plan(settings: TrinitySettings, prepared: Prepared) -> Iterator[str]:
+    config = prepared.config
+    buffer, group = config.buffer, config.algorithm.repeat_times
+    yield "WHAT WOULD HAPPEN"
+    if config.mode in modes.READS_TASKS:
+        steps = buffer.total_steps or buffer.total_epochs * prepared.rows // buffer.batch_size
+        yield (
+            f"  {steps} steps x {buffer.batch_size} tasks x {group} rollouts = "
+            f"{steps * buffer.batch_size * group} rollouts"
+        )
+    if config.mode in ("both", "colocate", "train"):
+        algorithm = config.algorithm
+        yield (
+            f"  {algorithm.algorithm_type}, lr {algorithm.optimizer.lr:g}, "
+            f"{buffer.train_batch_size} experiences in a step"
+        )
+    if config.mode == "train":
+        yield f"  {modes.recorded_steps(config, prepared.rows)} steps"
+    if config.mode == "bench":
+        steps = ", ".join(map(str, modes.checkpoints(config)))
+        total = sum(prepared.evaluations.values()) * len(modes.checkpoints(config))
+        yield f"  {total} rollouts: every evaluation set with the checkpoints {steps}"
+    if config.mode == "serve":
+        listens = f"{config.explorer.listen_address}:{config.explorer.proxy_port}"
+        yield f"  a server on {listens} until it is asked to stop"
+    for name in settings.trackers:
+        yield f"  metrics to {name} and metrics.jsonl"
+
+
+def _last_words(prepared: Prepared, missing: str | None) -> Iterator[str]:
+    yield "Trinity-RFT's own check accepts this configuration."
+    if missing is not None:
+        yield f"NOT READY on this machine: {missing}"
+    elif prepared.own_cluster:
+        yield "READY."
+    else:
+        yield "READY, if the cluster is there; nothing was asked of it."

@@ -1,0 +1,197 @@
+"""The Ray cluster of a run: one by its address, or one of our own that ends with the run.
+
+Never whatever cluster happens to run on this machine: `address="auto"`, Ray's and Trinity-RFT's
+default, would join it. A cluster of our own asks for a token that only this process and its
+children know.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tuner.errors import ConfigError, TrainingError
+from tuner.trinity.functions import worker_path
+from tuner.trinity.guardian import MARK, guarded
+from tuner.trinity.tinker import uses_tinker
+from tuner.trinity.tree import lookup
+
+logger = logging.getLogger("tuner")
+
+LOCAL = "local"
+_STARTS = 3
+# Trinity-RFT's actors each ask for a CPU, and mostly wait.
+FEWEST_CPUS = 8
+# Ray makes a cluster of our own ask for a token unless RAY_AUTH_MODE says otherwise, and keeps the
+# first one it sees: one for the life of this process.
+_TOKEN = secrets.token_hex(32)
+_OWN = {"RAY_AUTH_TOKEN": _TOKEN, "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A Ray cluster that this process has joined.
+
+    Attributes:
+        address: `host:port`.
+        session: The folder with what its processes print, where that is on this machine.
+    """
+
+    address: str
+    session: Path | None
+
+
+def is_own(tree: Mapping[str, Any]) -> bool:
+    """Whether the run starts a cluster of its own: `cluster.ray_address` is not set, or `local`."""
+    return bool(lookup(tree, "cluster.ray_address", LOCAL) == LOCAL)
+
+
+def with_sizes(tree: dict[str, Any], *, device: str) -> dict[str, Any]:
+    """The configuration with this machine's GPUs counted, for a cluster of our own.
+
+    Args:
+        tree: Trinity-RFT's YAML.
+        device: `tuner.device`; `cpu` takes the declared GPUs as mere numbers.
+
+    Raises:
+        ConfigError: More is declared than there is, or nothing is there or declared.
+    """
+    if not is_own(tree):
+        return tree
+    cluster = dict(tree.get("cluster") or {})
+    if uses_tinker(tree):
+        return {**tree, "cluster": {**cluster, "node_num": 1, "gpu_per_node": 0}}
+    found = 0 if device == "cpu" else _gpus()
+    declared = cluster.get("gpu_per_node") or found
+    if (cluster.get("node_num") or 1) != 1:
+        raise ConfigError(
+            f"cluster.node_num is {cluster['node_num']}, but cluster.ray_address is not set: a "
+            "cluster of several machines is started with `ray start`; set its address"
+        )
+    if not declared:
+        raise ConfigError(
+            "Trinity-RFT needs GPUs and this machine has none: set cluster.ray_address to a "
+            "cluster that has, or tuner.backend to local"
+        )
+    if device != "cpu" and declared > found:
+        raise ConfigError(
+            f"cluster.gpu_per_node is {declared}, but this machine has {found}: lower it, or set "
+            "cluster.ray_address to a cluster that has more"
+        )
+    return {**tree, "cluster": {**cluster, "node_num": 1, "gpu_per_node": int(declared)}}
+
+
+@contextmanager
+def joined(address: str, *, gpus: int, namespace: str, env: Mapping[str, str]) -> Iterator[Cluster]:
+    """Ray for the time of the block, from this process.
+
+    A cluster of our own ends with the block, or with this process if that is killed.
+
+    Args:
+        address: `host:port`, or "local" for a cluster of our own, which ends with the block.
+        gpus: GPUs of a cluster of our own.
+        namespace: Where the run's actors live.
+        env: Environment of the workers, besides what they have.
+
+    Raises:
+        ConfigError: There is no cluster at the address, or this process is in one already.
+        TrainingError: Ray did not start on this machine.
+    """
+    import ray
+
+    if ray.is_initialized():
+        raise ConfigError(
+            "this process is connected to a Ray cluster already: call ray.shutdown() first"
+        )
+    runtime = {"env_vars": {**env, "PYTHONPATH": worker_path()}}
+    options: dict[str, Any] = {"namespace": namespace, "runtime_env": runtime}
+    quiet = {"log_to_driver": False, "logging_level": logging.WARNING}
+    own = address == LOCAL
+    with _environment(_OWN if own else {}):
+        try:
+            if own:
+                with _own_cluster(gpus, **quiet, **options) as found:
+                    yield found
+                return
+            try:
+                context = ray.init(address=address, **quiet, **options)
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                raise ConfigError(
+                    f"cluster.ray_address is {address!r}, where no Ray cluster can be joined: "
+                    f"{str(error).splitlines()[0]}"
+                ) from error
+            yield _cluster(context)
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def _own_cluster(gpus: int, **options: Any) -> Iterator[Cluster]:
+    import ray
+
+    with ExitStack() as stack:
+        for attempt in range(1, _STARTS + 1):
+            # Unix sockets live below it, and their paths are short or refused.
+            folder = Path(tempfile.mkdtemp(prefix="tr"))
+            try:
+                with ExitStack() as guard:
+                    os.environ[MARK] = guard.enter_context(guarded(folder))
+                    # Inherited by all that Ray starts.
+                    guard.callback(os.environ.pop, MARK, None)
+                    context = ray.init(
+                        address="local",
+                        num_cpus=max(FEWEST_CPUS, os.cpu_count() or 1),
+                        num_gpus=gpus,
+                        include_dashboard=False,
+                        _temp_dir=str(folder),
+                        **options,
+                    )
+                    del os.environ[MARK]
+                    stack.push(guard.pop_all())
+                break
+            except Exception as error:
+                # Ray gives its own servers half a minute, which on a busy machine is not enough.
+                if attempt == _STARTS:
+                    raise TrainingError(
+                        f"no Ray cluster could be started on this machine: {error} (tried "
+                        f"{_STARTS} times; is it very busy, or without memory or disk in "
+                        f"{tempfile.gettempdir()}?)"
+                    ) from error
+                logger.warning("Ray did not start (%s); trying again", error)
+        stack.callback(ray.shutdown)
+        yield _cluster(context)
+
+
+def _cluster(context: Any) -> Cluster:
+    session = Path(context.address_info["session_dir"])
+    return Cluster(context.address_info["address"], session if session.is_dir() else None)
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    # An address in RAY_ADDRESS would win over "local"; Ray sets RAY_AUTH_MODE by itself.
+    names = (*values, "RAY_ADDRESS", "RAY_AUTH_MODE")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.pop("RAY_ADDRESS", None)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()

@@ -1,0 +1,303 @@
+"""A run that was killed goes on from its last checkpoint, with what was recorded after it.
+
+Trinity-RFT's explorer and trainer each keep a place of their own, and after a kill these differ:
+the trainer is at its last checkpoint, the explorer some steps further, and what it had handed over
+is lost or lies half-used in the buffer. Here both are put back to the checkpoint. The rollouts of
+the steps after it are in the trace store; those that completed are trained again without sampling,
+as the local backend does, and those that failed with the run are set aside and run again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tuner.run.directory import RunDirectory, refuse_changes, write_atomically
+from tuner.traces import Outcome, Trace, read_traces
+from tuner.traces.store import trace_to_json
+from tuner.trinity.journal import Journal
+from tuner.trinity.progress import Progress
+from tuner.trinity.summary import step_of
+from tuner.trinity.tinker import TINKERS_CHECKPOINT
+
+if TYPE_CHECKING:
+    from trinity.common.config import Config
+
+# What may change between the parts of a run: where it lies and runs, what it reports and how long
+# it is, nothing else that changes what is learned.
+MAY_CHANGE = (
+    "checkpoint_root_dir",
+    "cluster",
+    "continue_from_checkpoint",
+    "buffer.total_epochs",
+    "buffer.total_steps",
+    "buffer.trainer_input.experience_buffer.max_read_timeout",
+    "explorer.eval_interval",
+    "explorer.eval_on_startup",
+    "explorer.max_timeout",
+    "explorer.rollout_model.engine_num",
+    "explorer.rollout_model.gpu_memory_utilization",
+    "explorer.rollout_model.tensor_parallel_size",
+    "explorer.runner_per_model",
+    "log",
+    "model.tinker.base_url",
+    "monitor",
+    "name",
+    "project",
+    "ray_namespace",
+    "synchronizer.sync_timeout",
+    "trainer.max_checkpoints_to_keep",
+    "trainer.max_token_len_per_gpu",
+    "trainer.save_hf_checkpoint",
+    "trainer.save_interval",
+    "trainer.total_steps",
+)
+# Of a set of tasks: its rows are compared by themselves, and functions may be mended.
+_OF_A_TASKSET = re.compile(
+    r"\.(path|split|subset_name|workflow_args\.tuner\.(workflow|judge|timeout|max_retries))$"
+)
+_STEP_FILE = re.compile(r"^(?:(?P<split>.+)_)?step_(?P<step>\d+)\.jsonl$")
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins or goes on.
+
+    Attributes:
+        trained: The update that the trainer goes on after, 0 at the beginning.
+        explored: The step of rollouts that the explorer goes on after.
+        recorded: Completed rollouts of later steps that are not sampled again.
+        had_begun: Whether there was anything of this run.
+    """
+
+    trained: int = 0
+    explored: int = 0
+    recorded: int = 0
+    had_begun: bool = False
+
+    def said(self, run_dir: Path) -> str | None:
+        """What people are told; None at a first beginning."""
+        if not self.had_begun:
+            return None
+        again = f"; {self.recorded} recorded rollouts are trained again" if self.recorded else ""
+        if not self.trained and not self.explored:
+            return f"{run_dir} has no checkpoint yet: starting over{again}"
+        return f"going on after step {self.trained or self.explored} in {run_dir}{again}"
+
+
+def check_same_run(
+    directory: RunDirectory, tree: Mapping[str, Any], fingerprint: Mapping[str, str]
+) -> None:
+    """Compare with what the directory's run was started with.
+
+    Args:
+        directory: A run that has begun.
+        tree: What Trinity-RFT is given now.
+        fingerprint: Of each dataset's rows, by its name.
+
+    Raises:
+        ConfigError: A setting or dataset that decides what is learned has changed; names them.
+    """
+    from omegaconf import OmegaConf
+
+    if not directory.config.exists():
+        return
+    before = dict(_leaves(OmegaConf.to_container(OmegaConf.load(directory.config))))
+    now = dict(_leaves(tree))
+    schedule = now.get("algorithm.optimizer.lr_scheduler_type") or "constant"
+    changes = [
+        f"{key} was {before.get(key)!r:.60} and is {now.get(key)!r:.60}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and not _may_change(key, str(schedule))
+    ]
+    refuse_changes(directory, changes, fingerprint)
+
+
+def rewind(config: Config, progress: Progress, sizes: Sequence[int]) -> Start:
+    """Put a run that has begun back to its last checkpoint; call it before Ray is started.
+
+    Args:
+        config: As Trinity-RFT's check left it.
+        progress: The run's reports; those after the checkpoint are left out.
+        sizes: Rows of each training set.
+    """
+    run_dir = Path(config.checkpoint_job_dir)
+    if not RunDirectory(run_dir).has_begun() and not progress.ended_steps():
+        return Start()
+    trained = last_checkpoint(run_dir)
+    if config.mode == "explore":
+        trained, explored = 0, _unbroken(progress.explored_steps())
+    else:
+        explored = _given(progress, trained * int(config.buffer.train_batch_size))
+        _put_back_trainer(run_dir, config.trainer.name, trained)
+        handed = config.buffer.trainer_input.experience_buffer
+        if config.mode in ("both", "colocate") and handed.storage_type == "sql":
+            _forget_leftovers(handed)
+    unfinished = [
+        name
+        for name in (taskset.name for taskset in config.buffer.explorer_input.eval_tasksets)
+        if f"eval/{name}/finished_task_count" not in progress.reports("explorer").get(explored, {})
+    ]
+    progress.forget_after(trained, explored)
+    _put_back_explorer(run_dir, config, explored, sizes)
+    selectors = {t.data_selector.selector_type for t in config.buffer.explorer_input.tasksets}
+    recorded = _keep_completed(run_dir, explored, unfinished, "difficulty_based" not in selectors)
+    return Start(trained, explored, recorded, had_begun=True)
+
+
+def last_checkpoint(run_dir: Path) -> int:
+    """The update of the last whole checkpoint, 0 where there is none."""
+    noted = run_dir / "latest_checkpointed_iteration.txt"
+    if not noted.exists():
+        return 0
+    step = int(noted.read_text())
+    return step if (run_dir / f"global_step_{step}").is_dir() else 0
+
+
+def _given(progress: Progress, used: int) -> int:
+    """The last step of rollouts whose experiences are all among the first `used`."""
+    ended = [step for step in progress.ended_steps() if progress.experiences(step) <= used]
+    return max(ended, default=0) if used else 0
+
+
+def _unbroken(steps: Sequence[int]) -> int:
+    """The last of the steps 1, 2, 3, ... without a gap."""
+    last = 0
+    for step in sorted(steps):
+        if step == last + 1:
+            last = step
+    return last
+
+
+def _put_back_trainer(run_dir: Path, name: str, step: int) -> None:
+    """Weights that were only saved for the explorer, without the optimizer's state, go."""
+    for folder in run_dir.glob("global_step_*"):
+        if step_of(folder) > step and not (folder / ".full_checkpoint").exists():
+            shutil.rmtree(folder)
+    weights, meta = run_dir / "latest_state_dict_iteration.txt", run_dir / f"{name}_meta.json"
+    if not step:
+        weights.unlink(missing_ok=True)
+        meta.unlink(missing_ok=True)
+        return
+    if (run_dir / f"global_step_{step}" / TINKERS_CHECKPOINT).exists():
+        # Its trainer deletes weights to sample from as it goes; without this it saves them anew.
+        weights.unlink(missing_ok=True)
+    else:
+        write_atomically(weights, str(step))
+    state = json.loads(meta.read_text(encoding="utf-8")) if meta.exists() else {}
+    write_atomically(meta, json.dumps({**state, "latest_iteration": step}))
+
+
+def _put_back_explorer(run_dir: Path, config: Config, step: int, sizes: Sequence[int]) -> None:
+    meta = run_dir / f"{config.explorer.name}_meta.json"
+    if not step:
+        meta.unlink(missing_ok=True)
+        return
+    places = positions(step * int(config.buffer.batch_size), sizes)
+    states = [{"current_index": place} for place in places]
+    write_atomically(meta, json.dumps({"latest_iteration": step, "taskset_states": states}))
+
+
+def positions(tasks: int, sizes: Sequence[int]) -> list[int]:
+    """How many tasks of each set are among the first `tasks` of a run.
+
+    Trinity-RFT mixes several sets anew in each epoch, seeded by the epoch's number.
+    """
+    if len(sizes) == 1:
+        return [tasks]
+    import numpy
+
+    counts = [0] * len(sizes)
+    whole, rest = divmod(tasks, sum(sizes))
+    for place, size in enumerate(sizes):
+        counts[place] += whole * size
+    order = [place for place, size in enumerate(sizes) for _ in range(size)]
+    numpy.random.default_rng(whole).shuffle(order)
+    for place in order[:rest]:
+        counts[place] += 1
+    return counts
+
+
+def _forget_leftovers(buffer: Any) -> None:
+    """Experiences that were handed over and not used are not read; they come again, or have been.
+
+    They stay in the table: what was recorded is not lost.
+    """
+    from sqlalchemy import create_engine, inspect, text
+
+    engine = create_engine(buffer.path)
+    try:
+        if buffer.name not in inspect(engine).get_table_names():
+            return
+        table = engine.dialect.identifier_preparer.quote(buffer.name)
+        with engine.begin() as connection:
+            connection.execute(text(f"UPDATE {table} SET consumed = 1 WHERE consumed = 0"))
+    finally:
+        engine.dispose()
+
+
+def _keep_completed(run_dir: Path, explored: int, unfinished: Sequence[str], again: bool) -> int:
+    """Sort the traces of the steps that are done again; gives how many rollouts are kept.
+
+    Args:
+        explored: The step that is gone on after.
+        unfinished: Evaluation sets that were not through at that step; they are not done again.
+        again: Whether the tasks come in the same order again.
+    """
+    kept: dict[Path, int] = {}
+    for path in sorted((run_dir / "traces").glob("*.jsonl")):
+        found = _STEP_FILE.match(path.name)
+        if found is None:
+            continue
+        step = int(found["step"])
+        if step > explored or not explored:
+            kept[path] = _set_failed_aside(path, run_dir, keep=again)
+        elif step == explored and found["split"] in unfinished:
+            _set_failed_aside(path, run_dir, keep=False)
+    Journal(run_dir).replay([path for path, count in kept.items() if count])
+    return sum(kept.values())
+
+
+def _set_failed_aside(path: Path, run_dir: Path, *, keep: bool) -> int:
+    """Move traces to `tuner/replaced`, all but those of completed rollouts; gives their number."""
+    traces = list(read_traces(path))
+    done = {t.id for t in traces if keep and t.final and t.outcome is Outcome.COMPLETED}
+    folder = Journal(run_dir).folder / "replaced"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / path.name).open("a", encoding="utf-8") as file:
+        file.write(_lines(trace for trace in traces if trace.id not in done))
+    write_atomically(path, _lines(trace for trace in traces if trace.id in done))
+    if not done:
+        path.unlink()
+    return len(done)
+
+
+def _lines(traces: Iterable[Trace]) -> str:
+    return "".join(json.dumps(trace_to_json(trace)) + "\n" for trace in traces)
+
+
+def _may_change(key: str, schedule: str) -> bool:
+    if key in ("buffer.total_steps", "buffer.total_epochs", "trainer.total_steps"):
+        # A schedule that ends at the last step would bend for the steps already taken.
+        return schedule == "constant"
+    if _OF_A_TASKSET.search(key):
+        return True
+    return any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE)
+
+
+def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    items: Any
+    if isinstance(tree, Mapping) and tree:
+        items = tree.items()
+    elif isinstance(tree, list) and tree:
+        items = enumerate(tree)
+    else:
+        yield prefix.removesuffix("."), tree
+        return
+    for name, value in items:
+        yield from _leaves(value, f"{prefix}{name}.")

@@ -1,0 +1,338 @@
+"""`tune()` on Trinity-RFT: check everything here, run there, and look whether it was done."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from tuner.config.schema import Penalize
+from tuner.errors import FunctionError, TrainingError
+from tuner.result import TuneResult
+from tuner.run.console import ConsoleMonitor
+from tuner.run.directory import RunDirectory, write_atomically
+from tuner.traces import TraceStore
+from tuner.trinity import cluster, modes
+from tuner.trinity.actors import deaths, printed_by
+from tuner.trinity.config import resolve
+from tuner.trinity.journal import Journal
+from tuner.trinity.logs import advice, last_errors
+from tuner.trinity.prepared import Prepared, prepare, to_yaml, with_own_name
+from tuner.trinity.progress import COMPARE_GROUPS, Progress
+from tuner.trinity.resume import check_same_run, last_checkpoint, rewind
+from tuner.trinity.stage import POLL_SECONDS, Stage
+from tuner.trinity.summary import summarize
+from tuner.trinity.tinker import environment
+from tuner.trinity.watch import NothingToLearn, Watch, synchronizer_of
+
+logger = logging.getLogger("tuner")
+
+_LOOKS_BACK = 6
+
+
+def run_trinity(
+    config_path: str | Path | None,
+    settings: Mapping[str, Any],
+    overrides: Sequence[str],
+    *,
+    workflow: Callable[..., Any] | None,
+    judge: Callable[..., Any] | None,
+    train_dataset: Any,
+    eval_dataset: Any,
+) -> TuneResult:
+    """Run a configuration on Trinity-RFT until it has done what was asked for.
+
+    Must be called where no event loop is running.
+
+    Raises:
+        ConfigError: A setting is unknown or refused, or there is no cluster.
+        DatasetError: A dataset is missing, empty or smaller than one batch.
+        FunctionError: A function cannot be sent to the workers, or returned the wrong type.
+        TrainingError: Fewer steps were trained than were asked for; says why, with the logs.
+        MissingDependencyError: Trinity-RFT is not installed.
+    """
+    resolved = with_own_name(resolve(config_path, settings, overrides))
+    prepared = prepare(
+        resolved,
+        workflow=workflow,
+        judge=judge,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+    )
+    run = _Run(prepared)
+    directory = run.directory
+    if directory.has_begun():
+        check_same_run(directory, prepared.tree, prepared.fingerprint)
+    write_atomically(directory.config, to_yaml(prepared.tree))
+    write_atomically(directory.path / "data.json", json.dumps(prepared.fingerprint, indent=2))
+    if (finished := run.finished()) is not None:
+        logger.warning("%s is complete; returning its result", directory.path)
+        return finished
+    try:
+        run.execute(
+            cluster.LOCAL if prepared.own_cluster else prepared.tree["cluster"]["ray_address"]
+        )
+        result = run.result()
+    except (Exception, KeyboardInterrupt) as error:
+        report = _leave_report(directory.path, stopped=f"{type(error).__name__}: {error}")
+        if report is not None:
+            error.add_note(f"what the run did until then: {report}")
+        raise
+    _leave_report(directory.path)
+    return result
+
+
+class _Run:
+    """One start of a run: what was there before it, and what it did."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        settings, config = prepared.settings, prepared.config
+        self._settings = settings
+        self._config = config
+        self._prepared = prepared
+        folder = Path(config.checkpoint_job_dir) / settings.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.directory = RunDirectory(folder)
+        self._journal = Journal(self.directory.path)
+        failure = settings.tuner.on_failure
+        self._progress = Progress(
+            self.directory,
+            explorer="benchmark" if config.mode == "bench" else config.explorer.name,
+            trainer=config.trainer.name,
+            evaluations=[t.name for t in config.buffer.explorer_input.eval_tasksets],
+            compared=config.algorithm.algorithm_type in COMPARE_GROUPS,
+            penalty=failure.penalize if isinstance(failure, Penalize) else None,
+        )
+        self._started = time.time()
+        self._error: str | None = None
+        self._reason: FunctionError | TrainingError | None = None
+        self._printed = ""
+
+    def finished(self) -> TuneResult | None:
+        """The result of a run that has been through, else None."""
+        mode = self._config.mode
+        if mode in ("bench", "serve") or not self.directory.result.exists():
+            return None
+        if mode == "explore":
+            missing = self._planned_steps() - len(self._progress.explored_steps())
+        else:
+            missing = self._asked_steps() - last_checkpoint(self.directory.path)
+        if missing > 0:
+            return None
+        return TuneResult.model_validate_json(self.directory.result.read_text(encoding="utf-8"))
+
+    def execute(self, address: str) -> None:
+        """Start Trinity-RFT's stage and wait for its end, whatever that is."""
+        self._journal.forget_reason()
+        modes.forget_server(self._config)
+        if self._config.mode == "serve" and address == cluster.LOCAL:
+            modes.require_free_port(self._config)
+        total = self._planned_steps() if self._config.mode == "explore" else self._asked_steps()
+        console = ConsoleMonitor(total, Console(file=sys.stdout, highlight=False, soft_wrap=True))
+        if self._config.mode not in ("bench", "serve"):
+            start = rewind(self._config, self._progress, self._prepared.sizes)
+            if (said := start.said(self.directory.path)) is not None:
+                console.say(said)
+            self._write_metrics()
+        env = {name: value for name, value in self._config.get_envs().items() if value}
+        env |= environment(self._prepared.tree)
+        log = self.directory.path / "tuner" / "driver.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with cluster.joined(
+            address,
+            gpus=self._config.cluster.gpu_per_node,
+            namespace=self._config.ray_namespace,
+            env=env,
+        ) as joined:
+            self._config.cluster.ray_address = joined.address
+            watch = Watch(
+                self._config,
+                self._progress,
+                self._journal,
+                console,
+                self.directory.metrics,
+                patience=self._settings.tuner.signal_patience,
+                deaths=lambda: deaths(joined.session, self._kept),
+                synchronizer=synchronizer_of(self._config),
+            )
+            stage = Stage(self._config, look=watch.look, explored=self._has_explored)
+            with console, log.open("a", encoding="utf-8") as out, contextlib.redirect_stdout(out):
+                self._run(stage, watch)
+            said = f"{self._error or ''}\n{self._logged()}"
+            self._printed = printed_by(said, joined.session, self._kept)
+
+    def _run(self, stage: Stage, watch: Watch) -> None:
+        try:
+            stage.run()
+        except (FunctionError, TrainingError) as error:
+            self._reason = error
+        except KeyboardInterrupt:
+            if self._config.mode != "serve":
+                raise
+            # A server ends when it is asked to.
+        except Exception as error:
+            self._error = f"{type(error).__name__}: {error}"
+            # An actor's call fails a moment before Ray's table says why.
+            for _ in range(_LOOKS_BACK):
+                try:
+                    watch.look()
+                except (FunctionError, TrainingError) as reason:
+                    self._reason = reason
+                    break
+                time.sleep(POLL_SECONDS)
+        with contextlib.suppress(FunctionError, TrainingError):
+            watch.say()
+
+    def result(self) -> TuneResult:
+        """What was done.
+
+        Raises:
+            FunctionError: A function returned something of the wrong type.
+            TrainingError: It is less than what was asked for.
+        """
+        history = self._write_metrics()
+        if isinstance(self._reason, (FunctionError, NothingToLearn)):
+            raise self._reason
+        if (reason := self._journal.reason()) is not None:
+            kind = FunctionError if reason["error"] == FunctionError.__name__ else TrainingError
+            raise kind(reason["message"])
+        trained = self._progress.trained_steps()
+        self._check_done(len(trained), len(self._progress.explored_steps()))
+        result = summarize(
+            history,
+            self.directory,
+            trained=len(trained),
+            seconds=time.time() - self._started,
+            tensorboard="tensorboard" in self._settings.trackers,
+        )
+        write_atomically(self.directory.result, result.model_dump_json(indent=2))
+        return result
+
+    def _write_metrics(self) -> list[dict[str, float]]:
+        history = self._progress.history()
+        if history:
+            write_atomically(self.directory.metrics, "".join(_line(row) for row in history))
+        return history
+
+    def _check_done(self, trained: int, explored: int) -> None:
+        config = self._config
+        planned = self._planned_steps()
+        failed = self._error or self._reason
+        if config.mode == "explore":
+            if failed or explored < planned:
+                raise self._failure(f"{explored} of {planned} steps of rollouts were done")
+            return
+        if config.mode in ("train", "bench", "serve"):
+            missing = self._shortfall(trained)
+            if failed or missing:
+                raise self._failure(missing or f"mode {config.mode} failed at its end")
+            return
+        batch = config.buffer.train_batch_size
+        experiences = self._progress.experiences()
+        asked = self._asked_steps()
+        if failed or trained == 0 or trained < min(asked, experiences // batch):
+            raise self._failure(f"{trained} of {asked} steps were trained")
+        if trained < asked:
+            logger.warning(
+                "%d of %d steps were trained: rollouts gave %d experiences, and each step takes %d "
+                "(buffer.train_batch_size); rollouts that failed give none",
+                trained,
+                asked,
+                experiences,
+                batch,
+            )
+
+    def _shortfall(self, trained: int) -> str | None:
+        """What is missing in the modes that explore no tasks; None where nothing is."""
+        config = self._config
+        if config.mode == "train":
+            asked = self._asked_steps()
+            return None if trained >= asked else f"{trained} of {asked} steps were trained"
+        if config.mode == "serve":
+            return None if modes.server_url(config) else "the server never listened"
+        rollouts = self._prepared.evaluations
+        missing = modes.unjudged(
+            TraceStore(self.directory.traces), modes.checkpoints(config), rollouts
+        )
+        parts = [
+            f"{count} of {rollouts[name]} rollouts of {name} with checkpoint {step}"
+            for (step, name), count in missing.items()
+        ]
+        return f"not judged: {'; '.join(parts)}" if parts else None
+
+    def _planned_steps(self) -> int:
+        """Steps of rollouts: `total_steps`, or as many full batches as all epochs have."""
+        buffer = self._config.buffer
+        if buffer.total_steps is not None:
+            return int(buffer.total_steps)
+        return int(buffer.total_epochs * self._prepared.rows // buffer.batch_size)
+
+    def _asked_steps(self) -> int:
+        """Updates of the weights that were asked for."""
+        config = self._config
+        if config.mode == "train":
+            return modes.recorded_steps(config, self._prepared.rows)
+        experiences = (
+            self._planned_steps() * config.buffer.batch_size * config.algorithm.repeat_times
+        )
+        return int(config.trainer.total_steps or experiences // config.buffer.train_batch_size)
+
+    def _has_explored(self) -> bool:
+        return max(self._progress.ended_steps(), default=0) >= self._planned_steps()
+
+    @property
+    def _logs(self) -> Path:
+        return self.directory.path / "log"
+
+    @property
+    def _kept(self) -> Path:
+        """Where what Ray's workers printed is copied to."""
+        return self._logs / "ray"
+
+    def _logged(self) -> str:
+        return last_errors(self._logs, newer_than=self._started)
+
+    def _failure(self, what: str) -> TrainingError:
+        parts = [f"Trinity-RFT ended before its time: {what}"]
+        if self._reason is not None:
+            parts.append(str(self._reason))
+        elif self._error:
+            parts.append(f"It said: {self._error}")
+        if said := self._logged():
+            parts.append(f"Its logs say:\n{said}")
+        else:
+            parts.append(f"Its logs, in {self._logs}, name no error.")
+        if self._printed:
+            parts.append(f"The processes that these name printed last:\n{self._printed}")
+        parts += advice("\n".join(parts), self._config)
+        checkpoint = last_checkpoint(self.directory.path)
+        goes_on = f"goes on after step {checkpoint}" if checkpoint else "begins again"
+        parts.append(
+            f"The run is in {self.directory.path}; the same command {goes_on}, and does not sample "
+            "the rollouts again that completed."
+        )
+        return TrainingError("\n".join(parts))
+
+
+def _leave_report(run_dir: Path, *, stopped: str | None = None) -> Path | None:
+    """Write `report.html` where there is something to report. What goes wrong here is only said."""
+    from tuner.viewer import write_report
+
+    if not any(run_dir.glob("traces/*.jsonl")):
+        return None
+    try:
+        return write_report(run_dir, stopped=stopped)
+    except Exception as error:
+        logger.warning("report.html was not written: %s: %s", type(error).__name__, error)
+        return None
+
+
+def _line(row: Mapping[str, float]) -> str:
+    return json.dumps(row) + "\n"
