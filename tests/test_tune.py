@@ -45,7 +45,7 @@ class Backend:
         self.config = RunConfig()
         self.given: dict[str, Any] = {}
 
-    def run_local(self, config: RunConfig, **given: Any) -> str:
+    def run_local(self, config: RunConfig, *, report: Any, **given: Any) -> str:
         with pytest.raises(RuntimeError):
             asyncio.get_running_loop()
         self.config, self.given = config, given
@@ -55,7 +55,7 @@ class Backend:
 @pytest.fixture
 def backend(monkeypatch) -> Backend:
     stand_in = Backend()
-    monkeypatch.setitem(sys.modules, "tuner.backends.local", stand_in)
+    monkeypatch.setitem(sys.modules, "tuner.loop", stand_in)
     return stand_in
 
 

@@ -15,13 +15,13 @@ from pathlib import Path
 
 from tuner.assembly.parameters import trainer_settings
 from tuner.assembly.stack import Stack, build_stack, build_trainer
-from tuner.backends.recorded import batch_of, read_examples
 from tuner.config import RunConfig
 from tuner.data.order import planned_steps
 from tuner.data.recorded import Examples
 from tuner.functions.calling import where
 from tuner.gateway import SamplingDefaults
 from tuner.rollout import StepPlan, collect
+from tuner.sources import batch_of, read_examples
 from tuner.traces import Call, Outcome, Trace, TraceStore
 from tuner.training import build_batch
 from tuner.tune import Run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,8 +28,10 @@ from tuner.model import TunerModelConfig
 
 if TYPE_CHECKING:
     from tuner.result import TuneResult
+    from tuner.run.directory import RunDirectory
 
 T = TypeVar("T")
+logger = logging.getLogger("tuner")
 
 TINY_MODEL = Path(__file__).resolve().parent.parent / "models" / "tiny_math"
 
@@ -136,7 +139,7 @@ def tune(
     run = _prepared(
         workflow_func, judge_func, train_dataset, eval_dataset, config_path, settings, overrides
     )
-    from tuner.backends.local import run_local
+    from tuner.loop import run_local
 
     return outside_event_loop(
         lambda: run_local(
@@ -145,8 +148,30 @@ def tune(
             judge=run.judge,
             train_tasks=run.train_tasks,
             eval_tasks=run.eval_tasks,
+            report=leave_report,
         )
     )
+
+
+def leave_report(directory: RunDirectory, stopped: str | None) -> Path | None:
+    """Write `report.html`. The run has ended by now: whatever goes wrong here is only said.
+
+    Args:
+        directory: The run's.
+        stopped: Why it stopped before its end; None where it did not.
+    """
+    from tuner.viewer import write_report
+
+    try:
+        return write_report(directory.path, stopped=stopped)
+    except Exception as error:
+        logger.warning(
+            "report.html was not written: %s: %s; `tuner view %s --report` tries again",
+            type(error).__name__,
+            error,
+            directory.path,
+        )
+        return None
 
 
 def prepare(

@@ -7,8 +7,8 @@ import asyncio
 import sys
 
 from tests.backends import runs
-from tuner.backends.local import run_local
 from tuner.functions.outputs import WorkflowOutput
+from tuner.loop import run_local
 from tuner.run import directory as run_directory
 from tuner.training import PolicyTrainer
 

@@ -12,9 +12,9 @@ import random
 import signal
 import sys
 
-from tuner.backends.local import run_local
 from tuner.config.load import load_config
 from tuner.functions.outputs import JudgeOutput, WorkflowOutput
+from tuner.loop import run_local
 from tuner.run import directory as run_directory
 from tuner.run import monitors as base
 from tuner.training import PolicyTrainer

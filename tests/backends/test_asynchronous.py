@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from tests.backends import async_runs, runs
 from tuner.assembly.parameters import selection
 from tuner.assembly.stack import ServedCopy, build_stack, build_trainer
-from tuner.backends.local import deterministic_torch, run_local
 from tuner.data.order import batch_indices
 from tuner.errors import FunctionError
 from tuner.functions.outputs import WorkflowOutput
 from tuner.gateway import SamplingDefaults
+from tuner.loop import deterministic_torch, run_local
 from tuner.rollout import StepPlan, collect
 from tuner.traces import TraceStore
 from tuner.training import PolicyTrainer, build_batch

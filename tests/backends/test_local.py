@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from tests.backends import runs
 from tuner.assembly.models import load_model, load_tokenizer
-from tuner.backends.local import run_local
 from tuner.chat_models import default_kind
 from tuner.data.order import planned_steps
 from tuner.errors import ConfigError, FunctionError, ModelLoadError, TrainingError
 from tuner.functions.outputs import JudgeOutput, WorkflowOutput
+from tuner.loop import run_local
 from tuner.traces import read_traces
 
 TINY_MATH = Path(__file__).parents[2] / "models" / "tiny_math"

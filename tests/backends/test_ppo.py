@@ -9,8 +9,8 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from tests.backends import runs
 from tests.backends.test_resume import without_times
-from tuner.backends.local import run_local
 from tuner.errors import ConfigError
+from tuner.loop import run_local
 from tuner.run.directory import TRAINER_STATE
 from tuner.training import PolicyTrainer
 

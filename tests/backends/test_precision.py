@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.backends import runs
-from tuner.backends.local import run_local
 from tuner.errors import ConfigError
+from tuner.loop import run_local
 from tuner.run.directory import TRAINER_STATE
 
 BFLOAT16 = ("tuner.dtype=bfloat16", "trainer.save_interval=0", "algorithm.optimizer.lr=1e-4")

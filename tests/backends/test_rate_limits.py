@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from tests.backends import runs
 from tuner import JudgeOutput, WorkflowOutput
-from tuner.backends.local import run_local
+from tuner.loop import run_local
 from tuner.traces import TraceStore
 
 WAIT = 0.02

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.backends import runs
-from tuner.backends.local import run_local
 from tuner.errors import ConfigError, ModelLoadError
+from tuner.loop import run_local
 from tuner.result import TuneResult
 
 REPOSITORY = Path(__file__).parents[2]

@@ -10,9 +10,10 @@ import pytest
 from tests.backends import runs
 from tests.viewer.stored import read_data
 from tuner import cli
-from tuner.backends.local import run_local
 from tuner.errors import ModelLoadError, TrainingError
 from tuner.functions.outputs import JudgeOutput
+from tuner.loop import run_local
+from tuner.tune import leave_report
 
 
 def run(model, root, *overrides, workflow=runs.workflow, judge=runs.judge):
@@ -23,6 +24,7 @@ def run(model, root, *overrides, workflow=runs.workflow, judge=runs.judge):
         judge=judge,
         train_tasks=runs.TRAIN,
         eval_tasks={"held-out": runs.EVAL},
+        report=leave_report,
     )
 
 

@@ -99,6 +99,14 @@ class Stack:
         sleeps = self.arrangement is not None and self.arrangement.placement.sleeps
         return self.shares_weights or sleeps
 
+    @property
+    def decisions(self) -> list[str]:
+        """What was decided about the parts, a sentence each."""
+        parts: list[Any] = [] if self.adapter is None else [self.adapter]
+        if self.arrangement is not None:
+            parts += [self.arrangement.placement, self.arrangement.weights]
+        return [str(part) for part in parts]
+
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
         """While the block runs the weights may change; see `TrainingEngine.training`."""

@@ -112,7 +112,8 @@ class Rollouts:
     ) -> None:
         self._runner = runner
         self._on_end = on_end
-        self._store = store
+        self.store = store
+        self.max_running = max_running
         self._slots = asyncio.Semaphore(max_running)
 
     async def run(
@@ -154,7 +155,7 @@ class Rollouts:
                 queued = time.perf_counter() - asked
                 attempts = await self._runner.run(task, id, defaults, ending=ending, queued=queued)
             for trace in attempts:
-                self._store.append(trace)
+                self.store.append(trace)
                 self._on_end(trace)
                 on_trace(trace)
             traces.extend(attempts)
@@ -227,19 +228,17 @@ class TrainingGroups:
 
     Args:
         config: The effective configuration.
-        store: What was recorded before, and where traces go.
         batches: What steps took before.
         tasks: Rows of the dataset.
         start: The step that the run goes on after.
         total_steps: Length of the run.
-        rollouts: Runs them.
+        rollouts: Runs them; its store has what was recorded before.
         on_rollout: Called for each rollout that ended.
     """
 
     def __init__(
         self,
         config: RunConfig,
-        store: TraceStore,
         batches: BatchLog,
         tasks: Sequence[Task],
         *,
@@ -269,14 +268,13 @@ class TrainingGroups:
             batch=self._batch,
             total=self._batch * total_steps,
             repeat=self._repeat,
-            # One after the other, the global random states belong to one rollout at a time.
-            max_running=1 if config.tuner.deterministic else config.explorer.runner_per_model,
+            max_running=rollouts.max_running,
             staleness=self.ahead,
             waits=config.algorithm.sample_strategy == "default",
             version=start,
             hold=max(self._taken, default=1) - 1,
         )
-        self._restore(store, start, total_steps)
+        self._restore(rollouts.store, start, total_steps)
 
     def _restore(self, store: TraceStore, start: int, total_steps: int) -> None:
         """Look at what is on disk: groups that no step has taken are not lost."""

@@ -6,12 +6,11 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tuner.assembly.stack import Stack, build_trainer
 from tuner.config import RunConfig
 from tuner.result import TokenCounts, TuneResult
 from tuner.run.console import ConsoleMonitor
@@ -27,6 +26,158 @@ from tuner.run.monitors import JsonlMonitor, Monitor, open_tracker
 from tuner.run.timeline import Timeline
 from tuner.traces import Outcome
 from tuner.training import PolicyTrainer
+
+logger = logging.getLogger("tuner")
+Task = dict[str, Any]
+
+
+class RunRecord:
+    """The state of one run between its steps, on disk and for people.
+
+    Attributes:
+        total_steps: Length of the run.
+        start: The step that the run goes on after, 0 at its beginning.
+        history: The metrics of each step so far, as in `metrics.jsonl`.
+        console: Where people look.
+        timeline: What happened when.
+    """
+
+    def __init__(self, config: RunConfig, directory: RunDirectory, total_steps: int) -> None:
+        self.config = config
+        self.directory = directory
+        self.total_steps = total_steps
+        steps = directory.checkpoint_steps()
+        self.start = steps[-1] if steps else 0
+        # Without a checkpoint even step 0, the evaluation before training, is done again.
+        self.history = read_metrics(directory.metrics, up_to=self.start if steps else -1)
+        self.console = ConsoleMonitor(total_steps)
+        self.timeline = Timeline(directory.timeline)
+        self._monitors: list[Monitor] = []
+        self._advised: set[str] = set()
+
+    @property
+    def weights(self) -> Path | None:
+        """The checkpoint to go on from."""
+        return self.directory.checkpoint(self.start) if self.start else None
+
+    @property
+    def version(self) -> int:
+        """How many updates these weights have seen."""
+        if self.weights is None:
+            return 0
+        return int(json.loads((self.weights / "version.json").read_text())["version"])
+
+    def remaining(self) -> range:
+        """The steps that are left."""
+        return range(self.start + 1, self.total_steps + 1)
+
+    def open(self, decisions: Sequence[str]) -> None:
+        """Say how the run goes on, and begin to log; what was logged after the last checkpoint
+        goes.
+
+        Args:
+            decisions: What was decided about its parts, a sentence each.
+        """
+        if self.weights is not None:
+            self.console.say(f"going on after step {self.start} in {self.directory.path}")
+        for sentence in decisions:
+            self.console.say(sentence)
+        config = self.config
+        self._monitors = [JsonlMonitor(self.directory.metrics, self.history)]
+        for kind in config.monitor.monitor_type:
+            self._monitors.append(
+                open_tracker(
+                    kind,
+                    project=config.project,
+                    name=config.name,
+                    folder=self.directory.path,
+                    first_step=self.start + 1 if self.history else 0,
+                    config=config.model_dump(mode="json"),
+                    args=config.monitor.monitor_args,
+                )
+            )
+        self._monitors.append(self.console)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Keep the metrics of a step, and show them."""
+        self.history.append({"step": step, **metrics})
+        for monitor in self._monitors:
+            monitor.log(step, metrics)
+        found = advice(self.history, self.config)
+        if found is not None and found[0] not in self._advised:
+            self._advised.add(found[0])
+            self.console.say(f"step {step}: {found[1]}")
+
+    def save(self, step: int, trainer: PolicyTrainer, save_weights: Callable[[Path], None]) -> None:
+        """Write the checkpoint of a step.
+
+        Args:
+            step: The step.
+            trainer: Whose state goes there.
+            save_weights: Writes what is trained into a folder.
+        """
+
+        def write(folder: Path) -> None:
+            save_weights(folder)
+            trainer.save(folder / TRAINER_STATE)
+            write_atomically(folder / "version.json", json.dumps({"version": trainer.step}))
+
+        self.directory.save_checkpoint(
+            step, write, keep=self.config.trainer.max_checkpoints_to_keep
+        )
+
+    def finish(self, updates: int, *, rows: Mapping[str, int]) -> TuneResult:
+        """Write `result.json`.
+
+        Args:
+            updates: Updates of the weights.
+            rows: Of recorded data, how many rows are used and left out; empty for rollouts.
+        """
+        result = summarize(self.history, self.directory, self.total_steps)
+        result.steps = updates
+        result.rows = dict(rows)
+        if "tensorboard" in self.config.monitor.monitor_type:
+            result.tensorboard = self.directory.tensorboard
+        write_atomically(self.directory.result, result.model_dump_json(indent=2))
+        return result
+
+    def close(self) -> None:
+        self.timeline.close()
+        for monitor in self._monitors:
+            monitor.close()
+
+
+def open_directory(config: RunConfig, data: Mapping[str, list[Task]]) -> RunDirectory:
+    """The run's directory; refuses to go on with a run that had other settings or data.
+
+    Raises:
+        ConfigError: The run directory holds a run with other settings or data.
+    """
+    path = config.run_dir if config.continue_from_checkpoint else free_name(config.run_dir)
+    directory = RunDirectory(path)
+    fingerprint = {name: fingerprint_of(tasks) for name, tasks in data.items()}
+    if directory.has_begun():
+        check_same_run(directory, config, fingerprint)
+    directory.create()
+    write_atomically(path / "data.json", json.dumps(fingerprint, indent=2))
+    write_atomically(directory.config, config.to_yaml())
+    return directory
+
+
+def finished_result(directory: RunDirectory, total_steps: int) -> TuneResult | None:
+    """The result of a run that is complete, else None."""
+    if not directory.result.exists() or not directory.checkpoint(total_steps).exists():
+        return None
+    return TuneResult.model_validate_json(directory.result.read_text(encoding="utf-8"))
+
+
+def fingerprint_of(tasks: Sequence[Task]) -> str:
+    """What tells the rows of a dataset from others."""
+    digest = hashlib.blake2b(digest_size=16)
+    for task in tasks:
+        digest.update(json.dumps(task, sort_keys=True, default=repr).encode() + b"\n")
+    return digest.hexdigest()
+
 
 DOMINANT = 0.6
 """Share of the time from which on a part is worth a sentence."""
@@ -128,163 +279,3 @@ def _eval_rewards(row: Mapping[str, float]) -> dict[str, float]:
         for name, value in row.items()
         if name.startswith("eval/") and name.endswith("/reward")
     }
-
-
-logger = logging.getLogger("tuner")
-Task = dict[str, Any]
-
-
-class RunRecord:
-    """The state of one run between its steps, on disk and for people.
-
-    Attributes:
-        total_steps: Length of the run.
-        start: The step that the run goes on after, 0 at its beginning.
-        history: The metrics of each step so far, as in `metrics.jsonl`.
-        console: Where people look.
-        timeline: What happened when.
-    """
-
-    def __init__(self, config: RunConfig, directory: RunDirectory, total_steps: int) -> None:
-        self.config = config
-        self.directory = directory
-        self.total_steps = total_steps
-        steps = directory.checkpoint_steps()
-        self.start = steps[-1] if steps else 0
-        # Without a checkpoint even step 0, the evaluation before training, is done again.
-        self.history = read_metrics(directory.metrics, up_to=self.start if steps else -1)
-        self.console = ConsoleMonitor(total_steps)
-        self.timeline = Timeline(directory.timeline)
-        self._monitors: list[Monitor] = []
-        self._advised: set[str] = set()
-
-    @property
-    def weights(self) -> Path | None:
-        """The checkpoint to go on from."""
-        return self.directory.checkpoint(self.start) if self.start else None
-
-    @property
-    def version(self) -> int:
-        """How many updates these weights have seen."""
-        if self.weights is None:
-            return 0
-        return int(json.loads((self.weights / "version.json").read_text())["version"])
-
-    def trainer(self, stack: Stack) -> PolicyTrainer:
-        """The trainer, in the state of the last checkpoint."""
-        trainer = build_trainer(self.config, stack, total_steps=self.total_steps)
-        if self.weights is not None:
-            trainer.load(self.weights / TRAINER_STATE)
-            self.console.say(f"going on after step {self.start} in {self.directory.path}")
-        if stack.adapter is not None:
-            self.console.say(str(stack.adapter))
-        return trainer
-
-    def open_monitors(self) -> None:
-        """Begin to log; what was logged after the last checkpoint goes."""
-        config = self.config
-        self._monitors = [JsonlMonitor(self.directory.metrics, self.history)]
-        for kind in config.monitor.monitor_type:
-            self._monitors.append(
-                open_tracker(
-                    kind,
-                    project=config.project,
-                    name=config.name,
-                    folder=self.directory.path,
-                    first_step=self.start + 1 if self.history else 0,
-                    config=config.model_dump(mode="json"),
-                    args=config.monitor.monitor_args,
-                )
-            )
-        self._monitors.append(self.console)
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Keep the metrics of a step, and show them."""
-        self.history.append({"step": step, **metrics})
-        for monitor in self._monitors:
-            monitor.log(step, metrics)
-        found = advice(self.history, self.config)
-        if found is not None and found[0] not in self._advised:
-            self._advised.add(found[0])
-            self.console.say(f"step {step}: {found[1]}")
-
-    def save(self, step: int, stack: Stack, trainer: PolicyTrainer) -> None:
-        """Write the checkpoint of a step."""
-
-        def write(folder: Path) -> None:
-            stack.save_weights(folder)
-            trainer.save(folder / TRAINER_STATE)
-            write_atomically(folder / "version.json", json.dumps({"version": trainer.step}))
-
-        self.directory.save_checkpoint(
-            step, write, keep=self.config.trainer.max_checkpoints_to_keep
-        )
-
-    def finish(
-        self, trainer: PolicyTrainer, *, rows: Mapping[str, int] | None = None
-    ) -> TuneResult:
-        """Write `result.json`.
-
-        Args:
-            rows: Of recorded data, how many rows are used and left out.
-        """
-        result = summarize(self.history, self.directory, self.total_steps)
-        result.steps = trainer.step
-        result.rows = dict(rows or {})
-        if "tensorboard" in self.config.monitor.monitor_type:
-            result.tensorboard = self.directory.tensorboard
-        write_atomically(self.directory.result, result.model_dump_json(indent=2))
-        return result
-
-    def close(self) -> None:
-        self.timeline.close()
-        for monitor in self._monitors:
-            monitor.close()
-
-
-def open_directory(config: RunConfig, data: Mapping[str, list[Task]]) -> RunDirectory:
-    """The run's directory; refuses to go on with a run that had other settings or data.
-
-    Raises:
-        ConfigError: The run directory holds a run with other settings or data.
-    """
-    path = config.run_dir if config.continue_from_checkpoint else free_name(config.run_dir)
-    directory = RunDirectory(path)
-    fingerprint = {name: fingerprint_of(tasks) for name, tasks in data.items()}
-    if directory.has_begun():
-        check_same_run(directory, config, fingerprint)
-    directory.create()
-    write_atomically(path / "data.json", json.dumps(fingerprint, indent=2))
-    write_atomically(directory.config, config.to_yaml())
-    return directory
-
-
-def finished_result(directory: RunDirectory, total_steps: int) -> TuneResult | None:
-    """The result of a run that is complete, else None."""
-    if not directory.result.exists() or not directory.checkpoint(total_steps).exists():
-        return None
-    return TuneResult.model_validate_json(directory.result.read_text(encoding="utf-8"))
-
-
-def leave_report(directory: RunDirectory, *, stopped: str | None = None) -> Path | None:
-    """Write `report.html`. The run has ended by now: whatever goes wrong here is only said."""
-    from tuner.viewer import write_report
-
-    try:
-        return write_report(directory.path, stopped=stopped)
-    except Exception as error:
-        logger.warning(
-            "report.html was not written: %s: %s; `tuner view %s --report` tries again",
-            type(error).__name__,
-            error,
-            directory.path,
-        )
-        return None
-
-
-def fingerprint_of(tasks: Sequence[Task]) -> str:
-    """What tells the rows of a dataset from others."""
-    digest = hashlib.blake2b(digest_size=16)
-    for task in tasks:
-        digest.update(json.dumps(task, sort_keys=True, default=repr).encode() + b"\n")
-    return digest.hexdigest()

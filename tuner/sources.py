@@ -1,0 +1,230 @@
+"""What a step trains on: rollouts of the run's own tasks, or rows of recorded data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tuner.algorithms.table import ADVANTAGES, ALGORITHMS
+from tuner.assembly.models import load_settings, load_tokenizer
+from tuner.assembly.parameters import selection
+from tuner.assembly.stack import chat_renderer, context_length
+from tuner.config import RunConfig
+from tuner.config.schema import Penalize
+from tuner.data.order import batch_indices
+from tuner.data.recorded import Examples, examples_of
+from tuner.errors import DatasetError
+from tuner.rollout import Rollouts
+from tuner.rollout.groups import BatchLog, TrainingGroups
+from tuner.run.metrics import (
+    RECOMPUTED,
+    batch_metrics,
+    diagnosis,
+    has_signal,
+    reasoning_notice,
+    rollout_metrics,
+    staleness_metrics,
+    time_split,
+    tree_metrics,
+)
+from tuner.run.record import RunRecord
+from tuner.traces import Trace
+from tuner.training import Batch, RecordedBatch, build_batch
+
+Task = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a step trains on, and what there is to say of it before it is trained.
+
+    Attributes:
+        batch: Rows with rewards, or rows of recorded data; may be empty of rollouts.
+        metrics: By name.
+        traces: Of rollouts every attempt; None for recorded data.
+    """
+
+    batch: Batch | RecordedBatch
+    metrics: dict[str, float]
+    traces: Sequence[Trace] | None = None
+
+    def seconds(self, idle: float, training: float, sync: float) -> dict[str, float]:
+        """Where the time of a step went: waiting for it, its update, giving the engine weights."""
+        whole = idle + training + sync
+        if isinstance(self.batch, RecordedBatch):
+            return {
+                "time/training": whole,
+                "tokens_per_second": self.batch.trained_tokens / whole,
+            }
+        split = time_split(self.traces or (), idle, training, sync)
+        return {**split, "tokens_per_second": self.batch.sampled_tokens / whole}
+
+
+class Source(Protocol):
+    """Where a step's training data comes from."""
+
+    @property
+    def rows(self) -> Mapping[str, int]:
+        """Of recorded data how many rows are used, and how many are left out by which reason."""
+
+    async def take(self, step: int, version: int) -> Found:
+        """What step `step` trains, whose weights have seen `version` updates."""
+
+    def advance(self, step: int) -> dict[str, float]:
+        """Step `step` is trained; metrics of what is under way."""
+
+    def diagnosis(self) -> str | None:
+        """Why the run should not go on, after a step is logged and saved; None where it should."""
+
+    async def close(self) -> None:
+        """End what is under way."""
+
+
+class RolloutSource:
+    """Rollouts of the run's own tasks, collected ahead where that is allowed."""
+
+    rows: Mapping[str, int] = {}
+
+    def __init__(
+        self, config: RunConfig, record: RunRecord, tasks: list[Task], rollouts: Rollouts
+    ) -> None:
+        self._config = config
+        self._record = record
+        self._latest: Sequence[Trace] = ()
+        self._groups = TrainingGroups(
+            config,
+            BatchLog(record.directory.batches),
+            tasks,
+            start=record.start,
+            total_steps=record.total_steps,
+            rollouts=rollouts,
+            on_rollout=record.console.rollout_done,
+        )
+
+    async def take(self, step: int, version: int) -> Found:
+        config, groups, record = self._config, self._groups, self._record
+        size, repeat = config.buffer.batch_size, config.algorithm.repeat_times
+        record.console.begin(f"step {step}", size * repeat, step=step)
+        with record.timeline.span("waiting for rollouts", step=step):
+            collected = await groups.take(step)
+        self._latest = traces = collected.traces
+        penalty = config.tuner.on_failure
+        batch = build_batch(
+            traces,
+            penalty=penalty.penalize if isinstance(penalty, Penalize) else None,
+            selection=selection(config),
+            oldest=version - _oldest(config) if groups.ahead else 0,
+            unfinished=collected.unfinished,
+        )
+        advantage = config.algorithm.advantage_fn
+        compared = ADVANTAGES[advantage].needs_group
+        metrics = {**rollout_metrics(traces), **batch_metrics(batch, compared=compared)}
+        discount = config.tuner.algorithm.turn_discount
+        metrics["signal"] = float(has_signal(batch, advantage, discount))
+        cost = int(metrics.get(RECOMPUTED, 0))
+        if cost and not any(row.get(RECOMPUTED) for row in record.history):
+            record.console.say(reasoning_notice(step, cost))
+        if groups.ahead:
+            metrics |= staleness_metrics(batch, version)
+        return Found(batch, metrics, traces)
+
+    def advance(self, step: int) -> dict[str, float]:
+        groups = self._groups
+        if not groups.ahead:
+            return {}
+        waiting, running = groups.waiting, groups.running
+        groups.advance(step)
+        return {"groups/waiting": waiting, "rollouts/running": running}
+
+    def diagnosis(self) -> str | None:
+        patience = self._config.tuner.signal_patience
+        recent = [row["signal"] for row in self._record.history[-patience:] if "signal" in row]
+        stuck = len(recent) == patience and not any(recent)
+        return diagnosis(self._latest, patience) if stuck else None
+
+    async def close(self) -> None:
+        await self._groups.cancel()
+
+
+def _oldest(config: RunConfig) -> int:
+    """Updates by which a token that is trained may be older than the weights it trains."""
+    limit = config.algorithm.sample_strategy_args.max_staleness
+    return config.synchronizer.sync_offset if limit is None else limit
+
+
+class RowSource:
+    """Rows of recorded conversations or pairs, in the order that `data_selector` says."""
+
+    def __init__(self, config: RunConfig, record: RunRecord, examples: Examples) -> None:
+        self._config = config
+        self._record = record
+        self._examples = examples
+        self.rows = examples.rows
+        if examples.left_out:
+            reasons = ", ".join(f"{count} {why}" for why, count in examples.left_out.items())
+            used = len(examples.used)
+            record.console.say(
+                f"{used} of {used + sum(examples.left_out.values())} rows are trained; left out: "
+                f"{reasons} (docs/offline.md)"
+            )
+
+    async def take(self, step: int, version: int) -> Found:
+        size = self._config.buffer.batch_size
+        self._record.console.begin(f"step {step}", size, step=step, of="rows")
+        batch = batch_of(self._config, self._examples, step=step)
+        # Nothing is sampled and nothing of a row that is used is left out.
+        sampled = {"rows/trained": size, "tokens/sampled": batch.trained_tokens}
+        return Found(batch, {**sampled, **tree_metrics(batch.rows)})
+
+    def advance(self, step: int) -> dict[str, float]:
+        return {}
+
+    def diagnosis(self) -> str | None:
+        return None
+
+    async def close(self) -> None:
+        pass
+
+
+def batch_of(config: RunConfig, examples: Examples, *, step: int) -> RecordedBatch:
+    """What step `step` trains on of recorded data."""
+    indices = batch_indices(
+        step,
+        size=config.buffer.batch_size,
+        rows=len(examples.used),
+        selector=config.buffer.trainer_input.experience_buffer.data_selector,
+    )
+    return RecordedBatch.of([turns for index in indices for turns in examples.used[index]])
+
+
+def read_examples(config: RunConfig, rows: list[Task]) -> Examples:
+    """The rows of the recorded data as token ids of the model that is trained.
+
+    Raises:
+        ModelLoadError: The model has no tokenizer.
+        DatasetError: A row is not of the form that the configuration says, or fewer rows than one
+            step takes can be trained.
+        ConfigError: `max_model_len` is more than the model has positions.
+    """
+    recorded = ALGORITHMS[config.algorithm.algorithm_type].recorded
+    assert recorded is not None, "recorded_conflicts lets nothing else into mode: train"
+    path = config.model.model_path
+    tokenizer = load_tokenizer(path)
+    examples = examples_of(
+        rows,
+        chat_renderer(config, tokenizer),
+        config.buffer.trainer_input.experience_buffer.format,
+        recorded=recorded,
+        longest=context_length(
+            config.model.max_model_len, load_settings(path), "model.max_model_len"
+        ),
+    )
+    size = config.buffer.batch_size
+    if len(examples.used) < size:
+        raise DatasetError(
+            f"train_dataset: {len(examples.used)} of {len(rows)} rows can be trained but "
+            f"batch_size is {size}: no step can run; lower buffer.batch_size "
+            "(AlgorithmConfig.batch_size)"
+        )
+    return examples
