@@ -20,8 +20,8 @@ from tests.engines.models import change_weights, generate_all, until
 from tests.engines.test_tiny_math import PATH as TINY_MATH
 from tests.gateway.toy import ids_of, text_of, tokenizer
 from tuner.engines import EngineError, SamplingParams
-from tuner.engines.base import GrammarError
 from tuner.engines.grammar import Grammars, GrammarState, unpacked
+from tuner.engines.grammar_text import GrammarError
 from tuner.engines.transformers.engine import TransformersEngine
 from tuner.gateway.constraints import json_schema
 

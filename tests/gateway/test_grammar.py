@@ -16,8 +16,8 @@ from tests.engines.test_grammar import END, VOCABULARY, allowed, make_engine
 from tests.gateway.test_request import USER, anything, send
 from tests.gateway.toy import StubEngine, gateway_of, ids_of, tokenizer
 from tuner.engines import Generation
-from tuner.engines.base import GrammarError
 from tuner.engines.grammar import Grammars, GrammarState, unpacked
+from tuner.engines.grammar_text import GrammarError
 from tuner.gateway import ChatRenderer
 from tuner.gateway.constraints import AnswerSchema, Constraints, ToolChoice
 from tuner.gateway.errors import RequestError

@@ -14,7 +14,7 @@ from tests.engines.test_grammar import END, grammars, make_engine, make_model
 from tests.gateway.toy import ids_of
 from tests.training.exact import all_float64
 from tuner.engines import SamplingParams
-from tuner.engines.base import GrammarError
+from tuner.engines.grammar_text import GrammarError
 from tuner.errors import TrainingError
 from tuner.gateway.constraints import json_schema
 from tuner.traces.store import trace_from_json, trace_to_json

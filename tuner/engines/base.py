@@ -23,10 +23,6 @@ class EngineLostError(EngineError):
     """The process that generated has died or cannot be reached; the message ends with its log."""
 
 
-class GrammarError(TunerError, ValueError):
-    """A grammar cannot be compiled or followed, or ids do not follow it."""
-
-
 @dataclass(frozen=True)
 class SamplingParams:
     """How one completion is sampled. Travels with the call, so that training can recompute it.
@@ -203,6 +199,17 @@ class DescribedEngine:
     def capabilities(self) -> EngineCapabilities:
         """Limits that the gateway enforces."""
         return self._capabilities
+
+
+class GrammarEngine(DescribedEngine):
+    """An engine of ours whose grammars are compiled here too."""
+
+    _grammars: Grammars
+
+    @property
+    def grammars(self) -> Grammars:
+        """What it compiles grammars with; the trainer replays completions with the same."""
+        return self._grammars
 
 
 class TrainingEngine(Engine, Protocol):

@@ -24,8 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tuner.engines.base import DescribedEngine, GrammarError
-from tuner.engines.grammar_text import with_head
+from tuner.engines.grammar_text import GrammarError, with_head
 from tuner.engines.transfer import to_device
 
 if TYPE_CHECKING:
@@ -159,17 +158,6 @@ class Grammars:
         if matcher.is_error():
             raise GrammarError(f"the grammar cannot be compiled: {_first_lines(matcher)}")
         return matcher
-
-
-class GrammarEngine(DescribedEngine):
-    """An engine of ours whose grammars are compiled here too."""
-
-    _grammars: Grammars
-
-    @property
-    def grammars(self) -> Grammars:
-        """What it compiles grammars with; the trainer replays completions with the same."""
-        return self._grammars
 
 
 def unpacked(masks: Bits, vocabulary: int, device: torch.device) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
@@ -20,11 +20,11 @@ from tuner.engines.base import (
     EngineError,
     FinishReason,
     Generation,
-    GrammarError,
     SamplingParams,
     TokenSink,
 )
 from tuner.engines.grammar import GrammarState, unpacked
+from tuner.engines.grammar_text import GrammarError
 from tuner.engines.sampling import SamplingBatch, choose, most_probable
 from tuner.errors import ContextLengthError
 
@@ -156,6 +156,22 @@ class Request(Progress):
     def abandoned(self) -> bool:
         """Whether nobody can receive the result any more."""
         return self.cancelled or self.future.get_loop().is_closed()
+
+    def resolve(self, generation: Generation) -> None:
+        """Give the result to whoever waits for it, from any thread."""
+        self._settle(lambda: self.future.set_result(generation))
+
+    def reject(self, error: EngineError) -> None:
+        """Give the error to whoever waits, from any thread."""
+        self._settle(lambda: self.future.set_exception(error))
+
+    def _settle(self, settle: Callable[[], None]) -> None:
+        def deliver() -> None:
+            if not self.future.done():
+                settle()
+
+        with suppress(RuntimeError):  # the event loop was closed: nobody waits
+            self.future.get_loop().call_soon_threadsafe(deliver)
 
     def push(self, token_id: int, logprob: float, version: int) -> bool:
         """Take a sampled token; True when it was the last one, or cannot be followed."""

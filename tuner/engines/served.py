@@ -31,11 +31,12 @@ from tuner.engines.base import (
     EngineLostError,
     EngineStats,
     Generation,
+    GrammarEngine,
     SamplingParams,
     TokenSink,
 )
 from tuner.engines.fleet import Fleet, Seat
-from tuner.engines.grammar import GrammarEngine, Grammars
+from tuner.engines.grammar import Grammars
 from tuner.engines.request import Flight, Progress, StopStrings, check_prompt, continued_seed
 from tuner.engines.sampling import check_sampling
 from tuner.engines.token_server import Sampled, TokenServer

@@ -21,7 +21,8 @@ from array import array
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tuner.engines.base import Generation, GrammarError, SamplingParams
+from tuner.engines.base import Generation, SamplingParams
+from tuner.engines.grammar_text import GrammarError
 from tuner.errors import ContextLengthError
 from tuner.gateway.answer import Answer, Choice, assistant_message
 from tuner.gateway.continuation import Conversations, Prompt

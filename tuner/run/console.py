@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import statistics
 from collections.abc import Mapping
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
-from rich.table import Table
 
-from tuner.result import TuneResult
+from tuner.result import duration
 from tuner.traces import Outcome
 
 _PARTS = ("generation", "agent", "judge", "training", "sync")
@@ -102,55 +100,7 @@ class ConsoleMonitor:
             return ""
         # The mean of recent steps: evaluations come with some steps only and count too.
         seconds = statistics.fmean(self._seconds[-20:]) * (self._total - done)
-        return f"{_duration(seconds)} left"
-
-
-def result_table(result: TuneResult) -> str:
-    """The end of a run as a table: accuracy before and after, rewards, tokens, time, paths."""
-    table = Table(title=f"{result.run_dir.name}: {result.steps} steps", show_header=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for name, after in result.eval_after.items():
-        before = result.eval_before.get(name)
-        text = f"{after:.3f}" if before is None else f"{before:.3f} -> {after:.3f}"
-        table.add_row(f"held-out reward ({name})", text)
-    if result.rewards:
-        shown = thin(result.rewards, 20)
-        few = f"{len(shown)} of {len(result.rewards)} steps"
-        what = "reward per step" if len(shown) == len(result.rewards) else f"reward, {few}"
-        table.add_row(what, " ".join(f"{reward:.2f}" for reward in shown))
-    if result.rows:
-        table.add_row("rows", ", ".join(f"{n} {name}" for name, n in result.rows.items()))
-    else:
-        table.add_row("rollouts", ", ".join(f"{n} {name}" for name, n in result.outcomes.items()))
-    losses = [row["train/loss"] for row in result.history if "train/loss" in row]
-    if result.rows and losses:
-        table.add_row("loss", f"{losses[0]:.4g} -> {losses[-1]:.4g}")
-    tokens = result.tokens
-    dropped = ", ".join(f"{count} dropped ({reason})" for reason, count in tokens.dropped.items())
-    counted = f"{tokens.sampled} sampled = {tokens.trained} trained + {dropped or '0 dropped'}"
-    table.add_row("tokens", f"{tokens.trained} trained" if result.rows else counted)
-    table.add_row("time", _duration(result.seconds))
-    if result.checkpoint is not None:
-        table.add_row("checkpoint", str(result.checkpoint))
-    table.add_row("traces", str(result.traces))
-    report = result.run_dir / "report.html"
-    if report.exists():
-        table.add_row("report", str(report))
-    if result.tensorboard is not None:
-        table.add_row("TensorBoard", f"tensorboard --logdir {result.tensorboard}")
-    console = Console(file=io.StringIO(), width=100, highlight=False)
-    console.print(table)
-    output = console.file
-    assert isinstance(output, io.StringIO)
-    return output.getvalue().rstrip()
-
-
-def thin(values: list[float], limit: int) -> list[float]:
-    """At most `limit` of `values`, evenly spread, first and last among them."""
-    if len(values) <= limit:
-        return values
-    return [values[round(i * (len(values) - 1) / (limit - 1))] for i in range(limit)]
+        return f"{duration(seconds)} left"
 
 
 def _evaluations(metrics: Mapping[str, float]) -> list[str]:
@@ -175,11 +125,3 @@ def _split(metrics: Mapping[str, float]) -> str:
     seconds = {part: metrics[f"time/{part}"] for part in _PARTS if f"time/{part}" in metrics}
     total = sum(seconds.values()) or 1.0
     return ", ".join(f"{part} {spent / total:.0%}" for part, spent in seconds.items())
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

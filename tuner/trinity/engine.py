@@ -26,11 +26,10 @@ from tuner.engines.base import (
     EngineError,
     FinishReason,
     Generation,
-    GrammarError,
     SamplingParams,
     TokenSink,
 )
-from tuner.engines.grammar_text import with_head
+from tuner.engines.grammar_text import GrammarError, with_head
 from tuner.errors import ContextLengthError
 
 _TOKEN_ID = "token_id:"

@@ -23,10 +23,11 @@ from tuner.engines.base import (
     EngineError,
     EngineStats,
     Generation,
+    GrammarEngine,
     SamplingParams,
     TokenSink,
 )
-from tuner.engines.grammar import GrammarEngine, Grammars, GrammarState
+from tuner.engines.grammar import Grammars, GrammarState
 from tuner.engines.request import Request, StopStrings, check_prompt, end_ids_of
 from tuner.engines.sampling import check_sampling
 from tuner.engines.transformers.kv_cache import layer_windows, rows_agree
@@ -317,7 +318,7 @@ class TransformersEngine(GrammarEngine):
         except asyncio.CancelledError:
             for request in list(self._in_flight):
                 if request.future.get_loop() is loop:
-                    _reject(request, EngineError("the engine's task was cancelled"))
+                    request.reject(EngineError("the engine's task was cancelled"))
             raise
         finally:
             driver.task = None
@@ -360,9 +361,9 @@ class TransformersEngine(GrammarEngine):
             self._measure(computed, time.thread_time() - busy)
             for request in finished:
                 if request.error is not None:
-                    _reject(request, request.error)
+                    request.reject(request.error)
                 else:
-                    _resolve(request, request.generation())
+                    request.resolve(request.generation())
             self._stats.requests += len(finished)
 
     def _forward(self) -> list[Request]:
@@ -400,26 +401,8 @@ class TransformersEngine(GrammarEngine):
             else:
                 mine = EngineError(f"a forward pass failed: {type(error).__name__}: {error}")
             mine.__cause__ = error
-            _reject(request, mine)
+            request.reject(mine)
 
 
 def _average(known: float, now: float) -> float:
     return now if known == math.inf else 0.8 * known + 0.2 * now
-
-
-def _resolve(request: Request, generation: Generation) -> None:
-    def deliver() -> None:
-        if not request.future.done():
-            request.future.set_result(generation)
-
-    with suppress(RuntimeError):  # the event loop was closed: nobody waits
-        request.future.get_loop().call_soon_threadsafe(deliver)
-
-
-def _reject(request: Request, error: EngineError) -> None:
-    def deliver() -> None:
-        if not request.future.done():
-            request.future.set_exception(error)
-
-    with suppress(RuntimeError):
-        request.future.get_loop().call_soon_threadsafe(deliver)
