@@ -5,10 +5,12 @@
 # make test-frameworks   the tests that need agent frameworks, in an environment of their own
 # make test-trinity   the tests that run Trinity-RFT on Ray, in an environment of their own (7 GB)
 # make test-vllm   the tests that run vLLM on a CPU, in an environment of their own (3.6 GB)
+# make test-nightly   all of these, and in them what CI has no time for
 # make test-sglang   the tests that run SGLang's server on a CPU, in an environment of its own (11 GB)
 # make bench  every benchmark; prints tables and writes benchmarks/results/*.json
 
 PYTHON ?= python3
+INSTALL := $(PYTHON) .ci/install
 VENV := .venv
 BIN := $(VENV)/bin
 VENV2 := .venv-agentscope2
@@ -21,22 +23,22 @@ VENV5 := .venv-vllm
 BIN5 := $(VENV5)/bin
 VENV6 := .venv-sglang
 
-.PHONY: demo test test-agentscope2 test-browser test-frameworks test-trinity test-vllm test-sglang bench install clean
+# Tests that CI has no time for.
+SELECT := -m "not nightly"
+# Each file's engine or cluster is one worker's, and starting one keeps no more than a core busy.
+TOGETHER := --numprocesses 2 --dist loadfile
+
+.PHONY: demo test test-agentscope2 test-browser test-frameworks test-trinity test-vllm test-nightly \
+	test-sglang bench install environments clean
 
 install: $(VENV)/.installed
 
-# --no-compile: Python compiles what it imports; compiling everything takes longer than the rest.
 $(VENV)/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt \
-		--editable '.[agentscope1,examples]'
+	$(INSTALL) $(VENV) --constraint constraints.txt --editable '.[agentscope1,examples]'
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt \
-		--editable '.[agentscope1,examples,dev]'
+	$(INSTALL) $(VENV) --constraint constraints.txt --editable '.[agentscope1,examples,dev]'
 	touch $@
 
 demo: $(VENV)/.installed
@@ -50,10 +52,7 @@ test: $(VENV)/.installed-dev
 
 # One environment holds one major version of AgentScope.
 $(VENV2)/.installed: pyproject.toml constraints-agentscope2.txt
-	$(PYTHON) -m venv $(VENV2)
-	$(BIN2)/python -m pip install --quiet --upgrade pip
-	$(BIN2)/python -m pip install --quiet --no-compile --constraint constraints-agentscope2.txt torch
-	$(BIN2)/python -m pip install --quiet --no-compile --constraint constraints-agentscope2.txt \
+	$(INSTALL) $(VENV2) --constraint constraints-agentscope2.txt \
 		--editable '.[agentscope,examples]' pytest pytest-asyncio
 	touch $@
 
@@ -64,47 +63,46 @@ test-browser: $(VENV)/.installed-dev
 	$(BIN)/pytest tests/browser
 
 $(VENV3)/.installed: pyproject.toml constraints-frameworks.txt
-	$(PYTHON) -m venv $(VENV3)
-	$(BIN3)/python -m pip install --quiet --upgrade pip
-	$(BIN3)/python -m pip install --quiet --no-compile --constraint constraints-frameworks.txt torch
-	$(BIN3)/python -m pip install --quiet --no-compile --constraint constraints-frameworks.txt \
+	$(INSTALL) $(VENV3) --constraint constraints-frameworks.txt \
 		--editable '.[frameworks]' pytest pytest-asyncio
 	touch $@
 
 test-frameworks: $(VENV3)/.installed
 	$(BIN3)/pytest tests/integration/frameworks
 
-# Compiled: each run starts a dozen processes that import nearly all of it.
 $(VENV4)/.installed: constraints-trinity.txt
-	$(PYTHON) -m venv $(VENV4)
-	$(BIN4)/python -m pip install --quiet --upgrade pip
-	$(BIN4)/python -m pip install --quiet --no-deps --requirement constraints-trinity.txt
-	$(BIN4)/python -m pip install --quiet --no-compile --no-deps --editable .
+	$(INSTALL) $(VENV4) --no-deps --requirement constraints-trinity.txt --editable .
 	touch $@
 
 # Where these packages cannot be had, it says so and does not fail; that no test ran is seen.
 test-trinity:
-	@if $(MAKE) $(VENV4)/.installed; then $(BIN4)/pytest tests/integration/trinity $(ARGS); \
+	@if $(MAKE) $(VENV4)/.installed; then \
+	$(BIN4)/pytest tests/integration/trinity $(TOGETHER) $(SELECT) $(ARGS); \
 	else echo "SKIPPED: test-trinity ran no test: constraints-trinity.txt cannot be installed here" >&2; fi
 
-# Compiled, unlike the others: each start of vLLM imports it in three processes.
-$(VENV5)/.installed: pyproject.toml constraints-vllm.txt
-	$(PYTHON) -m venv $(VENV5)
-	$(BIN5)/python -m pip install --quiet --upgrade pip
-	$(BIN5)/python -m pip install --quiet --compile --no-deps --requirement constraints-vllm.txt
-	$(BIN5)/python -m pip install --quiet --no-deps --editable .
+$(VENV5)/.installed: constraints-vllm.txt
+	$(INSTALL) $(VENV5) --no-deps --requirement constraints-vllm.txt --editable .
 	touch $@
 
 # Where these packages cannot be had, it says so and does not fail; that no test ran is seen.
 test-vllm:
-	@if $(MAKE) $(VENV5)/.installed; then $(BIN5)/pytest tests/integration/vllm tests/engines/test_grammar.py; \
+	@if $(MAKE) $(VENV5)/.installed; then \
+	$(BIN5)/pytest tests/integration/vllm tests/engines/test_grammar.py $(TOGETHER) $(SELECT) $(ARGS); \
 	else echo "SKIPPED: test-vllm ran no test: constraints-vllm.txt cannot be installed here" >&2; fi
+
+test-nightly:
+	$(MAKE) test test-agentscope2 test-frameworks test-browser test-vllm test-trinity SELECT=
+
+# What CI installs while tests run; a suite says itself what it could not install.
+environments:
+	-$(MAKE) $(VENV2)/.installed
+	-$(MAKE) $(VENV3)/.installed
+	-$(MAKE) $(VENV4)/.installed
+	-$(MAKE) $(VENV5)/.installed
 
 # Its server runs there; the tests run in the first environment. It pins its own dependencies.
 $(VENV6)/.installed:
-	$(PYTHON) -m venv $(VENV6)
-	$(VENV6)/bin/python -m pip install --quiet --upgrade pip
-	$(VENV6)/bin/python -m pip install --quiet 'sglang==0.5.23'
+	$(INSTALL) $(VENV6) 'sglang==0.5.23'
 	touch $@
 
 # Where these packages cannot be had, it says so and does not fail; that no test ran is seen.

@@ -106,7 +106,7 @@ class Sink:
         return True
 
     async def has(self, count: int) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):  # the first tokens after a start take long
             while len(self.tokens) < count:  # noqa: ASYNC110  # called from other threads
                 await asyncio.sleep(0.001)
 
@@ -402,17 +402,29 @@ async def test_a_form_stays_whole_through_new_weights(rig):
     assert re.fullmatch("[0-9]{150}", text)
 
 
+async def crashed(engine: TrainingEngine, crash: Callable[[], None]) -> EngineError:
+    """What a request says that is in flight at a crash."""
+    sink = Sink()
+    request = asyncio.ensure_future(engine.generate(prompt(9), LONG, "session", sink))
+    await sink.has(3)
+    crash()
+    try:
+        await asyncio.wait_for(request, 300)
+    except EngineError as error:
+        return error
+    # It had been sampled to its end before a busy machine let us see its third token; so it is the
+    # next one that finds what has died.
+    with pytest.raises(EngineError) as caught:
+        await asyncio.wait_for(engine.generate(prompt(9), LONG, "session"), 300)
+    return caught.value
+
+
 async def test_a_crash_fails_what_is_in_flight_and_the_next_request_is_served(rig):
     engine, before = rig.engine, rig.engine.version
     change_weights(rig.model, 0.05)
     await engine.update_weights(before + 1)
-    sink = Sink()
-    request = asyncio.ensure_future(engine.generate(prompt(9), LONG, "session", sink))
-    await sink.has(3)
-    rig.crash()
-    with pytest.raises(EngineError, match=rig.cause):
-        await asyncio.wait_for(request, 120)
+    assert re.search(rig.cause, str(await crashed(engine, rig.crash)))
     ids, sampling = prompt(30), SamplingParams(max_tokens=5)
-    got = await asyncio.wait_for(engine.generate(ids, sampling, "session"), 300)
+    got = await asyncio.wait_for(engine.generate(ids, sampling, "session"), 600)
     assert got.versions == (before + 1,) * 5
     assert error(rig, ids, got, sampling) < TOLERANCE

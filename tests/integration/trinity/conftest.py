@@ -25,6 +25,8 @@ if HERE:
             "TOKENIZERS_PARALLELISM": "false",
             "AGENTSCOPE_DISABLE_CONSOLE_OUTPUT": "true",
             "OMP_NUM_THREADS": "1",
+            # vLLM's processes otherwise call g++ for helpers; our few tokens do not pay for that.
+            "TORCH_COMPILE_DISABLE": "1",
             # On a few busy cores workers take long to start, and idle ones are in the way.
             "RAY_prestart_worker_first_driver": "0",
             "RAY_raylet_start_wait_time_s": "300",

@@ -81,6 +81,7 @@ def killed(tmp_path):
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.nightly
 def test_a_run_that_loses_its_driver_trainer_and_engine_trains_every_step_once(killed):
     # The driver, while one of the second step's two groups is still running.
     killed.hold(3)

@@ -52,6 +52,19 @@ def explored(root):
     )
 
 
+def test_exploring_hands_over_what_was_recorded(root, explored):
+    assert explored.run_dir == root / "AgentScope" / "explored"
+    assert explored.outcomes == {"completed": 8}
+    assert (explored.steps, explored.checkpoint) == (0, None)
+    assert len(explored.rewards) == 2
+    check_exact(explored.run_dir, steps=2)
+    # A conversation whose second call, a streamed one, continues the first is one experience.
+    assert [len(e.info["calls"]) for e in handed_over(explored.run_dir)] == [2] * 8
+    store = TraceStore(explored.traces)
+    calls = [call for step in (1, 2) for trace in store.read("train", step) for call in trace.calls]
+    assert [sum(call.streamed for call in calls), len(calls)] == [8, 16]
+
+
 def of_the_trainer(root, database):
     settings = [o for o in ON_A_CPU if not o.startswith(BUFFER)]
     return [
@@ -73,8 +86,7 @@ def trained(root, explored):
     )
 
 
-def test_train_does_every_step_that_the_buffer_has(explored, trained):
-    assert explored.steps == 0
+def test_train_does_every_step_that_the_buffer_has(trained):
     assert trained.steps == 2  # 8 experiences, 4 in a step
     updates = [row for row in trained.history if row["step"]]
     assert [row["trainer/actor/grad_norm"] > 0 for row in updates] == [True, True]
@@ -91,6 +103,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("algorithm", "rows", "loss"),
     [("sft", ANSWERS, "trainer/actor/sft_loss"), ("dpo", PAIRS, "trainer/actor/dpo_loss")],
@@ -157,6 +170,7 @@ def test_bench_judges_every_row_with_every_checkpoint(trained, judged):
     assert json.loads((trained.run_dir / "result.json").read_text())["steps"] == 2
 
 
+@pytest.mark.nightly
 def test_a_server_answers_until_it_is_asked_to_stop(root, tmp_path):
     settings = [o for o in ON_A_CPU if not o.startswith("tuner.reasoning")]
     file = tmp_path / "serve.yaml"
@@ -216,6 +230,7 @@ async def helped_and_formed(task, model, auxiliary_models):
     return WorkflowOutput(reward=float(formed.choices[0].message.parsed.digit), response=text)
 
 
+@pytest.mark.nightly
 def test_forms_roles_rewards_of_calls_and_an_auxiliary_model(root):
     settings = [o for o in ON_A_CPU if not o.startswith(("tuner.reasoning", "cluster.gpu"))]
     result = tune(
@@ -260,6 +275,7 @@ def test_forms_roles_rewards_of_calls_and_an_auxiliary_model(root):
     assert result.tokens.sampled == result.tokens.trained + sum(result.tokens.dropped.values())
 
 
+@pytest.mark.nightly
 def test_an_adapter_is_trained_and_sampled_from(root):
     """`ppo_kl` tells: rollouts of the second step that came from the base would be far off."""
     result = tune(
@@ -292,6 +308,7 @@ def test_a_benchmark_without_checkpoints_is_refused_before_ray_starts(tmp_path):
         )
 
 
+@pytest.mark.nightly
 def test_a_saved_configuration_runs_again_from_the_command_line(root, explored, tmp_path):
     """By `tuner run`, functions included; the copy shows that nothing of the run is needed."""
     file = shutil.copy(explored.run_dir / "config.yaml", tmp_path)

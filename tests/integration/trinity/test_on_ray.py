@@ -75,19 +75,6 @@ def started(folder: Path, workflow, judge, *overrides: str, rows=ROWS, **given):
     )
 
 
-def test_exploring_hands_over_what_was_recorded(tmp_path):
-    result = started(tmp_path, two_turns, by_length, "mode=explore", experiment_name="explore")
-    assert result.run_dir == tmp_path / "AgentScope" / "explore"
-    assert result.outcomes == {"completed": 8}
-    assert (result.steps, result.checkpoint) == (0, None)
-    assert len(result.rewards) == 2
-    check_exact(result.run_dir, steps=2)
-    # A conversation whose second call, a streamed one, continues the first is one experience.
-    assert [len(e.info["calls"]) for e in handed_over(result.run_dir)] == [2] * 8
-    calls = [c for s in (1, 2) for t in TraceStore(result.traces).read("train", s) for c in t.calls]
-    assert [sum(call.streamed for call in calls), len(calls)] == [8, 16]
-
-
 def test_the_tutorials_agent_with_a_tool_is_trained(tmp_path, capsys):
     from tests.integration.trinity.tool_agent import by_length, run_react_agent
     from tests.integration.trinity.tool_agent import taught_to_call_the_tool as taught
@@ -101,6 +88,7 @@ def test_the_tutorials_agent_with_a_tool_is_trained(tmp_path, capsys):
         "model.max_model_len=1024",
         "model.max_response_tokens=64",
         "algorithm.repeat_times=4",
+        "explorer.runner_per_model=2",
         "explorer.eval_on_startup=true",
         "explorer.eval_interval=2",
         experiment_name="tool",

@@ -10,7 +10,7 @@ from tests.integration.trinity.tinker_agent import SETTINGS, two_turns_with_a_to
 from tuner import TunerModelConfig, tune
 from tuner.traces import TraceStore
 
-pytestmark = pytest.mark.usefixtures("tinker_key")
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("tinker_key")]
 
 
 def trained(address, folder, steps):

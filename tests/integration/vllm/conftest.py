@@ -18,6 +18,8 @@ if HERE:
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
+            # vLLM's processes otherwise call g++ for helpers; our few tokens do not pay for that.
+            "TORCH_COMPILE_DISABLE": "1",
         }
     )
 

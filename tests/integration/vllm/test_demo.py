@@ -28,6 +28,7 @@ def example(monkeypatch):
     return main
 
 
+@pytest.mark.nightly
 def test_the_demo_reaches_the_default_engines_accuracy(example, tmp_path):
     """Which comes to 0.95 to 0.97 on the held-out problems (docs/benchmarks.md), from 0.46."""
     result = tune(

@@ -2,12 +2,13 @@
 
 import asyncio
 import os
+import re
 import signal
 
 import httpx
 import pytest
 
-from tests.engines.conformance import LONG, TOLERANCE, Rig, Sink, error, make_rig_model
+from tests.engines.conformance import TOLERANCE, Rig, crashed, error, make_rig_model
 from tests.engines.models import change_weights, prompt
 from tests.integration.vllm.rigs import engine, saver, settings
 from tuner.engines import EngineError, EngineLostError, SamplingParams
@@ -66,12 +67,9 @@ async def test_the_life_of_a_run_whose_server_dies(toy_folder, tmp_path):
 
     # Killed once more than restarts are allowed: the run ends with the cause.
     made._fleet._max_restarts = 1
-    sink = Sink()
-    request = asyncio.ensure_future(made.generate(prompt(9), LONG, "s", sink))
-    await sink.has(3)
-    kill(process)
-    with pytest.raises(EngineLostError, match=r"(?s)it ended with -9.*last lines of its log"):
-        await request
+    lost = await crashed(made, lambda: kill(process))
+    assert isinstance(lost, EngineLostError)
+    assert re.search(r"(?s)it ended with -9.*last lines of its log", str(lost))
     with pytest.raises(EngineError, match=r"(?s)max_restarts is 1.*last lines of its log"):
         await made.generate(ids, SHORT, "s")
     assert "max_restarts is 1" in str(made.failure)
