@@ -79,7 +79,7 @@ async def test_functions_of_every_kind_are_called_with_what_they_take(func, resp
 
 
 async def test_plain_functions_run_at_the_same_time():
-    together = threading.Barrier(20, timeout=20)
+    together = threading.Barrier(20, timeout=120)
 
     def waits(task, model):
         together.wait()

@@ -41,7 +41,7 @@ def make_gateway(random_parts):
 def run(make_gateway):
     """Runs a workflow function as one rollout; gives the traces of all attempts."""
 
-    async def run(workflow, task=None, *, retries=0, seconds=20.0, rollout=0, max_tokens=6):
+    async def run(workflow, task=None, *, retries=0, seconds=60.0, rollout=0, max_tokens=6):
         gateway = make_gateway()
         runner = RolloutRunner(
             gateway,
@@ -68,11 +68,12 @@ def make_loop(random_model_path):
     """An actor and a rollout engine of one run, initialized."""
     runs = []
 
-    def make(staleness=0, **settings):
+    def make(staleness=0, concurrent=16, **settings):
         config = GRPOConfig(**settings)
         config.actor.path = str(random_model_path)
         config.actor.optimizer.lr = 0.01
         config.rollout.max_head_offpolicyness = staleness
+        config.rollout.max_concurrent_rollouts = concurrent
         actor, rollout = PPOActor(config.actor), RolloutEngine(config.rollout)
         actor.initialize(None, FinetuneSpec(1, 8, 2))
         rollout.initialize()

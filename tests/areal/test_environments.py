@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from tests.areal.queue_agents import GCONFIG, TASK, Counting, Once, trajectory
+from tests.rollout.clock import jump
 from tuner.areal import (
     Agent,
     EnvironmentService,
@@ -33,6 +34,7 @@ async def two_values():
 
 
 async def hanging():
+    jump(60)
     await asyncio.Event().wait()
 
 
@@ -41,11 +43,11 @@ async def hanging():
     [
         (raising, "workflow_error", "ConnectionError: the simulator is gone"),
         (two_values, "workflow_error", "Faulty.step returned (None, 1.0); it returns (observation"),
-        (hanging, "timeout", "no result within 0.5 s"),
+        (hanging, "timeout", "no result within 60 s"),
     ],
 )
 async def test_an_environment_that_fails_is_a_typed_outcome(run, fault, outcome, error):
-    (trace,) = await run(QueueWorkflow(Once(), lambda: Faulty(fault)), TASK, seconds=0.5)
+    (trace,) = await run(QueueWorkflow(Once(), lambda: Faulty(fault)), TASK)
     assert (trace.outcome, trace.reward) == (outcome, None)
     assert error in trace.error
 

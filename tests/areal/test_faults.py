@@ -8,11 +8,13 @@ import torch
 from tests.areal.loop import step
 from tests.areal.queue_agents import GCONFIG, trajectory
 from tests.rewards import functions
+from tests.rollout.clock import jump
 from tuner.areal import Agent, EnvironmentService, QueueWorkflow, StatefulDataLoader
 from tuner.rewards import in_process
 
 FINE = 5
-SECONDS = 5.0  # for a rollout; those that are fine need hundredths
+GROUP = 3
+SECONDS = 60.0  # for a rollout; those that are fine need hundredths
 # What happens in an episode, by the row's number; everything else is fine.
 FAULTS = {
     0: ("judge_error", "the process of die died with exit code -9"),
@@ -25,6 +27,8 @@ FAULTS = {
 
 class Env(EnvironmentService):
     """Judges an answer, or fails as the row says."""
+
+    hung = 0
 
     def __init__(self):
         self.die = in_process(functions.die, workers=1)
@@ -42,6 +46,9 @@ class Env(EnvironmentService):
             case 3:
                 return None, 1.0
             case 4:
+                Env.hung += 1
+                if Env.hung == GROUP:  # all of them have sampled their tokens
+                    jump(SECONDS)
                 await asyncio.Event().wait()
         return None, float(token % 5), True, False, {}
 
@@ -59,11 +66,11 @@ class Asking(Agent):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_breaks_in_an_episode_has_a_name_and_training_goes_on(make_loop, fault):
-    actor, rollout = make_loop(tuner={"explorer": {"max_timeout": SECONDS}})
+    actor, rollout = make_loop(concurrent=GROUP, tuner={"explorer": {"max_timeout": SECONDS}})
     rows = [{"input_ids": [40, 41], "n": n} for n in (fault, FINE)]
     workflow = QueueWorkflow(Asking(), Env)
     before = next(actor._run.stack.model.parameters()).clone()
-    batch = rollout.prepare_batch(StatefulDataLoader(rows, 1), workflow, group_size=3)
+    batch = rollout.prepare_batch(StatefulDataLoader(rows, 1), workflow, group_size=GROUP)
     outcome, error = FAULTS[fault]
     assert batch.account.outcomes == {"completed": 3, outcome: 3}
     assert all(error in line for line in batch.account.errors)

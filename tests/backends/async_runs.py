@@ -1,10 +1,6 @@
-"""A small asynchronous run in a process of its own, which may be made to kill itself.
-
-python -m tests.backends.async_runs MODEL ROOT [MOMENT:COUNT]
-"""
+"""A small asynchronous run in a process of its own, which may be made to kill itself."""
 
 import asyncio
-import sys
 
 from tests.backends import runs
 from tuner.functions.outputs import WorkflowOutput
@@ -35,7 +31,7 @@ async def workflow(task, model):
     return WorkflowOutput(response=first + await runs.ask(model, first))
 
 
-def main(model, root, moment="never:0"):
+def main(model, root, moment):
     what, count = moment.split(":")
     judge = runs.judge
     if what == "judge":
@@ -53,7 +49,3 @@ def main(model, root, moment="never:0"):
         train_tasks=runs.TRAIN,
         eval_tasks={"held-out": runs.EVAL},
     )
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,9 +1,4 @@
-"""A small run on recorded data in a process of its own, which may kill itself at a named moment.
-
-python -m tests.backends.recorded_runs MODEL ROOT ALGORITHM MOMENT:COUNT
-"""
-
-import sys
+"""A small run on recorded data, which may kill itself in the fourth step."""
 
 from tests.backends.runs import killing_itself
 from tuner import AlgorithmConfig, JudgeOutput, TunerModelConfig, tune
@@ -36,7 +31,7 @@ def start(model, root, algorithm, *, rows=ROWS):
     )
 
 
-if __name__ == "__main__":
-    # In the fourth step, which no checkpoint has.
+def killed(model, root, algorithm):
+    """For a process of its own. No checkpoint has its last step."""
     PolicyTrainer.step_lr_scheduler = killing_itself(PolicyTrainer.step_lr_scheduler, 4)
-    start(*sys.argv[1:])
+    start(model, root, algorithm)

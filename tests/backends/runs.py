@@ -1,8 +1,6 @@
-"""A small run in a process of its own, which may be made to kill itself at a named moment.
+"""A small run, which may be made to kill itself at a named moment.
 
-    python -m tests.backends.runs MODEL ROOT [MOMENT:COUNT]
-
-The moment is one of `workflow`, `judge`, `update`, `log`, `checkpoint`, `rename`: the process
+MOMENT:COUNT names one of `workflow`, `judge`, `update`, `log`, `checkpoint`, `rename`: the process
 kills itself with SIGKILL when it gets there for the COUNTth time.
 """
 
@@ -10,7 +8,6 @@ import functools
 import os
 import random
 import signal
-import sys
 
 from tuner.config.load import load_config
 from tuner.functions.outputs import JudgeOutput, WorkflowOutput
@@ -80,7 +77,7 @@ def killing_itself(function, count):
     return wrapped
 
 
-def main(model, root, moment="never:0"):
+def main(model, root, moment):
     what, count = moment.split(":")
     functions = {"workflow": workflow, "judge": judge}
     if what in functions:
@@ -103,7 +100,3 @@ def main(model, root, moment="never:0"):
         train_tasks=TRAIN,
         eval_tasks={"held-out": EVAL},
     )
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -3,18 +3,19 @@
 import asyncio
 import json
 import signal
-import subprocess
-import sys
-from pathlib import Path
+import threading
+from contextlib import asynccontextmanager
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests import forked
 from tests.backends import async_runs, runs
 from tuner.assembly.parameters import selection
 from tuner.assembly.stack import ServedCopy, build_stack, build_trainer
 from tuner.data.order import batch_indices
+from tuner.engines.transformers.engine import TransformersEngine
 from tuner.errors import FunctionError
 from tuner.functions.outputs import WorkflowOutput
 from tuner.gateway import SamplingDefaults
@@ -22,8 +23,6 @@ from tuner.loop import deterministic_torch, run_local
 from tuner.rollout import StepPlan, collect
 from tuner.traces import TraceStore
 from tuner.training import PolicyTrainer, build_batch
-
-REPOSITORY = Path(__file__).parents[2]
 
 
 def tune(config, workflow=async_runs.workflow, judge=runs.judge):
@@ -75,27 +74,57 @@ def test_without_staleness_it_is_the_loop_that_takes_turns_bit_for_bit(random_mo
 
 @pytest.fixture(scope="module")
 def ahead(random_model_path, tmp_path_factory):
-    """A run two steps ahead at most, and what happened while its updates were computed."""
+    """A run two steps ahead at most, and what happened while its updates were computed.
+
+    The second step's rollouts begin when the first update does, and the first of each group when
+    its weights are about to be published, which is then done in the middle of a completion.
+    """
     seen = {"sampled during training": 0, "training": False}
-    update = PolicyTrainer.ppo_update
+    reached, judged = set(), threading.Event()
+    update, pause = PolicyTrainer.ppo_update, TransformersEngine.pause
 
     def watched(trainer, scored):
         seen["training"] = True
+        reached.add("update")
+        assert judged.wait(60)
         try:
             return update(trainer, scored)
         finally:
             seen["training"] = False
 
+    @asynccontextmanager
+    async def between_two_tokens(engine):
+        reached.add("publish")
+        while True:
+            async with pause(engine):
+                if any(one.completion_ids for one in engine._in_flight):
+                    reached.add("published")
+                if "published" in reached:
+                    yield
+                    return
+            await asyncio.sleep(0)
+
+    async def workflow(task, model):
+        split, step, _, rollout, _ = model.session.id.rsplit("-", 4)
+        if (split, step) == ("train", "2"):
+            while ("publish" if rollout == "0" else "update") not in reached:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        try:
+            return await async_runs.workflow(task, model)
+        finally:  # lest the weights wait for one that is over
+            reached.update({"published"} if step == "2" and rollout == "0" else ())
+
     async def judge(task, response):
-        seen["sampled during training"] += seen["training"]
+        if seen["training"]:
+            seen["sampled during training"] += 1
+            judged.set()
         return await runs.judge(task, response)
 
-    PolicyTrainer.ppo_update = watched
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PolicyTrainer, "ppo_update", watched)
+        patch.setattr(TransformersEngine, "pause", between_two_tokens)
         config = async_runs.config(random_model_path, tmp_path_factory.mktemp("ahead"))
-        yield tune(config, judge=judge), seen
-    finally:
-        PolicyTrainer.ppo_update = update
+        yield tune(config, workflow, judge), seen
 
 
 def test_collection_goes_on_while_an_update_is_computed(ahead):
@@ -178,9 +207,8 @@ def test_what_is_too_old_is_left_out_and_counted_where_a_step_does_not_wait(
     assert result.tokens.dropped["stale"] > 0
 
 
-def start(model, root, moment="never:0"):
-    command = [sys.executable, "-m", "tests.backends.async_runs", str(model), str(root), moment]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True).returncode
+def start(model, root, moment):
+    return forked.run(async_runs.main, str(model), str(root), moment)
 
 
 def test_killed_run_takes_its_steps_again_and_loses_no_rollout(random_model_path, tmp_path):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from tests import forked
 from tests.backends import recorded_runs
 from tuner import AlgorithmConfig, TunerModelConfig, WorkflowOutput, tune
 from tuner.cli import app
@@ -309,11 +308,8 @@ def without_times(history):
 
 def test_a_killed_run_ends_with_the_same_weights(random_model_path, tmp_path):
     straight = recorded_runs.start(random_model_path, tmp_path / "straight", "dpo")
-    command = [sys.executable, "-m", "tests.backends.recorded_runs", str(random_model_path)]
-    killed = subprocess.run(
-        [*command, str(tmp_path / "killed"), "dpo"], cwd=REPOSITORY, capture_output=True, text=True
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    arguments = random_model_path, tmp_path / "killed", "dpo"
+    assert forked.run(recorded_runs.killed, *arguments) == -signal.SIGKILL
     check_the_same(
         recorded_runs.start(random_model_path, tmp_path / "killed", "dpo"), straight, tmp_path
     )

@@ -2,28 +2,24 @@
 
 import json
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests import forked
 from tests.backends import runs
 from tuner.errors import ConfigError, ModelLoadError
 from tuner.loop import run_local
 from tuner.result import TuneResult
 
-REPOSITORY = Path(__file__).parents[2]
 # In the first step's rollouts, in its update, in the second step's rollouts, before metrics are
 # written, between the files of a checkpoint, and before a checkpoint gets its name.
 MOMENTS = ["workflow:5", "update:1", "judge:4", "log:2", "checkpoint:1", "rename:4"]
 
 
-def start(model, root, moment="never:0"):
-    command = [sys.executable, "-m", "tests.backends.runs", str(model), str(root), moment]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True).returncode
+def start(model, root, moment):
+    return forked.run(runs.main, str(model), str(root), moment)
 
 
 def tune(config, **functions):

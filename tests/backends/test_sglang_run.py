@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.engines.sglang_rig import ROOT, stand_in
+from tests.engines.sglang_rig import ROOT, StandIn
 from tuner import JudgeOutput, WorkflowOutput, tune
 
 KEY = "sesame"
@@ -13,7 +13,7 @@ KEY = "sesame"
 @pytest.fixture
 def server(monkeypatch):
     monkeypatch.setenv("TUNER_ENGINE_KEY", KEY)
-    made = stand_in(ROOT / "models" / "tiny_math", KEY)
+    made = StandIn(ROOT / "models" / "tiny_math", KEY)
     yield made
     made.stop()
 

@@ -174,7 +174,7 @@ def change_weights(model: PreTrainedModel, scale: float = 0.3) -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Let the event loop run until the condition holds, ten seconds at most."""
-    async with asyncio.timeout(10):
+    """Let the event loop run until the condition holds, a minute at most."""
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110  # an engine has no event for this
             await asyncio.sleep(0.001)

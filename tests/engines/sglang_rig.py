@@ -6,14 +6,15 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from tests import forked
+from tests.engines import sglang_server
 from tests.engines.conformance import CONTEXT, make_rig_model
 from tests.engines.models import VOCABULARY, make_tokenizer
 from tuner.engines.served import ServedEngine
@@ -25,30 +26,46 @@ END = frozenset({make_tokenizer().eos_token_id})
 SETTINGS = SglangSettings("float32", CONTEXT, END)
 
 
-class ServerProcess:
-    """A server in a process, which somebody starts again when it is killed.
+class Server:
+    """A server at a port of its own, which somebody starts again when it is killed."""
+
+    def __init__(self) -> None:
+        with socket.socket() as door:
+            door.bind(("127.0.0.1", 0))
+            self._port = door.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}"
+        self.start()
+
+    def start(self) -> None:
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        """As a machine dies; another process takes its place."""
+        self.stop()
+        self.start()
+
+
+class ServerProcess(Server):
+    """A server that a command starts.
 
     Args:
         command: Starts it, but for `--port`.
         environment: Variables besides ours.
-        log: What it prints goes there; None leaves it where ours goes.
+        log: What it prints goes there.
     """
 
-    def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], log: Path | None = None
-    ) -> None:
-        with socket.socket() as door:
-            door.bind(("127.0.0.1", 0))
-            port = door.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        self._command = [*command, "--port", str(port)]
-        self._environment, self._log = {**os.environ, **environment}, log
-        self._process = self._start()
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        self._command, self._log = command, log
+        self._environment = {**os.environ, **environment}
+        super().__init__()
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        with self._log.open("ab") if self._log else nullcontext() as log:
-            return subprocess.Popen(
-                self._command,
+    def start(self) -> None:
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*self._command, "--port", str(self._port)],
                 cwd=ROOT,
                 env=self._environment,
                 stdout=log,
@@ -56,21 +73,31 @@ class ServerProcess:
                 start_new_session=True,
             )
 
-    def kill(self) -> None:
-        """As a machine dies; another process takes its place."""
-        self.stop()
-        self._process = self._start()
-
     def stop(self) -> None:
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
-Parts = tuple[ServedEngine, PreTrainedModel, ServerProcess]
+class StandIn(Server):
+    """The stand-in for an SGLang server, with the model in `folder` to start with."""
+
+    def __init__(self, folder: Path, key: str) -> None:
+        self._folder, self._key = folder, key
+        super().__init__()
+
+    def start(self) -> None:
+        self._process = forked.begin(sglang_server.serve, self._folder, self._port, self._key)
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+Parts = tuple[ServedEngine, PreTrainedModel, Server]
 
 
 @contextmanager
-def served_toy(start: Callable[[Path], ServerProcess], folder: Path) -> Iterator[Parts]:
+def served_toy(start: Callable[[Path], Server], folder: Path) -> Iterator[Parts]:
     """The engine over one server with key `sesame` that `start` starts with the toy, its model, and
     the server."""
     model = make_rig_model()
@@ -80,13 +107,6 @@ def served_toy(start: Callable[[Path], ServerProcess], folder: Path) -> Iterator
     made = engine([connected(server.url, "sesame")], model.save_pretrained, folder / "weights")
     yield made, model, server
     server.stop()
-
-
-def stand_in(folder: Path, key: str) -> ServerProcess:
-    """The stand-in for an SGLang server, with the model in `folder` to start with."""
-    module = [sys.executable, "-m", "tests.engines.sglang_server"]
-    options = ["--model-path", str(folder), "--api-key", key]
-    return ServerProcess([*module, *options], {"PYTHONPATH": str(ROOT)})
 
 
 def engine(

@@ -1,7 +1,5 @@
 """A stand-in for an SGLang server: its wire protocol over a small model, in a process of its own.
 
-    python -m tests.engines.sglang_server --model-path FOLDER --port 30000 [--api-key KEY]
-
 Paths, fields, names and errors are those of SGLang 0.5.23 (`entrypoints/http_server.py`,
 `managers/io_struct.py`, `managers/tokenizer_manager.py`, `managers/scheduler.py`), as far as an
 engine for training needs them. A field that it does not know it refuses, where SGLang ignores it.
@@ -9,7 +7,6 @@ engine for training needs them. A field that it does not know it refuses, where 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import secrets
@@ -310,16 +307,8 @@ def _whole(chunks: list[dict[str, Any]]) -> dict[str, Any]:
     return whole
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.engines.sglang_server")
-    parser.add_argument("--model-path", type=Path, required=True)
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--api-key", default="")
-    options = parser.parse_args()
+def serve(folder: Path, port: int, key: str) -> None:
+    """Serve the model in `folder` at this port until the process ends."""
     torch.set_num_threads(1)
-    app = make_app(Server(options.model_path), options.api_key)
-    uvicorn.run(app, port=options.port, log_level="warning", lifespan="off", access_log=False)
-
-
-if __name__ == "__main__":
-    main()
+    app = make_app(Server(folder), key)
+    uvicorn.run(app, port=port, log_level="warning", lifespan="off", access_log=False)

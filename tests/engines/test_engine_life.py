@@ -125,7 +125,7 @@ async def test_a_failing_forward_pass_fails_its_requests_and_not_the_next(determ
             raise RuntimeError("out of luck")
 
     handle = model.register_forward_pre_hook(fail)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         results = await asyncio.gather(
             *(engine.generate(prompt(9, n), SamplingParams(max_tokens=9), "s") for n in range(4)),
             return_exceptions=True,
@@ -145,7 +145,7 @@ async def test_a_failure_while_rows_are_given_out_loses_no_request(monkeypatch):
         raise MemoryError("no rows left")
 
     monkeypatch.setattr(engine._runner._cache, "grow", fail)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         results = await asyncio.gather(
             *(engine.generate(prompt(9, n), SamplingParams(max_tokens=9), "s") for n in range(9)),
             return_exceptions=True,
@@ -198,7 +198,7 @@ def test_one_event_loop_after_another(deterministic):
 
     for _ in range(3):
         asyncio.run(abandon())
-        got = asyncio.run(asyncio.wait_for(engine.generate(ids, sampling, "session"), 10))
+        got = asyncio.run(asyncio.wait_for(engine.generate(ids, sampling, "session"), 60))
         assert error(model, ids, got, sampling) < 1e-5
     assert engine.stats.running == 0
 
@@ -211,7 +211,7 @@ def test_a_loop_that_was_closed_in_flight_does_not_hold_a_slot():
     loop.close()
     del task
     sampling = SamplingParams(max_tokens=4)
-    got = asyncio.run(asyncio.wait_for(engine.generate(prompt(5), sampling, "session"), 10))
+    got = asyncio.run(asyncio.wait_for(engine.generate(prompt(5), sampling, "session"), 60))
     assert len(got.completion_ids) == 4
     assert engine.stats.running == 0
 
@@ -225,7 +225,7 @@ def test_several_event_loops_at_once():
         requests = [
             (prompt(10 + n, thread), SamplingParams(max_tokens=15, seed=n)) for n in range(6)
         ]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             results = await generate_all(engine, requests)
         errors.extend(error(model, i, g, s) for (i, s), g in zip(requests, results, strict=True))
 
@@ -261,7 +261,7 @@ async def test_pauses_may_be_nested():
             await engine.update_weights(3)
         await asyncio.sleep(0.01)
         assert not task.done()
-    got = await asyncio.wait_for(task, 10)
+    got = await asyncio.wait_for(task, 60)
     assert got.versions == (3,) * 5
 
 

@@ -182,7 +182,7 @@ async def test_a_cancelled_part_is_ended_on_the_server(rig):
     request.cancel()
     with pytest.raises(asyncio.CancelledError):
         await request
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while server.running:  # noqa: ASYNC110  # in another thread
             await asyncio.sleep(0.001)
     ((ids, _),) = server.model.prefixes._stored[-1:]

@@ -6,13 +6,13 @@ import pytest
 
 from tests.engines.conformance import *  # noqa: F403  # pytest collects the suite
 from tests.engines.conformance import Rig, as_new
-from tests.engines.sglang_rig import served_toy, stand_in
+from tests.engines.sglang_rig import StandIn, served_toy
 
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
     """One server for all tests."""
-    start = partial(stand_in, key="sesame")
+    start = partial(StandIn, key="sesame")
     with served_toy(start, tmp_path_factory.mktemp("sglang")) as parts:
         yield parts
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import openai
 import pytest
 
+from tests.engines.models import until
 from tests.gateway.toy import ADD_TOOL, StubEngine, gateway_of, ids_of, text_of
 from tuner.engines.base import Generation, SamplingParams
 from tuner.errors import ConfigError, ContextLengthError
@@ -156,8 +155,7 @@ async def test_one_failing_choice_cancels_the_others_and_commits_none() -> None:
         session = gateway.open_session("r")
         with pytest.raises(openai.InternalServerError):
             await ask(session, n=3)
-        await asyncio.sleep(0.01)
-        assert engine.waiting == 0
+        await until(lambda: engine.waiting == 0)
         assert engine.cancelled == 2
         assert session.calls == ()
 

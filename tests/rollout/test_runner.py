@@ -4,11 +4,13 @@ import asyncio
 import contextlib
 import math
 import threading
+import time
 from dataclasses import replace
 
 import pytest
 
 from tests.rewards import functions
+from tests.rollout.clock import jump
 from tuner.assembly.models import load_model, load_tokenizer
 from tuner.chat_models import chat_model
 from tuner.engines.transformers.engine import TransformersEngine
@@ -31,7 +33,7 @@ def make_runner(random_model_path):
     model = load_model(str(random_model_path), device=torch.device("cpu"), dtype=torch.float32)
     tokenizer = load_tokenizer(str(random_model_path))
 
-    def make(workflow, judge=None, *, timeout=20.0, retries=0, auxiliary=None):
+    def make(workflow, judge=None, *, timeout=60.0, retries=0, auxiliary=None):
         engine = TransformersEngine(model, tokenizer, max_model_len=128)
         return RolloutRunner(
             Gateway(engine, ChatRenderer(tokenizer), model_name="m"),
@@ -117,6 +119,7 @@ async def test_timed_out_attempt_never_reaches_the_retry_trace(make_runner):
         if len(kept) == 1:
             try:
                 await ask(model)
+                jump(60)
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
                 late.append(model)
@@ -124,9 +127,9 @@ async def test_timed_out_attempt_never_reaches_the_retry_trace(make_runner):
         await ask(model)
         return WorkflowOutput(reward=1.0)
 
-    first, second = await run(make_runner(workflow, timeout=2.0, retries=1))
+    first, second = await run(make_runner(workflow, timeout=60, retries=1))
     assert first.outcome is Outcome.TIMEOUT
-    assert "within 2 s" in first.error
+    assert "within 60 s" in first.error
     assert not first.final
     assert second.outcome is Outcome.COMPLETED
     assert len(second.calls) == 1
@@ -380,24 +383,31 @@ async def test_time_in_tools_is_limited_and_time_in_answers_is_not(make_runner):
         await asyncio.sleep(task["seconds"])
         return WorkflowOutput(reward=1.0)
 
-    runner = make_runner(workflow)
-    runner._settings = replace(runner._settings, tool_seconds=0.3)
+    runner, settings = make_runner(workflow), RolloutSettings(timeout=60, max_retries=0, seed=1)
+    runner._settings = replace(settings, tool_seconds=0.3)
     (trace,) = await run(runner, {"seconds": 1000})
     assert trace.outcome is Outcome.TIMEOUT
     assert "0.3 s in the agent's own code and tools (tuner.max_tool_seconds)" in trace.error
     assert len(trace.calls) == 3
+    runner._settings = replace(settings, tool_seconds=30)
     (trace,) = await run(runner, {"seconds": 0})
     assert trace.outcome is Outcome.COMPLETED
 
 
 async def test_waiting_for_room_is_told_apart_from_running(make_runner, tmp_path):
+    began = []
+
     async def workflow(task, model):
+        began.append(time.perf_counter())
         await ask(model)
         await asyncio.sleep(0.02)
         return WorkflowOutput(reward=1.0)
 
+    started = time.perf_counter()
     traces = await collect(plan(1, 3), make_runner(workflow), TraceStore(tmp_path), max_running=1)
     queues = [trace.seconds["queue"] for trace in traces]
-    assert queues[0] < 0.02 <= queues[1]
+    assert queues[1] >= 0.02
     assert queues[2] >= queues[1] + 0.02
+    for waited, began_at in zip(queues, began, strict=True):
+        assert waited <= began_at - started
     assert [trace.started for trace in traces] == sorted(trace.started for trace in traces)
