@@ -18,7 +18,8 @@ from _report import Row, report
 from agent_step import is_right, solve
 
 from tuner import Dataset, JudgeOutput, TuneResult, tune
-from tuner.algorithms.table import ADVANTAGES, ALGORITHMS
+from tuner.algorithms.spec import ADVANTAGES
+from tuner.algorithms.table import ALGORITHMS
 
 ROOT = Path(__file__).parents[1]
 WANTED_RATIO = 1.1

@@ -112,7 +112,7 @@ def update(model: Any, traces: Sequence[Trace], make: Make) -> tuple[int, Tensor
     """(tokens computed, gradient) of one update of the policy on these rollouts."""
     rewards = torch.tensor([trace.reward for trace in traces], dtype=torch.float64)
     groups = torch.tensor([trace.id.task for trace in traces])
-    advantages = group_normalized(rewards, groups, epsilon=1e-6, std="group")
+    advantages = group_normalized(rewards, groups)
     rows = [
         (sequence, advantage)
         for trace, advantage in zip(traces, advantages.tolist(), strict=True)

@@ -12,7 +12,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tuner.algorithm import AlgorithmConfig
     from tuner.chat_models import require_agentscope1, require_agentscope2
     from tuner.config import RemoteModel, RunConfig
     from tuner.data.dataset import Dataset, DatasetConfig
@@ -28,15 +27,15 @@ if TYPE_CHECKING:
     )
     from tuner.functions.calling import check_judge_function, check_workflow_function
     from tuner.functions.outputs import JudgeOutput, JudgeType, WorkflowOutput, WorkflowType
-    from tuner.model import TunerModelConfig
     from tuner.result import TuneResult
+    from tuner.settings import AlgorithmConfig, TunerModelConfig
     from tuner.tune import tune
 
     # The class depends on what is installed, so type checkers cannot see it.
     TrinityChatModel = Any
 
 _MODULES = {
-    "AlgorithmConfig": "tuner.algorithm",
+    "AlgorithmConfig": "tuner.settings",
     "ConfigError": "tuner.errors",
     "ContextLengthError": "tuner.errors",
     "Dataset": "tuner.data.dataset",
@@ -52,7 +51,7 @@ _MODULES = {
     "TrainingError": "tuner.errors",
     "TuneResult": "tuner.result",
     "TunerError": "tuner.errors",
-    "TunerModelConfig": "tuner.model",
+    "TunerModelConfig": "tuner.settings",
     "WorkflowOutput": "tuner.functions.outputs",
     "WorkflowType": "tuner.functions.outputs",
     "check_judge_function": "tuner.functions.calling",

@@ -240,8 +240,7 @@ def algorithm_line(config: RunConfig) -> str:
     """Algorithm, learning rate and KL term."""
     algorithm = config.algorithm
     kl = algorithm.kl_loss_fn
-    coef = algorithm.kl_loss_fn_args.kl_coef or 0.0
-    penalty = "no KL" if kl == "none" else f"KL {kl} x {coef:g}"
+    penalty = "no KL" if kl == "none" else f"KL {kl} x {algorithm.kl_loss.kl_coef:g}"
     return f"{algorithm.algorithm_type}, lr {algorithm.optimizer.lr:g}, {penalty}"
 
 

@@ -41,7 +41,7 @@ def run(config: ConfigFile, overrides: Overrides = None) -> None:
     """Train with the functions that the file names under `tuner:`, or on recorded data."""
     from tuner.tune import tune
 
-    workflow, judge = _functions(config, overrides or [])
+    workflow, judge, _ = _functions(config, overrides or [])
     try:
         result = tune(workflow, judge, config_path=config, overrides=overrides or [])
     except KeyboardInterrupt as interruption:
@@ -56,11 +56,10 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
 
     For Trinity-RFT: its own check, without a GPU or a cluster; no rollouts.
     """
-    from tuner.config.backend import chosen_backend
     from tuner.tune import outside_event_loop, prepare
 
-    workflow, judge = _functions(config, overrides or [])
-    if chosen_backend(config, overrides=overrides or []) == "trinity":
+    workflow, judge, backend = _functions(config, overrides or [])
+    if backend == "trinity":
         from tuner.trinity.check import check_trinity
 
         found = check_trinity(config, overrides or [], workflow=workflow, judge=judge)
@@ -134,22 +133,22 @@ def main() -> None:
 
 def _functions(
     path: Path, overrides: list[str]
-) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None]:
-    """The workflow and the judge that the file names; recorded data needs none."""
-    from tuner.config import load_config
-    from tuner.config.backend import chosen_backend
+) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None, str]:
+    """The workflow and the judge that the file names, and its backend; recorded data needs none."""
+    from tuner.config.load import checked, read_layers
     from tuner.functions.loading import load_function
 
     load = load_function
-    if chosen_backend(path, overrides=overrides) == "trinity":
+    layers = read_layers(path, overrides=overrides)
+    if layers.backend == "trinity":
         from tuner.trinity.config import resolve
         from tuner.trinity.functions import load  # type: ignore[assignment]  # its own parameters
         from tuner.trinity.modes import ROLLS_OUT
 
-        settings = resolve(path, overrides=overrides)
+        settings = resolve(layers)
         names, rolls_out = settings.tuner, settings.mode in ROLLS_OUT
     else:
-        config = load_config(path, overrides=overrides)
+        config = checked(layers)
         names, rolls_out = config.tuner, config.mode == "both"
     workflow: Callable[..., Any] | None = None
     if names.agent is not None:
@@ -164,7 +163,7 @@ def _functions(
             "path/file.py:function"
         )
     judge = None if names.judge is None else load(names.judge, setting="tuner.judge")
-    return workflow, judge
+    return workflow, judge, layers.backend
 
 
 def _fail(error: TunerError, code: int) -> NoReturn:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tuner.algorithms.table import ADVANTAGES, ALGORITHMS
+from tuner.algorithms.spec import ADVANTAGES
+from tuner.algorithms.table import ALGORITHMS
 from tuner.assembly.models import load_settings, load_tokenizer
 from tuner.assembly.parameters import selection
 from tuner.assembly.stack import chat_renderer, context_length

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
-from tuner.algorithm import AlgorithmConfig
-from tuner.config import RemoteModel, RunConfig, load_config
-from tuner.config.backend import chosen_backend
+from tuner.config import RemoteModel, RunConfig
+from tuner.config.load import Layers, checked, read_layers, source_key
 from tuner.data.dataset import (
     DatasetConfig,
     Task,
@@ -22,9 +21,15 @@ from tuner.data.dataset import (
     load_tasks,
 )
 from tuner.errors import ConfigError, DatasetError, FunctionError
-from tuner.functions.calling import check_settings
-from tuner.given import Given, is_by_name, settings_of, source_key
-from tuner.model import TunerModelConfig
+from tuner.functions.calling import check_judge_function, check_settings, check_workflow_function
+from tuner.settings import (
+    AlgorithmConfig,
+    Given,
+    TunerModelConfig,
+    is_by_name,
+    location,
+    settings_of,
+)
 
 if TYPE_CHECKING:
     from tuner.result import TuneResult
@@ -107,7 +112,7 @@ def tune(
         DatasetError: A dataset is missing, empty or smaller than one batch.
         TrainingError: Training failed; the message is the diagnosis.
     """
-    settings = settings_of(
+    layers = _resolved(
         workflow_func,
         judge_func,
         train_dataset,
@@ -122,23 +127,19 @@ def tune(
         backend=backend,
         overrides=overrides,
     )
-    if chosen_backend(config_path, settings, overrides) == "trinity":
+    if layers.backend == "trinity":
         from tuner.trinity.run import run_trinity
 
         return outside_event_loop(
             lambda: run_trinity(
-                config_path,
-                settings,
-                overrides,
+                layers,
                 workflow=workflow_func,
                 judge=judge_func,
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
             )
         )
-    run = _prepared(
-        workflow_func, judge_func, train_dataset, eval_dataset, config_path, settings, overrides
-    )
+    run = _prepared(layers, workflow_func, judge_func, train_dataset, eval_dataset)
     from tuner.loop import run_local
 
     return outside_event_loop(
@@ -184,35 +185,47 @@ def prepare(
 
     Takes and raises what `tune()` does; a configuration for another backend is a ConfigError.
     """
-    settings = settings_of(workflow_func, judge_func, train_dataset, **given)
-    config_path, overrides = given.get("config_path"), given.get("overrides", ())
-    if chosen_backend(config_path, settings, overrides) == "trinity":
+    layers = _resolved(workflow_func, judge_func, train_dataset, **given)
+    if layers.backend == "trinity":
         raise ConfigError(
             "this configuration is for Trinity-RFT on Ray, and prepare() is for the local backend: "
             "set tuner.backend to local, or use `tuner check`, which knows both"
         )
-    return _prepared(
-        workflow_func,
-        judge_func,
-        train_dataset,
-        given.get("eval_dataset"),
-        config_path,
-        settings,
-        overrides,
+    return _prepared(layers, workflow_func, judge_func, train_dataset, given.get("eval_dataset"))
+
+
+def _resolved(
+    workflow_func: Callable[..., Any] | None,
+    judge_func: Callable[..., Any] | None,
+    train_dataset: Any,
+    **given: Unpack[Given],
+) -> Layers:
+    """What was given, with the file and the overrides: the configuration, and who runs it.
+
+    Raises:
+        FunctionError: A function cannot be called with what it would get.
+        ConfigError: An object has a setting that is of no use, or the file cannot be read.
+    """
+    if workflow_func is not None:
+        check_workflow_function(workflow_func)
+    if judge_func is not None:
+        check_judge_function(judge_func)
+    return read_layers(
+        given.get("config_path"),
+        settings_of(workflow_func, judge_func, train_dataset, **given),
+        given.get("overrides", ()),
+        train=None if train_dataset is None else location(train_dataset),
     )
 
 
 def _prepared(
+    layers: Layers,
     workflow_func: Callable[..., Any] | None,
     judge_func: Callable[..., Any] | None,
     train_dataset: Any,
     eval_dataset: Any,
-    config_path: str | Path | None,
-    settings: Mapping[str, Any],
-    overrides: Sequence[str],
 ) -> Run:
-    config = load_config(config_path, settings=settings, overrides=overrides)
-    config = with_default_model(config)
+    config = with_default_model(checked(layers))
     _check_functions_are_there(config, workflow_func, judge_func)
     check_settings(workflow_func, config)
     train_tasks = _train_tasks(config, train_dataset)

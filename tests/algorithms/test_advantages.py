@@ -16,6 +16,7 @@ from tuner.algorithms import (
     shifted_mean,
     whitened_returns,
 )
+from tuner.algorithms.spec import GRPOAdvantage, OPMDAdvantage, ReinforcePlusPlusAdvantage
 
 # (set, rollout, reward): rollouts with one call or more in a set, in no order.
 CALLS = [
@@ -78,12 +79,12 @@ FORMULAS = {
     ),
     "opmd": (mirror_descent, lambda r, own, means: r - mean(means)),
     "opmd, logavgexp": (
-        lambda *given: mirror_descent(*given, baseline="logavgexp", tau=TAU),
+        lambda *given: mirror_descent(*given, OPMDAdvantage(opmd_baseline="logavgexp", tau=TAU)),
         lambda r, own, means: r - TAU * math.log(mean(math.exp(m / TAU) for m in means)),
     ),
     "asymre": (shifted_mean, lambda r, own, means: r - mean(means) + 0.1),
     "Dr.GRPO": (
-        lambda *given: call_normalized(*given, std="none"),
+        lambda *given: call_normalized(*given, GRPOAdvantage(std_cal_level="none")),
         lambda r, own, means: r - mean(means),
     ),
 }
@@ -101,19 +102,19 @@ def test_a_rollout_counts_once_in_the_standard_deviation():
     assert call_normalized(*tensors()).tolist() == pytest.approx(of_set, rel=1e-9)
     everything = [cell for where in range(3) for cell in cells_of(CALLS, where).values()]
     of_batch = expected_grpo(lambda where: spread(everything))
-    got = call_normalized(*tensors(), std="batch").tolist()
+    got = call_normalized(*tensors(), GRPOAdvantage(std_cal_level="batch")).tolist()
     assert got == pytest.approx(of_batch, rel=1e-9)
 
 
 @pytest.mark.parametrize("std", ["group", "batch"])
 def test_rewards_that_differ_only_inside_rollouts_are_not_divided_by_nothing(std):
     calls = [(0, rollout, reward) for rollout in range(3) for reward in (0.81, 0.9, 1.0)]
-    assert call_normalized(*tensors(calls), std=std).abs().max() < 2
+    assert call_normalized(*tensors(calls), GRPOAdvantage(std_cal_level=std)).abs().max() < 2
 
 
 FUNCTIONS = {name: function for name, (function, _) in FORMULAS.items()} | {
     "grpo": call_normalized,
-    "grpo, batch": lambda *given: call_normalized(*given, std="batch"),
+    "grpo, batch": lambda *given: call_normalized(*given, GRPOAdvantage(std_cal_level="batch")),
 }
 
 
@@ -137,14 +138,19 @@ def test_a_set_of_one_rollout_has_no_baseline(name):
 
 def test_group_without_std_is_the_distance_to_the_mean():
     rewards = torch.tensor([0.0, 1.0, 5.0, 7.0]).double()
-    result = group_normalized(rewards, torch.tensor([0, 0, 1, 1]), std="none")
+    result = group_normalized(
+        rewards, torch.tensor([0, 0, 1, 1]), GRPOAdvantage(std_cal_level="none")
+    )
     assert result.tolist() == [-0.5, 0.5, -1.0, 1.0]
 
 
 def test_large_rewards_do_not_overflow_the_soft_maximum():
     rewards = torch.tensor([5000.0, 4000.0]).double()
     result = mirror_descent(
-        rewards, torch.arange(2), torch.zeros(2).long(), baseline="logavgexp", tau=1.0
+        rewards,
+        torch.arange(2),
+        torch.zeros(2).long(),
+        OPMDAdvantage(opmd_baseline="logavgexp"),
     )
     assert result.tolist() == pytest.approx([math.log(2), math.log(2) - 1000])
 
@@ -162,7 +168,7 @@ def test_returns_are_discounted_charged_and_whitened_over_tokens():
     result = whitened_returns(
         torch.tensor(rewards, dtype=torch.float64),
         [3, 1, 2],
-        gamma=gamma,
+        ReinforcePlusPlusAdvantage(gamma=gamma),
         penalties=[torch.tensor(p, dtype=torch.float64) for p in penalties],
     )
     assert [len(one) for one in result] == [3, 1, 2]

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tuner.algorithms import KL_ESTIMATORS, group_normalized, group_std, ppo_clip
+from tuner.algorithms.spec import GRPOAdvantage, PPOLoss
 
 finite = st.floats(-5, 5, allow_nan=False)
 
@@ -31,7 +32,9 @@ def test_advantage_is_the_reward_normalised_in_its_group(groups, random):
 
 def test_batch_std_divides_by_the_spread_of_all_rewards():
     rewards = torch.tensor([0.0, 1.0, 0.0, 3.0], dtype=torch.float64)
-    result = group_normalized(rewards, torch.tensor([0, 0, 1, 1]), std="batch")
+    result = group_normalized(
+        rewards, torch.tensor([0, 0, 1, 1]), GRPOAdvantage(std_cal_level="batch")
+    )
     std = statistics.stdev([0, 1, 0, 3]) + 1e-6
     assert result.tolist() == pytest.approx([-0.5 / std, 0.5 / std, -1.5 / std, 1.5 / std])
 
@@ -49,7 +52,9 @@ def test_ppo_clip_is_the_dual_clip_formula(logp, old, advantage):
     if advantage < 0:
         loss = min(loss, -2.0 * advantage)
     as_tensor = [torch.tensor([x], dtype=torch.float64) for x in (logp, old, advantage)]
-    result = ppo_clip(*as_tensor, clip_low=0.1, clip_high=0.3, clip_ratio_c=2.0)
+    result = ppo_clip(
+        *as_tensor, PPOLoss(clip_range_low=0.1, clip_range_high=0.3, clip_ratio_c=2.0)
+    )
     assert float(result.loss_T) == pytest.approx(loss, rel=1e-9, abs=1e-12)
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tuner.algorithms import losses
-from tuner.algorithms.correction import accepted, importance_weight, log_linear, truncated
+from tuner.algorithms.losses import accepted, importance_weight, log_linear, truncated
+from tuner.algorithms.spec import CISPOLoss, GSPOLoss, OPMDLoss, PPOLoss, SAPOLoss, TOPRLoss
 
 ROWS = [0, 0, 0, 1, 1, 2, 2, 2, 2]
 
@@ -73,15 +74,15 @@ def sft(t, logp, old, a):
     return -logp[t], -1.0
 
 
-BOUNDS = {"clip_low": 0.1, "clip_high": 0.3}
+BOUNDS = {"clip_range_low": 0.1, "clip_range_high": 0.3}
 CASES = {
-    "ppo": (ppo, lambda p, o, a, _: losses.ppo_clip(p, o, a, **BOUNDS, clip_ratio_c=2.0)),
-    "gspo": (gspo, lambda p, o, a, row: losses.sequence_clip(p, o, a, row, **BOUNDS)),
-    "cispo": (cispo, lambda p, o, a, _: losses.cispo(p, o, a, **BOUNDS)),
-    "sapo": (sapo, lambda p, o, a, _: losses.sapo(p, o, a, tau_pos=1.2, tau_neg=1.7)),
+    "ppo": (ppo, lambda p, o, a, _: losses.ppo_clip(p, o, a, PPOLoss(**BOUNDS, clip_ratio_c=2.0))),
+    "gspo": (gspo, lambda p, o, a, row: losses.sequence_clip(p, o, a, row, GSPOLoss(**BOUNDS))),
+    "cispo": (cispo, lambda p, o, a, _: losses.cispo(p, o, a, CISPOLoss(**BOUNDS))),
+    "sapo": (sapo, lambda p, o, a, _: losses.sapo(p, o, a, SAPOLoss(tau_pos=1.2, tau_neg=1.7))),
     "importance": (importance, lambda p, o, a, _: losses.importance_sampling(p, o, a)),
-    "opmd": (opmd, lambda p, o, a, _: losses.opmd(p, o, a, tau=0.5)),
-    "topr": (topr, lambda p, o, a, _: losses.topr(p, o, a, threshold=0.1)),
+    "opmd": (opmd, lambda p, o, a, _: losses.opmd(p, o, a, OPMDLoss(tau=0.5))),
+    "topr": (topr, lambda p, o, a, _: losses.topr(p, o, a, TOPRLoss(advantage_threshold=0.1))),
     "sft": (sft, lambda p, o, a, _: losses.likelihood(p, o)),
 }
 

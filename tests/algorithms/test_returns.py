@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tuner.algorithms import gae, turn_returns, whitened
+from tuner.algorithms.spec import PPOAdvantage
 
 # a ─┬─ b ── d,  e
 #    └─ c
@@ -50,7 +51,7 @@ def test_gae_is_the_mean_over_branches_of_discounted_temporal_differences(gamma,
     """Eq. 16 of the paper, as a sum over each way to a leaf; the values where calls branch are the
     means of the first values behind, so the differences there are taken to those."""
     rewards, values = numbers(0), numbers(1)
-    advantages, returns = gae(rewards, values, AFTER, gamma=gamma, lam=lam)
+    advantages, returns = gae(rewards, values, AFTER, PPOAdvantage(gamma=gamma, lam=lam))
     for call, length in enumerate(LENGTHS):
         for t in range(length):
             expected = 0.0
@@ -75,7 +76,7 @@ def test_lambda_1_returns_are_what_is_gained_and_lambda_0_the_next_value():
     rewards, values = numbers(2), numbers(3)
     _, gained = gae(rewards, values, AFTER)
     assert float(gained[1][0]) == pytest.approx(float(rewards[1].sum() + rewards[3].sum()))
-    _, next_value = gae(rewards, values, AFTER, lam=0.0)
+    _, next_value = gae(rewards, values, AFTER, PPOAdvantage(lam=0.0))
     assert float(next_value[0][2]) == pytest.approx(
         float(rewards[0][2] + (values[1][0] + values[2][0]) / 2)
     )
@@ -83,12 +84,15 @@ def test_lambda_1_returns_are_what_is_gained_and_lambda_0_the_next_value():
 
 def test_order_of_calls_changes_nothing():
     rewards, values = numbers(4), numbers(5)
-    straight = gae(rewards, values, AFTER, gamma=0.9, lam=0.8)[0]
+    straight = gae(rewards, values, AFTER, PPOAdvantage(gamma=0.9, lam=0.8))[0]
     order = [4, 2, 0, 3, 1]
     place = {call: i for i, call in enumerate(order)}
     after = [tuple(place[f] for f in AFTER[call]) for call in order]
     shuffled = gae(
-        [rewards[c] for c in order], [values[c] for c in order], after, gamma=0.9, lam=0.8
+        [rewards[c] for c in order],
+        [values[c] for c in order],
+        after,
+        PPOAdvantage(gamma=0.9, lam=0.8),
     )[0]
     assert all(torch.equal(shuffled[place[c]], straight[c]) for c in range(5))
 

@@ -154,7 +154,7 @@ def test_every_setting_reaches_the_run(tmp_path):
     run = config.run_config()
     algorithm, extras, optimizer = run.algorithm, run.tuner.algorithm, run.algorithm.optimizer
     taskset = run.buffer.explorer_input.taskset
-    loss = algorithm.policy_loss_fn_args
+    loss = algorithm.policy_loss
     assert run.run_dir == tmp_path / "e" / "t"
     assert (run.tuner.seed, run.buffer.total_epochs, run.buffer.batch_size) == (7, 3, 5)
     assert (run.model.model_path, run.model.max_model_len) == ("/m", 99)
@@ -166,7 +166,7 @@ def test_every_setting_reaches_the_run(tmp_path):
     }
     assert algorithm.repeat_times == 6
     assert (loss.low, loss.high, loss.clip_ratio_c) == (0.3, 0.4, 4)
-    assert (algorithm.kl_penalty_fn, algorithm.kl_penalty_fn_args.kl_coef) == ("k1", 0.1)
+    assert (algorithm.kl_penalty_fn, algorithm.kl_penalty.kl_coef) == ("k1", 0.1)
     assert algorithm.kl_loss_fn == "none"
     assert (extras.reward_scale, extras.reward_bias, extras.importance_cap) == (10, -0.5, 5)
     assert (extras.success_rate_lb, extras.success_rate_ub) == (0.05, 0.95)

@@ -19,7 +19,7 @@ from tests.training.lora import change_adapter
 from tuner import tune
 from tuner.assembly.adapters import add_adapter
 from tuner.assembly.models import load_model
-from tuner.config.lora import LoraSection
+from tuner.config.explorer import LoraSection
 from tuner.engines.transformers.engine import TransformersEngine
 from tuner.errors import ConfigError, MissingDependencyError, ModelLoadError
 from tuner.loop import run_local

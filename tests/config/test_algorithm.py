@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tuner.algorithms.spec import GSPOLoss, PPOAdvantage
 from tuner.algorithms.table import ALGORITHMS, NOT_HERE
 from tuner.assembly.parameters import selection, trainer_settings
 from tuner.config import load_config
@@ -32,7 +34,10 @@ def refusal(*overrides):
 
 
 def test_nothing_set_is_the_trainers_own_defaults():
-    assert settings() == TrainerSettings(total_steps=10, kl_penalty_coef=0.0)
+    found, default = settings(), TrainerSettings(total_steps=10)
+    assert found.advantage_args == default.advantage_spec
+    assert found.policy_loss_args == default.policy_loss_spec
+    assert replace(found, advantage_args=None, policy_loss_args=None) == default
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -55,7 +60,7 @@ def test_the_effective_configuration_is_read_back_unchanged(name, tmp_path):
 def test_null_is_the_algorithms_default():
     config = load("algorithm.algorithm_type=gspo", "algorithm.loss_agg_mode=null")
     assert config.algorithm.loss_agg_mode == "seq-mean-token-mean"
-    assert settings("algorithm.policy_loss_fn_args.clip_range=null").clip_low == 0.2
+    assert settings("algorithm.policy_loss_fn_args.clip_range=null").policy_loss_args.low == 0.2
 
 
 def test_what_was_set_wins_over_the_row():
@@ -66,7 +71,8 @@ def test_what_was_set_wins_over_the_row():
         "algorithm.kl_loss_fn_args.kl_coef=0.5",
         "algorithm.loss_agg_mode=rollout-mean",
     )
-    assert (got.clip_low, got.clip_high, got.kl, got.kl_coef) == (0.2, 0.4, "k3", 0.5)
+    assert (got.policy_loss_args.low, got.policy_loss_args.high) == (0.2, 0.4)
+    assert (got.kl, got.kl_args.kl_coef) == ("k3", 0.5)
     assert got.aggregation == "rollout-mean"
 
 
@@ -74,12 +80,12 @@ def test_what_was_set_wins_over_the_row():
 def test_a_clip_range_that_was_set_stands_for_both_sides(name):
     clip = "algorithm.policy_loss_fn_args.clip_range=0.1"
     got = settings(f"algorithm.algorithm_type={name}", clip)
-    assert (got.clip_low, got.clip_high) == (0.1, 0.1)
+    assert (got.policy_loss_args.low, got.policy_loss_args.high) == (0.1, 0.1)
 
 
 def test_an_exchanged_part_comes_with_its_own_numbers():
     got = settings("algorithm.algorithm_type=dapo", "algorithm.policy_loss_fn=gspo")
-    assert (got.policy_loss, got.clip_low, got.clip_high) == ("gspo", 3e-4, 4e-4)
+    assert (got.policy_loss, got.policy_loss_args) == ("gspo", GSPOLoss())
 
 
 @pytest.mark.parametrize("name", NOT_HERE)
@@ -201,11 +207,11 @@ def test_the_critics_settings_reach_it():
         "tuner.critic.weight_decay=0",
         "tuner.critic.cliprange_value=0.2",
     )
-    assert (got.uses_critic, got.gamma, got.lam) == (True, 0.99, 0.95)
+    assert (got.uses_critic, got.advantage_args) == (True, PPOAdvantage(gamma=0.99, lam=0.95))
     assert got.critic == CriticSettings(1e-4, (0.8, 0.9), 0.0, clip=0.2, warmup=4)
     assert not settings().uses_critic
     default = settings("algorithm.algorithm_type=ppo")
-    assert (default.gamma, default.lam, default.critic) == (1.0, 1.0, CriticSettings())
+    assert (default.advantage_args, default.critic) == (PPOAdvantage(), CriticSettings())
 
 
 @pytest.mark.parametrize("name", [name for name, row in ALGORITHMS.items() if not row.recorded])

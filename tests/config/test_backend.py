@@ -3,7 +3,7 @@
 import pytest
 
 from tuner import WorkflowOutput, tune
-from tuner.config.backend import chosen_backend
+from tuner.config.load import read_layers
 from tuner.errors import ConfigError, MissingDependencyError
 from tuner.tune import prepare
 
@@ -25,13 +25,13 @@ async def workflow(task, model):
     ],
 )
 def test_more_than_one_gpu_or_node_is_for_a_cluster(overrides, backend):
-    assert chosen_backend(None, None, overrides) == backend
+    assert read_layers(None, None, overrides).backend == backend
 
 
 def test_a_file_for_both_backends_may_have_steps_of_the_trainer(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("buffer: {total_steps: 2}\ntrainer: {total_steps: 4}\n")
-    assert chosen_backend(file) == "local"
+    assert read_layers(file).backend == "local"
 
 
 def test_without_trinity_the_extra_is_named_before_anything_runs():

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tuner.config import RunConfig, load_config
-from tuner.config.keys import known_paths, nearest
-from tuner.config.lora import LoraSection
+from tuner.config.explorer import LoraSection
+from tuner.config.foreign import FOREIGN, Same, find_foreign
+from tuner.config.keys import known_paths, nearest, schema_paths
 from tuner.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -447,3 +448,16 @@ def test_documentation_is_current():
     from tuner.config.document import PAGE, page
 
     assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m tuner.config.document"
+
+
+def test_every_rule_about_a_foreign_key_counts_and_has_a_reason():
+    """No rule is hidden by one before it, or is about a key of our own."""
+    own = set(schema_paths())
+    assert len(FOREIGN) == len({row.path for row in FOREIGN})
+    for row in FOREIGN:
+        assert find_foreign(row.path.replace("*", "0")) is row
+        assert row.path not in own
+        assert row.why
+        assert row.why == row.why.strip(" .")
+        if isinstance(row.accepts, Same):
+            assert row.accepts.path in own

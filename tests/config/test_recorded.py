@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tuner.algorithms.spec import DistillAdvantage, DPOLoss
 from tuner.algorithms.table import ALGORITHMS
 from tuner.assembly.parameters import rollout_settings, selection, trainer_settings
 from tuner.config import load_config
@@ -97,7 +98,7 @@ def test_trinitys_files_for_recorded_data_are_read(tmp_path):
     assert buffer.path == str(tmp_path / "pairs.jsonl")
     assert (buffer.format.prompt_key, buffer.format.chosen_key) == ("p", "a")
     settings = trainer_settings(config, 10, 64)
-    assert (settings.policy_loss, settings.beta, settings.label_smoothing) == ("dpo", 0.2, 0.1)
+    assert settings.policy_loss_args == DPOLoss(beta=0.2, label_smoothing=0.1)
     assert settings.uses_reference
 
 
@@ -108,7 +109,7 @@ def test_a_teacher_needs_neither_a_group_nor_a_reward():
     assert not chosen.needs_reward
     assert not rollout_settings(config).needs_reward
     settings = trainer_settings(config, 10, 64)
-    assert (settings.advantage, settings.distill_coef) == ("on_policy_distill", 1.0)
+    assert settings.advantage_args == DistillAdvantage(kl_coef=1.0)
     assert not settings.uses_reference
     for other in ("grpo", "sft"):
         assert rollout_settings(load(other)).needs_reward

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.gateway.toy import ADD_TOOL, TEMPLATE, tokenizer
-from tuner.config.trainer_input import FormatSection
+from tuner.config.buffer import FormatSection
 from tuner.data.recorded import examples_of
 from tuner.errors import DatasetError
 from tuner.gateway import ChatRenderer

@@ -7,7 +7,7 @@ from peft import PeftModel
 from torch import nn
 
 from tuner.assembly.adapters import add_adapter
-from tuner.config.lora import LoraSection
+from tuner.config.explorer import LoraSection
 
 
 def wrapped(model: nn.Module, *, new: bool = False, **settings: object) -> PeftModel:

@@ -12,13 +12,18 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.builders import call, trace
 from tests.training.test_trainer import gradient_of, random_batch, tiny_model
-from tuner.algorithms.table import ADVANTAGES, ALGORITHMS
+from tuner.algorithms.spec import ADVANTAGES, KLLoss, KLPenalty
+from tuner.algorithms.table import ALGORITHMS
 from tuner.assembly.parameters import selection, trainer_settings
 from tuner.config import load_config
 from tuner.training import PolicyTrainer, TrainerSettings, build_batch
 
 BASE = TrainerSettings(
-    total_steps=10, kl_coef=0.1, grad_clip=1e9, max_tokens_per_micro_batch=64, max_completion=16
+    total_steps=10,
+    kl_args=KLLoss(kl_coef=0.1),
+    grad_clip=1e9,
+    max_tokens_per_micro_batch=64,
+    max_completion=16,
 )
 
 
@@ -28,6 +33,10 @@ REWARDED = [
     for name, row in ALGORITHMS.items()
     if row.recorded is None and ADVANTAGES[row.advantage_fn].needs_reward
 ]
+
+
+def charged(coefficient: float) -> TrainerSettings:
+    return replace(BASE, kl_penalty="k1", kl_penalty_args=KLPenalty(kl_coef=coefficient))
 
 
 def settings_of(algorithm: str, *overrides: str) -> TrainerSettings:
@@ -94,7 +103,10 @@ def decoupled_loss(model, ref, traces, settings, proximal):
                 kept = low <= weight <= high
                 bounded = min(weight, settings.importance_cap) if settings.importance_cap else 1
                 loss = loss * bounded * kept
-                loss = loss + settings.kl_coef * (logp[row, token] - ref_logp[row, token]) ** 2 / 2
+                loss = (
+                    loss
+                    + settings.kl_args.kl_coef * (logp[row, token] - ref_logp[row, token]) ** 2 / 2
+                )
                 total, tokens = total + loss, tokens + 1
     return total / tokens
 
@@ -228,7 +240,7 @@ def test_aggregation_weighs_the_loss_of_single_tokens(mode):
 def test_penalty_takes_the_distance_to_the_reference_off_the_rewards():
     traces = random_batch(6)
     batch = build_batch(traces)
-    settings = replace(BASE, kl="none", kl_penalty="k1", kl_penalty_coef=0.3, advantage="rloo")
+    settings = replace(charged(0.3), kl="none", advantage="rloo")
     trainer = trainer_at(0, settings)
     ref_logp = trainer.compute_logp(batch, model=trainer.reference)
     rewards = batch.rewards_R.tolist()
@@ -346,7 +358,7 @@ def test_topr_compares_with_the_policy_that_sampled_however_old():
     settings = settings_of("topr")
     fresh = gradient(trainer_at(0, settings), traces)
     assert close(gradient(trainer_at(2, settings), stale(traces)), fresh, 1e-12)
-    recomputed = replace(settings, policy_loss="importance_sampling")
+    recomputed = replace(settings, policy_loss="importance_sampling", policy_loss_args=None)
     trainer = trainer_at(2, recomputed)
     assert not close(gradient(trainer, stale(traces)), fresh, 1e-3)
 
@@ -380,7 +392,7 @@ def test_calls_with_rewards_of_their_own_pay_their_penalty_themselves():
         for number in range(2)
     ]
     batch = build_batch(traces)
-    trainer = trainer_at(0, replace(BASE, kl_penalty="k1", kl_penalty_coef=1.0, advantage="rloo"))
+    trainer = trainer_at(0, replace(charged(1.0), advantage="rloo"))
     ref_logp = trainer.compute_logp(batch, model=trainer.reference)
     paid = {
         row.call_id: sum(-1.0 - float(r) for r in ref)

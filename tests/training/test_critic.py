@@ -15,6 +15,7 @@ from tests.engines.models import make_model
 from tests.training.exact import all_float64
 from tests.training.test_trainer import VOCABULARY, random_batch, tiny_model
 from tests.training.test_turn_discount import agent, short
+from tuner.algorithms.spec import KLPenalty, PPOAdvantage
 from tuner.errors import TrainingError
 from tuner.run.metrics import has_signal
 from tuner.training import CriticSettings, PolicyTrainer, Selection, TrainerSettings, build_batch
@@ -126,7 +127,7 @@ def test_the_critics_loss_and_gradient_follow_the_formula():
 def test_advantages_go_on_through_the_calls_of_a_rollout():
     """The tree of `agent`, token by token; every leaf gains the reward, calls their own too."""
     batch = build_batch([agent(0, 1.0, own=0.25), short(1, 0.5)], selection=ALONE)
-    settings = replace(PPO, gamma=0.9, lam=0.8)
+    settings = replace(PPO, advantage_args=PPOAdvantage(gamma=0.9, lam=0.8))
     trainer = PolicyTrainer(tiny_model().double(), settings)
     with_head(trainer.critic)
     scored = trainer.compute_advantages(batch)
@@ -175,7 +176,7 @@ def test_every_token_pays_for_its_own_distance_to_the_reference():
     batch = build_batch(
         [trace(0, 0, [call("a", [1], [2, 3], [-1, -2])], reward=1.0)], selection=ALONE
     )
-    settings = replace(PPO, kl_penalty="k1", kl_penalty_coef=0.5)
+    settings = replace(PPO, kl_penalty="k1", kl_penalty_args=KLPenalty(kl_coef=0.5))
     trainer = PolicyTrainer(tiny_model(), settings, reference=tiny_model(seed=1))
     ref = trainer.compute_logp(batch, model=trainer.reference)[0].tolist()
     paid = [0.5 * (-1 - ref[0]), 0.5 * (-2 - ref[1])]

@@ -27,13 +27,14 @@ from tests.training.exact import (
 )
 from tests.training.recorded import recorded
 from tests.training.test_algorithms import REWARDED, settings_of
+from tuner.algorithms.spec import EntropyLoss
 from tuner.assembly.parameters import selection
 from tuner.config import load_config
 from tuner.training import Batch, PolicyTrainer, TrainerSettings, build_batch
 
 
 def settings_with_entropy(algorithm: str) -> TrainerSettings:
-    return replace(settings_of(algorithm), entropy_coef=0.01)
+    return replace(settings_of(algorithm), entropy=EntropyLoss(entropy_coef=0.01))
 
 
 def batch_of(algorithm: str, traces) -> Batch:

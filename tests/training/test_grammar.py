@@ -13,6 +13,7 @@ from tests.engines.models import generate_all
 from tests.engines.test_grammar import END, grammars, make_engine, make_model
 from tests.gateway.toy import ids_of
 from tests.training.exact import all_float64
+from tuner.algorithms.spec import EntropyLoss, KLLoss
 from tuner.engines import SamplingParams
 from tuner.engines.grammar_text import GrammarError
 from tuner.errors import TrainingError
@@ -111,7 +112,9 @@ def test_loss_and_gradient_equal_the_formula_over_the_allowed_tokens(entropy: fl
     expected.backward()
 
     model = all_float64(make_model())
-    settings = dataclasses.replace(SETTINGS, entropy_coef=entropy, max_tokens_per_micro_batch=20)
+    settings = dataclasses.replace(
+        SETTINGS, entropy=EntropyLoss(entropy_coef=entropy), max_tokens_per_micro_batch=20
+    )
     trainer = PolicyTrainer(model, settings, grammars=grammars())
     gradients = {}
     trainer.optimizer.step = lambda: gradients.update(
@@ -126,7 +129,7 @@ def test_loss_and_gradient_equal_the_formula_over_the_allowed_tokens(entropy: fl
 async def test_the_reference_is_held_to_the_same_form() -> None:
     engine = make_engine()
     traces = await rollouts(engine, [GRAMMAR, ONE_OF_THREE])
-    settings = dataclasses.replace(SETTINGS, kl="k2", kl_coef=0.1)
+    settings = dataclasses.replace(SETTINGS, kl="k2", kl_args=KLLoss(kl_coef=0.1))
     trainer = PolicyTrainer(engine._model, settings, grammars=engine.grammars)
     scored = trainer.compute_ref_logp(trainer.compute_advantages(build_batch(traces)))
     assert trainer.ppo_update(scored)["kl_loss"] == pytest.approx(0.0, abs=1e-9)

@@ -20,6 +20,7 @@ from tests.training.exact import (
 )
 from tests.training.lora import wrapped
 from tests.training.test_trainer import random_batch, tiny_model
+from tuner.algorithms.spec import KLLoss
 from tuner.training import PolicyTrainer, TrainerSettings, build_batch
 from tuner.training.forward.layouts import Forward
 from tuner.training.references import AdapterReference
@@ -76,7 +77,9 @@ def test_an_adapter_on_the_output_layer_has_its_part_in_the_gradient():
 
 
 def trainer_of(model, **options):
-    return PolicyTrainer(model, TrainerSettings(total_steps=9, lr=1e-2, kl_coef=0.1), **options)
+    return PolicyTrainer(
+        model, TrainerSettings(total_steps=9, lr=1e-2, kl_args=KLLoss(kl_coef=0.1)), **options
+    )
 
 
 def step(trainer, seed=0):

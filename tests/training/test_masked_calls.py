@@ -10,14 +10,13 @@ import torch
 
 from tests.training.exact import all_float64
 from tests.training.test_trainer import gradient_of, random_batch, tiny_model
+from tuner.algorithms.spec import GSPOLoss
 from tuner.traces import Trace
 from tuner.training import PolicyTrainer, TrainerSettings, build_batch
 from tuner.training.batch import whole_calls
 
 LONGEST = 16
-SETTINGS = TrainerSettings(
-    total_steps=1, kl="none", clip_low=0.2, clip_high=0.2, grad_clip=1e9, max_completion=LONGEST
-)
+SETTINGS = TrainerSettings(total_steps=1, kl="none", grad_clip=1e9, max_completion=LONGEST)
 MASKS = ((1, 3), (4, 5))
 
 
@@ -61,7 +60,7 @@ def expected(traces: list[Trace], settings: TrainerSettings) -> torch.Tensor:
             ratio_T = log_ratio_T.exp()
         loss_T = torch.max(-advantage * ratio_T, -advantage * ratio_T.clamp(0.8, 1.2))
         if settings.policy_loss == "ppo" and advantage < 0:
-            loss_T = loss_T.clamp(max=-advantage * settings.clip_ratio_c)
+            loss_T = loss_T.clamp(max=-advantage * settings.policy_loss_spec.clip_ratio_c)
         match settings.aggregation:
             case "seq-mean-token-mean":
                 losses.append(loss_T.mean())
@@ -84,7 +83,10 @@ def expected(traces: list[Trace], settings: TrainerSettings) -> torch.Tensor:
 )
 def test_gradient_is_that_of_the_whole_call_with_tokens_masked_out(policy_loss, aggregation):
     traces = random_batch(7)
-    settings = replace(SETTINGS, policy_loss=policy_loss, aggregation=aggregation)
+    args = GSPOLoss(clip_range=0.2) if policy_loss == "gspo" else None
+    settings = replace(
+        SETTINGS, policy_loss=policy_loss, policy_loss_args=args, aggregation=aggregation
+    )
     wanted = expected(traces, settings)
     cut = masked(traces)
     assert len(build_batch(cut).rows) > len(build_batch(traces).rows) + 6

@@ -9,6 +9,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.builders import call, trace
 from tests.engines.models import prompt
+from tuner.algorithms.spec import EntropyLoss, KLLoss
 from tuner.training import PolicyTrainer, TrainerSettings, build_batch
 from tuner.training.forward import head
 
@@ -29,7 +30,13 @@ def trainer_of(layout, vocabulary, *, layers=1, **more):
         head_dim=8,
         tie_word_embeddings=True,
     )
-    settings = TrainerSettings(total_steps=1, kl_coef=0.1, entropy_coef=0.01, layout=layout, **more)
+    settings = TrainerSettings(
+        total_steps=1,
+        kl_args=KLLoss(kl_coef=0.1),
+        entropy=EntropyLoss(entropy_coef=0.01),
+        layout=layout,
+        **more,
+    )
     trainer = PolicyTrainer(Qwen3ForCausalLM(config), settings)
     assert trainer._forward.layout == layout
     return trainer

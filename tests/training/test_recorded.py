@@ -11,6 +11,7 @@ from torch.nn.functional import logsigmoid
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.training.test_trainer import VOCABULARY, gradient_of, random_batch, tiny_model
+from tuner.algorithms.spec import DistillAdvantage, DPOLoss
 from tuner.errors import TrainingError
 from tuner.training import (
     PolicyTrainer,
@@ -20,6 +21,7 @@ from tuner.training import (
     recorded_update,
 )
 
+PREFERENCE = DPOLoss(beta=0.3, label_smoothing=0.1)
 SFT = TrainerSettings(
     total_steps=10,
     policy_loss="sft",
@@ -29,11 +31,13 @@ SFT = TrainerSettings(
     max_tokens_per_micro_batch=64,
     max_completion=16,
 )
-DPO = replace(
-    SFT, policy_loss="dpo", aggregation="seq-mean-token-sum", beta=0.3, label_smoothing=0.1
-)
+DPO = replace(SFT, policy_loss="dpo", aggregation="seq-mean-token-sum", policy_loss_args=PREFERENCE)
 DISTILL = replace(
-    SFT, policy_loss="ppo", advantage="on_policy_distill", distill_coef=0.5, importance_cap=None
+    SFT,
+    policy_loss="ppo",
+    advantage="on_policy_distill",
+    advantage_args=DistillAdvantage(kl_coef=0.5),
+    importance_cap=None,
 )
 
 
@@ -99,8 +103,8 @@ def dpo_loss(model, ref, talks, settings):
 
     losses = []
     for chosen, rejected in zip(talks[0::2], talks[1::2], strict=True):
-        margin = settings.beta * (distance(chosen) - distance(rejected))
-        smooth = settings.label_smoothing
+        margin = PREFERENCE.beta * (distance(chosen) - distance(rejected))
+        smooth = PREFERENCE.label_smoothing
         losses.append(-(1 - smooth) * logsigmoid(margin) - smooth * logsigmoid(-margin))
     return sum(losses) / len(losses)
 
@@ -158,7 +162,7 @@ def test_dpo_reports_rewards_margin_accuracy_and_log_probs():
     with torch.no_grad():
         own = torch.tensor([sum(float(logp_of(model, p).sum()) for p in t) for t in talks])
         theirs = torch.tensor([sum(float(logp_of(ref, p).sum()) for p in t) for t in talks])
-    rewards = DPO.beta * (own - theirs)
+    rewards = PREFERENCE.beta * (own - theirs)
     margins = rewards[0::2] - rewards[1::2]
     assert 0 < float((margins > 0).float().mean()) < 1
     assert metrics["accuracy"] == pytest.approx(float((margins > 0).float().mean()))
@@ -187,7 +191,7 @@ def test_an_empty_batch_of_recorded_data_is_refused():
 def test_infinite_loss_leaves_the_weights_alone():
     model = tiny_model()
     before = [p.clone() for p in model.parameters()]
-    trainer = PolicyTrainer(model, replace(DPO, beta=float("inf")))
+    trainer = PolicyTrainer(model, replace(DPO, policy_loss_args=DPOLoss(beta=float("inf"))))
     with pytest.raises(TrainingError, match="not finite"):
         recorded_update(trainer, RecordedBatch.of(conversations(4)))
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))

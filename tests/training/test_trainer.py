@@ -9,6 +9,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.builders import call, trace
+from tuner.algorithms.spec import EntropyLoss, KLLoss
 from tuner.errors import TrainingError
 from tuner.traces import Outcome
 from tuner.training import PolicyTrainer, TrainerSettings, build_batch
@@ -74,7 +75,7 @@ def reference_loss(model, ref, traces, settings):
         mean = sum(rewards) / len(rewards)
         std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
         for item in group:
-            advantage = (item.reward - mean) / (std + settings.epsilon)
+            advantage = (item.reward - mean) / (std + settings.advantage_spec.epsilon)
             for one in item.calls:
                 ids = torch.tensor([one.prompt_ids + one.completion_ids])
                 heat = one.sampling.temperature
@@ -86,15 +87,22 @@ def reference_loss(model, ref, traces, settings):
                 ):
                     row = len(one.prompt_ids) + i - 1
                     ratio = torch.exp(logp[row, token] - old)
-                    clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+                    clipped = ratio.clamp(
+                        1 - settings.policy_loss_spec.low, 1 + settings.policy_loss_spec.high
+                    )
                     loss = torch.max(-advantage * ratio, -advantage * clipped)
                     if advantage < 0:
-                        loss = torch.clamp(loss, max=-advantage * settings.clip_ratio_c)
+                        loss = torch.clamp(
+                            loss, max=-advantage * settings.policy_loss_spec.clip_ratio_c
+                        )
                     loss = (
-                        loss + settings.kl_coef * (logp[row, token] - ref_logp[row, token]) ** 2 / 2
+                        loss
+                        + settings.kl_args.kl_coef
+                        * (logp[row, token] - ref_logp[row, token]) ** 2
+                        / 2
                     )
                     entropy = -(logp[row].exp() * logp[row]).sum()
-                    total = total + loss - settings.entropy_coef * entropy
+                    total = total + loss - settings.entropy.entropy_coef * entropy
                     tokens += 1
     return total / tokens
 
@@ -111,7 +119,11 @@ def gradient_of(model, trainer, traces):
 
 
 SETTINGS = TrainerSettings(
-    total_steps=10, kl_coef=0.1, entropy_coef=0.02, grad_clip=1e9, max_tokens_per_micro_batch=64
+    total_steps=10,
+    kl_args=KLLoss(kl_coef=0.1),
+    entropy=EntropyLoss(entropy_coef=0.02),
+    grad_clip=1e9,
+    max_tokens_per_micro_batch=64,
 )
 
 
@@ -180,7 +192,9 @@ def test_truncated_sampling_is_recomputed_as_it_was_sampled(cut):
 
 def test_rewarded_tokens_become_more_probable_and_the_reference_stays():
     model = tiny_model()
-    trainer = PolicyTrainer(model, TrainerSettings(total_steps=5, lr=1e-2, kl_coef=0.01))
+    trainer = PolicyTrainer(
+        model, TrainerSettings(total_steps=5, lr=1e-2, kl_args=KLLoss(kl_coef=0.01))
+    )
 
     def two_rollouts(logp):
         good, bad = call("g", [1, 2], [3, 4], logp[0]), call("b", [1, 2], [5, 6], logp[1])

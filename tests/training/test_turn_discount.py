@@ -12,7 +12,7 @@ import torch
 
 from tests.builders import call, trace
 from tests.training.test_trainer import random_batch, tiny_model
-from tuner.algorithms.table import TURN_DISCOUNTED
+from tuner.algorithms.spec import TURN_DISCOUNTED, GRPOAdvantage, KLPenalty
 from tuner.run.metrics import has_signal
 from tuner.traces import Trace
 from tuner.training import PolicyTrainer, Selection, TrainerSettings, build_batch
@@ -99,8 +99,9 @@ def test_undiscounted_it_is_what_it_is_without(advantage):
     plain = advantages(traces, advantage=advantage)
     got = advantages(traces, advantage=advantage, turn_discount=1.0)
     assert got == pytest.approx(plain, rel=1e-9)
-    quiet = advantages(traces, advantage=advantage, turn_discount=1.0, std_threshold=0.3)
-    assert quiet == pytest.approx(advantages(traces, advantage=advantage, std_threshold=0.3))
+    args = GRPOAdvantage(std_threshold=0.3) if advantage in ("grpo", "step_wise_grpo") else None
+    quiet = advantages(traces, advantage=advantage, turn_discount=1.0, advantage_args=args)
+    assert quiet == pytest.approx(advantages(traces, advantage=advantage, advantage_args=args))
 
 
 def test_a_reward_of_its_own_needs_no_other_to_be_compared_with():
@@ -121,7 +122,11 @@ def test_a_call_pays_for_its_own_distance_to_the_reference():
     traces = [agent(0, 1.0), short(1, 0.0)]
     batch = build_batch(traces, selection=LONE)
     settings = TrainerSettings(
-        total_steps=1, advantage="reinforce", turn_discount=0.5, kl_penalty="k1", kl_penalty_coef=1
+        total_steps=1,
+        advantage="reinforce",
+        turn_discount=0.5,
+        kl_penalty="k1",
+        kl_penalty_args=KLPenalty(kl_coef=1),
     )
     trainer = PolicyTrainer(tiny_model(), settings, reference=tiny_model(seed=1))
     ref_logp = trainer.compute_logp(batch, model=trainer.reference)

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.training import test_grammar as grammar
 from tests.training.test_trainer import random_batch, tiny_model
+from tuner.algorithms.spec import EntropyLoss
 from tuner.training import PolicyTrainer, TrainerSettings, build_batch
 
 WAITING = {
@@ -66,7 +67,7 @@ OF_A_STEP = ["_local_scalar_dense"] * 2
         {},
         {"policy_loss": "gspo"},
         {"proximal": "loglinear", "rejection": (0.5, 2.0)},
-        {"proximal": "recompute", "updates": 2, "entropy_coef": 0.01},
+        {"proximal": "recompute", "updates": 2, "entropy": EntropyLoss(entropy_coef=0.01)},
         {"optimizer_offload": True, "activation_checkpointing": True},
     ],
     ids=str,

@@ -12,29 +12,35 @@ if TYPE_CHECKING:
     from tuner.algorithms.advantages import (
         call_normalized,
         distilled,
+        gae,
         group_normalized,
         group_std,
         leave_one_out,
         mirror_descent,
         shifted_mean,
+        turn_returns,
         whitened,
         whitened_returns,
     )
     from tuner.algorithms.aggregation import row_weights
-    from tuner.algorithms.kl import KL_ESTIMATORS
-    from tuner.algorithms.losses import PolicyLoss, clipped_value_loss, ppo_clip
-    from tuner.algorithms.preference import Preference, dpo
-    from tuner.algorithms.returns import gae, turn_returns
+    from tuner.algorithms.losses import (
+        KL_ESTIMATORS,
+        PolicyLoss,
+        Preference,
+        clipped_value_loss,
+        dpo,
+        ppo_clip,
+    )
 
 _MODULES = {
-    "KL_ESTIMATORS": "kl",
+    "KL_ESTIMATORS": "losses",
     "PolicyLoss": "losses",
-    "Preference": "preference",
+    "Preference": "losses",
     "call_normalized": "advantages",
     "clipped_value_loss": "losses",
-    "gae": "returns",
+    "gae": "advantages",
     "distilled": "advantages",
-    "dpo": "preference",
+    "dpo": "losses",
     "group_normalized": "advantages",
     "group_std": "advantages",
     "leave_one_out": "advantages",
@@ -42,7 +48,7 @@ _MODULES = {
     "ppo_clip": "losses",
     "row_weights": "aggregation",
     "shifted_mean": "advantages",
-    "turn_returns": "returns",
+    "turn_returns": "advantages",
     "whitened": "advantages",
     "whitened_returns": "advantages",
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tuner.algorithms.table import Aggregation
+from tuner.algorithms.spec import Aggregation
 
 
 def row_weights(

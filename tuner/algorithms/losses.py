@@ -1,16 +1,41 @@
-"""Policy losses, and a critic's: one value for each sampled token, before aggregation.
+"""Policy losses, a critic's, KL and weights of older samples, for each token before aggregation.
 
 Everywhere `logp_T` are the log-probs of the T sampled tokens under the current policy, `old_logp_T`
 those that the ratio is taken to (no gradient), `r = exp(logp - old_logp)`, and `advantages_T` the
 tokens' advantages A. `sg` stops the gradient. A sequence is one call: its completion tokens.
+
+Three policies may have a part: which sampled a token, which the step began with, which is being
+trained. PPO's clip holds the current policy near the one that a step began with, the *proximal*
+policy. Where the token was sampled by another (older weights, another engine), the *behaviour*
+policy, the loss is weighted by `w = proximal / behaviour` (decoupled PPO, arXiv 2110.00641; AReaL,
+arXiv 2505.24298); what makes these weights has no gradient.
+
+Estimates of KL(policy || reference) are of each token, from its two log-probs, with names and
+formulas after Schulman, "Approximating KL Divergence" (2020), as Trinity-RFT uses them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from tuner.algorithms.spec import (
+    CISPOLoss,
+    DPOLoss,
+    GSPOLoss,
+    ImportanceSamplingLoss,
+    OPMDLoss,
+    PolicyLossArgs,
+    PPOLoss,
+    SAPOLoss,
+    SFTLoss,
+    TOPRLoss,
+)
+from tuner.errors import TrainingError
 
 # exp(20) is 5e8: beyond it the ratio is clipped anyway and only its overflow would matter.
 MAX_LOG_RATIO = 20.0
@@ -25,20 +50,50 @@ class PolicyLoss:
     clipped_T: Tensor
 
 
-def ppo_clip(
+def policy_loss(
+    args: PolicyLossArgs,
     logp_T: Tensor,
     old_logp_T: Tensor,
     advantages_T: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    clip_ratio_c: float = 3.0,
+    sequence_T: Tensor,
+    sequences: int,
+) -> PolicyLoss:
+    """The loss that `args` are of, one value for each of T tokens.
+
+    Raises:
+        TrainingError: It is not a loss of tokens.
+    """
+    match args:
+        case PPOLoss():
+            return ppo_clip(logp_T, old_logp_T, advantages_T, args)
+        case GSPOLoss():
+            return sequence_clip(
+                logp_T, old_logp_T, advantages_T, sequence_T, args, sequences=sequences
+            )
+        case CISPOLoss():
+            return cispo(logp_T, old_logp_T, advantages_T, args)
+        case SAPOLoss():
+            return sapo(logp_T, old_logp_T, advantages_T, args)
+        case OPMDLoss():
+            return opmd(logp_T, old_logp_T, advantages_T, args)
+        case TOPRLoss():
+            return topr(logp_T, old_logp_T, advantages_T, args)
+        case ImportanceSamplingLoss():
+            return importance_sampling(logp_T, old_logp_T, advantages_T)
+        case SFTLoss():
+            return likelihood(logp_T, old_logp_T)
+        case _:
+            raise TrainingError("dpo compares recorded answers, not tokens (dpo_update)")
+
+
+def ppo_clip(
+    logp_T: Tensor, old_logp_T: Tensor, advantages_T: Tensor, args: PPOLoss = PPOLoss()
 ) -> PolicyLoss:
     """PPO's clipped surrogate with dual clip.
 
     With `r = exp(logp - old_logp)`:
 
-        L = max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A)
+        L = max(-r A, -clip(r, 1 - low, 1 + high) A)
         L = min(L, -clip_ratio_c A)   where A < 0
 
     Source: PPO (arXiv 1707.06347) eq. 7; dual clip (arXiv 1912.09729) eq. 5.
@@ -47,9 +102,8 @@ def ppo_clip(
         logp_T: Log-probs of the sampled tokens under the current policy.
         old_logp_T: Log-probs under the policy that sampled them; no gradient.
         advantages_T: Advantage of each token's rollout.
-        clip_low: How far the ratio may fall below 1.
-        clip_high: How far it may rise above 1.
-        clip_ratio_c: Bound on the ratio where the advantage is negative; above 1.
+        args: `low` and `high`, how far the ratio may leave 1, and `clip_ratio_c`, its bound where
+            the advantage is negative.
 
     Returns:
         Loss, ratio, and whether the clip cut the token's gradient.
@@ -57,9 +111,9 @@ def ppo_clip(
     log_ratio_T = (logp_T - old_logp_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio_T = log_ratio_T.exp()
     plain_T = -advantages_T * ratio_T
-    clipped_T = -advantages_T * ratio_T.clamp(1 - clip_low, 1 + clip_high)
+    clipped_T = -advantages_T * ratio_T.clamp(1 - args.low, 1 + args.high)
     surrogate_T = torch.maximum(plain_T, clipped_T)
-    bound_T = -advantages_T * clip_ratio_c
+    bound_T = -advantages_T * args.clip_ratio_c
     dual = (advantages_T < 0) & (surrogate_T > bound_T)
     loss_T = torch.where(dual, bound_T, surrogate_T)
     return PolicyLoss(loss_T, ratio_T.detach(), (clipped_T > plain_T) | dual)
@@ -70,15 +124,14 @@ def sequence_clip(
     old_logp_T: Tensor,
     advantages_T: Tensor,
     sequence_T: Tensor,
+    args: GSPOLoss = GSPOLoss(),
     *,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
     sequences: int | None = None,
 ) -> PolicyLoss:
     """GSPO: the ratio of a sequence is the geometric mean of its tokens' ratios.
 
         s = exp(mean_t(logp - old_logp)),  s_t = sg(s) * exp(logp_t - sg(logp_t))
-        L = max(-s_t A, -clip(s_t, 1 - clip_low, 1 + clip_high) A)
+        L = max(-s_t A, -clip(s_t, 1 - low, 1 + high) A)
 
     Source: GSPO (arXiv 2507.18071) eq. 5 to 7, in the token form of eq. 13 and 14, which has the
     same value and, for one advantage in a sequence, the same gradient.
@@ -97,7 +150,7 @@ def sequence_clip(
     log_ratio_T = mean_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[sequence_T]
     ratio_T = (logp_T - logp_T.detach() + log_ratio_T).exp()
     plain_T = -advantages_T * ratio_T
-    clipped_T = -advantages_T * ratio_T.clamp(1 - clip_low, 1 + clip_high)
+    clipped_T = -advantages_T * ratio_T.clamp(1 - args.low, 1 + args.high)
     return PolicyLoss(torch.maximum(plain_T, clipped_T), ratio_T.detach(), clipped_T > plain_T)
 
 
@@ -105,18 +158,16 @@ def cispo(
     logp_T: Tensor,
     old_logp_T: Tensor,
     advantages_T: Tensor,
-    *,
-    clip_low: float = 1.0,
-    clip_high: float = 0.28,
+    args: CISPOLoss = CISPOLoss(),
 ) -> PolicyLoss:
-    """CISPO: `L = -sg(clip(r, 1 - clip_low, 1 + clip_high)) * A * logp`.
+    """CISPO: `L = -sg(clip(r, 1 - low, 1 + high)) * A * logp`.
 
     The weight is clipped, never the gradient: every token teaches.
 
     Source: MiniMax-M1 (arXiv 2506.13585) eq. 4 and 5.
     """
     ratio_T = _ratio(logp_T, old_logp_T).detach()
-    weight_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
+    weight_T = ratio_T.clamp(1 - args.low, 1 + args.high)
     return PolicyLoss(-weight_T * advantages_T * logp_T, ratio_T, weight_T != ratio_T)
 
 
@@ -124,9 +175,7 @@ def sapo(
     logp_T: Tensor,
     old_logp_T: Tensor,
     advantages_T: Tensor,
-    *,
-    tau_pos: float = 1.0,
-    tau_neg: float = 1.05,
+    args: SAPOLoss = SAPOLoss(),
 ) -> PolicyLoss:
     """SAPO: `L = -4 / tau * sigmoid(tau (r - 1)) * A`, a soft gate instead of a clip.
 
@@ -137,7 +186,7 @@ def sapo(
     instead.
     """
     ratio_T = _ratio(logp_T, old_logp_T)
-    tau_T = torch.full_like(logp_T, tau_neg).masked_fill(advantages_T > 0, tau_pos)
+    tau_T = torch.full_like(logp_T, args.tau_neg).masked_fill(advantages_T > 0, args.tau_pos)
     gate_T = torch.sigmoid(tau_T * (ratio_T - 1)) * 4 / tau_T
     return PolicyLoss(-gate_T * advantages_T, ratio_T.detach(), _nothing(logp_T))
 
@@ -152,27 +201,27 @@ def importance_sampling(logp_T: Tensor, old_logp_T: Tensor, advantages_T: Tensor
 
 
 def opmd(
-    logp_T: Tensor, old_logp_T: Tensor, advantages_T: Tensor, *, tau: float = 1.0
+    logp_T: Tensor, old_logp_T: Tensor, advantages_T: Tensor, args: OPMDLoss = OPMDLoss()
 ) -> PolicyLoss:
     """`L = -A logp / (1 + tau)`, whoever sampled the token; `old_logp` only for the ratio's metric.
 
     Source: Kimi k1.5 (arXiv 2501.12599) section 2.3.2, as Trinity-RFT simplifies it.
     """
     ratio_T = _ratio(logp_T, old_logp_T).detach()
-    return PolicyLoss(-advantages_T * logp_T / (1 + tau), ratio_T, _nothing(logp_T))
+    return PolicyLoss(-advantages_T * logp_T / (1 + args.tau), ratio_T, _nothing(logp_T))
 
 
 def topr(
-    logp_T: Tensor, old_logp_T: Tensor, advantages_T: Tensor, *, threshold: float = 0.0
+    logp_T: Tensor, old_logp_T: Tensor, advantages_T: Tensor, args: TOPRLoss = TOPRLoss()
 ) -> PolicyLoss:
-    """TOPR: `L = -sg(a) A logp` with `a = min(r, 1)` where A <= threshold, else 1.
+    """TOPR: `L = -sg(a) A logp` with `a = min(r, 1)` where A <= advantage_threshold, else 1.
 
     `old_logp` is of the policy that sampled. The ratio is each token's, as Trinity-RFT has it.
 
     Source: TOPR (arXiv 2503.14286), where the ratio is the whole answer's.
     """
     ratio_T = _ratio(logp_T, old_logp_T).detach()
-    tapered_T = advantages_T <= threshold
+    tapered_T = advantages_T <= args.advantage_threshold
     weight_T = torch.where(tapered_T, ratio_T.clamp(max=1), torch.ones_like(ratio_T))
     return PolicyLoss(-weight_T * advantages_T * logp_T, ratio_T, tapered_T & (ratio_T > 1))
 
@@ -201,6 +250,112 @@ def clipped_value_loss(
     near_T = torch.clamp(values_T, old_values_T - clip, old_values_T + clip)
     plain_T, clipped_T = (values_T - returns_T) ** 2, (near_T - returns_T) ** 2
     return torch.maximum(plain_T, clipped_T) / 2, clipped_T > plain_T
+
+
+@dataclass(frozen=True)
+class Preference:
+    """P pairs; shape [P] each, without a gradient.
+
+    Attributes:
+        loss_P: Loss of each pair.
+        slope_P: Derivative of its loss by `chosen - rejected`, at most 0 without label smoothing.
+        chosen_reward_P, rejected_reward_P: `beta * (logp - ref)` of the two answers.
+    """
+
+    loss_P: Tensor
+    slope_P: Tensor
+    chosen_reward_P: Tensor
+    rejected_reward_P: Tensor
+
+
+def dpo(chosen_P: Tensor, rejected_P: Tensor, args: DPOLoss = DPOLoss()) -> Preference:
+    """DPO's loss of whole answers, and its derivative.
+
+    With `d = logp - ref`, summed over an answer, and `m = beta * (d_chosen - d_rejected)`:
+
+        L = -(1 - e) log sigmoid(m) - e log sigmoid(-m)
+
+    The derivative is all that the update needs: the gradient of a step's loss is that of
+    `sum_pairs slope * (logp_chosen - logp_rejected)` with constant slopes. So the answers of a pair
+    need not be in one micro-batch.
+
+    Source: DPO (arXiv 2305.18290) eq. 7; label smoothing is conservative DPO (Mitchell, 2023), as
+    in Trinity-RFT and TRL.
+
+    Args:
+        chosen_P, rejected_P: d of the better and of the worse answer.
+        args: `beta`, how strongly the preference is taken against the distance from the reference,
+            and `label_smoothing`, e, how often it is thought to be the wrong way round.
+    """
+    margin_P = args.beta * (chosen_P - rejected_P)
+    right, wrong = 1 - args.label_smoothing, args.label_smoothing
+    return Preference(
+        loss_P=-right * logsigmoid(margin_P) - wrong * logsigmoid(-margin_P),
+        slope_P=args.beta * (wrong * torch.sigmoid(margin_P) - right * torch.sigmoid(-margin_P)),
+        chosen_reward_P=args.beta * chosen_P,
+        rejected_reward_P=args.beta * rejected_P,
+    )
+
+
+KLEstimator = Callable[[Tensor, Tensor], Tensor]
+
+
+def k1(logp_T: Tensor, ref_logp_T: Tensor) -> Tensor:
+    """`logp - ref`, shape [T]: unbiased, may be negative."""
+    return logp_T - ref_logp_T
+
+
+def k2(logp_T: Tensor, ref_logp_T: Tensor) -> Tensor:
+    """`(logp - ref)^2 / 2`, shape [T]: its gradient is the KL's (on-policy)."""
+    return (logp_T - ref_logp_T) ** 2 / 2
+
+
+def k3(logp_T: Tensor, ref_logp_T: Tensor) -> Tensor:
+    """`exp(ref - logp) - (ref - logp) - 1`, shape [T]: unbiased and never negative."""
+    difference_T = (ref_logp_T - logp_T).clamp(-20, 20)
+    return difference_T.exp() - difference_T - 1
+
+
+def absolute(logp_T: Tensor, ref_logp_T: Tensor) -> Tensor:
+    """`|logp - ref|`, shape [T]."""
+    return (logp_T - ref_logp_T).abs()
+
+
+KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}
+
+
+def importance_weight(proximal_T: Tensor, behaviour_T: Tensor) -> Tensor:
+    """`w = exp(proximal - behaviour)` from log-probs, not yet bounded."""
+    return (proximal_T - behaviour_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def truncated(weight_T: Tensor, cap: float) -> Tensor:
+    """`min(w, cap)`: truncated importance sampling, biased a little and bounded.
+
+    Source: Ionides (2008); for the mismatch of engine and trainer Yao et al. (2025).
+    """
+    return weight_T.clamp(max=cap)
+
+
+def accepted(weight_T: Tensor, low: float, high: float) -> Tensor:
+    """1 where `low <= w <= high`, else 0: tokens too far from what is trained are left out."""
+    return ((weight_T >= low) & (weight_T <= high)).to(weight_T)
+
+
+def log_linear(behaviour_T: Tensor, current_T: Tensor, staleness_T: Tensor) -> Tensor:
+    """The proximal policy's log-probs without a forward pass of its own.
+
+    With s the steps between the behaviour and the proximal policy, `alpha = s / (s + 1)`:
+
+        proximal = behaviour + alpha * (current - behaviour)
+
+    The current policy is one step after the proximal one. For s = 0 it is the recorded log-prob.
+
+    Source: AReaL's `prox_logp_method: loglinear`.
+    """
+    alpha_T = staleness_T.clamp(min=0).to(behaviour_T)
+    alpha_T = alpha_T / (alpha_T + 1)
+    return torch.lerp(behaviour_T, current_T.detach().to(behaviour_T), alpha_T)
 
 
 def _ratio(logp_T: Tensor, old_logp_T: Tensor) -> Tensor:

@@ -1,10 +1,8 @@
 """The table of algorithms: advantage + policy loss + KL + entropy + aggregation + defaults.
 
-Names and defaults are Trinity-RFT's; `docs/algorithms.md` has the formulas, and says where we
-differ. An algorithm is a choice of parts: every part can be exchanged by its own key
-(`algorithm.advantage_fn`, `algorithm.policy_loss_fn`, ...), then with that part's own defaults.
-
-The table is data that the configuration is checked against, so this module does not need torch.
+Names and defaults are Trinity-RFT's. An algorithm is a choice of parts (`tuner.algorithms.spec`):
+every part can be exchanged by its own key (`algorithm.advantage_fn`, `algorithm.policy_loss_fn`,
+...), then with that part's own defaults. It is data that the configuration is checked against.
 """
 
 from __future__ import annotations
@@ -12,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from tuner.algorithms.spec import AdvantageName, Aggregation, EntropyName, KLName, PolicyLossName
 
 AlgorithmName = Literal[
     "multi_step_grpo",
@@ -31,100 +31,8 @@ AlgorithmName = Literal[
     "sft",
     "dpo",
 ]
-AdvantageName = Literal[
-    "step_wise_grpo",
-    "grpo",
-    "rloo",
-    "reinforceplusplus",
-    "opmd",
-    "asymre",
-    "reinforce",
-    "best_of_group",
-    "ppo",
-    "on_policy_distill",
-    "none",
-]
-PolicyLossName = Literal[
-    "ppo", "gspo", "cispo", "sapo", "opmd", "topr", "importance_sampling", "sft", "dpo"
-]
-Aggregation = Literal[
-    "token-mean",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum",
-    "seq-mean-token-sum-norm",
-    "rollout-mean",
-]
-KLName = Literal["none", "k1", "k2", "k3", "abs"]
-StdLevel = Literal["group", "batch", "none"]
-OPMDBaseline = Literal["mean", "logavgexp"]
-EntropyName = Literal["none", "default"]
-
-# What the log-ratio of a policy loss is taken to: the policy that the step began with, or the one
-# that sampled; a loss without a ratio needs neither.
-RatioTo = Literal["proximal", "behaviour", "nothing"]
 # What a row of recorded data is: one conversation, or a good and a bad end of one.
 Recorded = Literal["conversations", "pairs"]
-
-
-@dataclass(frozen=True)
-class Part:
-    """An exchangeable part: the settings that it reads, by Trinity-RFT's key, with defaults.
-
-    Attributes:
-        needs_group: Of an advantage: whether a rollout alone in its group teaches nothing.
-        needs_reward: Of an advantage: whether a rollout without a reward teaches nothing.
-    """
-
-    args: Mapping[str, Any] = field(default_factory=dict)
-    ratio_to: RatioTo = "nothing"
-    needs_group: bool = True
-    needs_reward: bool = True
-
-
-_NORMALIZED = {"epsilon": 1e-6, "std_threshold": None, "std_cal_level": "group"}
-
-ADVANTAGES: Mapping[AdvantageName, Part] = {
-    "step_wise_grpo": Part(_NORMALIZED),
-    "grpo": Part(_NORMALIZED),
-    "rloo": Part(),
-    "reinforceplusplus": Part({"gamma": 1.0}, needs_group=False),
-    "opmd": Part({"opmd_baseline": "mean", "tau": 1.0}),
-    "asymre": Part({"baseline_shift": -0.1}),
-    "reinforce": Part(needs_group=False),
-    "best_of_group": Part(),
-    "ppo": Part({"gamma": 1.0, "lam": 1.0}, needs_group=False),
-    "on_policy_distill": Part({"kl_coef": 1.0}, needs_group=False, needs_reward=False),
-    # Of algorithms that make no rollouts.
-    "none": Part(),
-}
-
-# Advantages that may compare what calls lead to (`tuner.algorithm.turn_discount`).
-TURN_DISCOUNTED: frozenset[AdvantageName] = frozenset(
-    {"step_wise_grpo", "grpo", "rloo", "opmd", "asymre", "reinforce"}
-)
-
-POLICY_LOSSES: Mapping[PolicyLossName, Part] = {
-    "ppo": Part(
-        {
-            "clip_range": 0.2,
-            "clip_range_low": None,
-            "clip_range_high": None,
-            "clip_ratio_c": 3.0,
-        },
-        "proximal",
-    ),
-    "gspo": Part({"clip_range": None, "clip_range_low": 3e-4, "clip_range_high": 4e-4}, "proximal"),
-    "cispo": Part({"clip_range_low": 1.0, "clip_range_high": 0.28}, "proximal"),
-    "sapo": Part({"tau_pos": 1.0, "tau_neg": 1.05}, "proximal"),
-    "opmd": Part({"tau": 1.0}),
-    "topr": Part({"advantage_threshold": 0.0}, "behaviour"),
-    "importance_sampling": Part({}, "proximal"),
-    "sft": Part(),
-    "dpo": Part({"beta": 0.1, "label_smoothing": 0.0}),
-}
-
-KL_COEF = 0.001
-ENTROPY_COEF = 0.0
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tuner.assembly.models import SETTING, StoredAdapter, quiet_transformers
-from tuner.config.lora import DEFAULT_ALPHA, DEFAULT_RANK, DEFAULT_TARGETS, LoraSection
+from tuner.config.explorer import DEFAULT_ALPHA, DEFAULT_RANK, DEFAULT_TARGETS, LoraSection
 from tuner.data.order import derive_seed
 from tuner.errors import ConfigError, MissingDependencyError, ModelLoadError, TunerError
 from tuner.training.references import AdapterReference

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tuner.config.lora import LoraSection
+from tuner.config.explorer import LoraSection
 from tuner.errors import ConfigError, ModelLoadError
 
 if TYPE_CHECKING:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from tuner.algorithms.table import ADVANTAGES, ALGORITHMS
+from tuner.algorithms.spec import ADVANTAGES
+from tuner.algorithms.table import ALGORITHMS
 from tuner.config import RunConfig
 from tuner.config.algorithm_conflicts import longest_answer
 from tuner.gateway import SessionLimits
@@ -33,7 +32,6 @@ def trainer_settings(
 ) -> TrainerSettings:
     """The numbers of the training step from Trinity-RFT's keys."""
     algorithm, optimizer = config.algorithm, config.algorithm.optimizer
-    loss, advantage = algorithm.policy_loss_fn_args, algorithm.advantage_fn_args
     extras, critic = config.tuner.algorithm, config.tuner.critic
     cap = None if extras.importance_sampling == "none" else extras.importance_cap
     return TrainerSettings(
@@ -46,14 +44,14 @@ def trainer_settings(
         weight_decay=optimizer.weight_decay,
         grad_clip=config.trainer.grad_clip,
         advantage=algorithm.advantage_fn,
+        advantage_args=algorithm.advantage,
         policy_loss=algorithm.policy_loss_fn,
-        clip_low=loss.low,
-        clip_high=loss.high,
+        policy_loss_args=algorithm.policy_loss,
         kl=algorithm.kl_loss_fn,
-        kl_coef=algorithm.kl_loss_fn_args.kl_coef or 0.0,
+        kl_args=algorithm.kl_loss,
         kl_penalty=algorithm.kl_penalty_fn,
-        kl_penalty_coef=algorithm.kl_penalty_fn_args.kl_coef or 0.0,
-        entropy_coef=algorithm.entropy_loss_fn_args.entropy_coef or 0.0,
+        kl_penalty_args=algorithm.kl_penalty,
+        entropy=algorithm.entropy_loss,
         aggregation=algorithm.loss_agg_mode,
         max_completion=longest_answer(config),
         updates=extras.updates,
@@ -76,25 +74,6 @@ def trainer_settings(
             weight_decay=critic.weight_decay,
             clip=critic.cliprange_value,
             warmup=config.trainer.critic_warmup,
-        ),
-        # What the algorithm does not read is null there, and of no effect here.
-        **_given(
-            epsilon=advantage.epsilon,
-            std_threshold=advantage.std_threshold,
-            std_level=advantage.std_cal_level,
-            gamma=advantage.gamma,
-            lam=advantage.lam,
-            opmd_baseline=advantage.opmd_baseline,
-            opmd_baseline_tau=advantage.tau,
-            baseline_shift=advantage.baseline_shift,
-            clip_ratio_c=loss.clip_ratio_c,
-            tau_pos=loss.tau_pos,
-            tau_neg=loss.tau_neg,
-            opmd_tau=loss.tau,
-            advantage_threshold=loss.advantage_threshold,
-            beta=loss.beta,
-            label_smoothing=loss.label_smoothing,
-            distill_coef=advantage.kl_coef,
         ),
     )
 
@@ -125,7 +104,3 @@ def adds_up(config: RunConfig) -> bool:
     """Whether calls are trained by what they lead to, so that rewards are gained where they end."""
     discounts = config.tuner.algorithm.turn_discount is not None
     return discounts or config.algorithm.advantage_fn == "ppo"
-
-
-def _given(**values: Any) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}

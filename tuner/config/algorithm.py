@@ -1,36 +1,35 @@
 """`algorithm.*`: how rewards become a gradient, and the optimizer.
 
 What is not set is taken from the table of algorithms when the configuration is loaded: parts from
-the algorithm's row, their numbers from the parts. A number that the chosen part does not read stays
-null, so one that is not null was set, and is refused (`tuner.config.conflicts`).
+the algorithm's row, their numbers from the parts (`tuner.algorithms.spec`). A number that the
+chosen part does not read stays null, so one that is not null was set, and is refused
+(`tuner.config.conflicts`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal, get_args
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, create_model, field_validator, model_validator
 
-from tuner.algorithms.table import (
+from tuner.algorithms.spec import (
     ADVANTAGES,
-    ALGORITHMS,
-    ENTROPY_COEF,
-    KL_COEF,
-    NOT_HERE,
     POLICY_LOSSES,
+    AdvantageArgs,
     AdvantageName,
     Aggregation,
-    AlgorithmName,
+    Args,
+    EntropyLoss,
     EntropyName,
+    KLLoss,
     KLName,
-    OPMDBaseline,
-    Part,
+    KLPenalty,
+    PolicyLossArgs,
     PolicyLossName,
-    StdLevel,
 )
+from tuner.algorithms.table import ALGORITHMS, NOT_HERE, AlgorithmName
 from tuner.config.section import Section
-from tuner.config.synchronizer import SampleStrategyArgs
 
 
 class OptimizerSection(Section):
@@ -66,133 +65,32 @@ class OptimizerSection(Section):
         return int(self.lr_warmup_steps_ratio * total_steps)
 
 
-class AdvantageArgs(Section):
-    """`algorithm.advantage_fn_args.*`"""
+def _arguments(name: str, parts: Iterable[type[Args]]) -> type[Section]:
+    """A section of every argument that one of `parts` has; null where it is not read."""
+    found: dict[str, Any] = {}
+    for part in parts:
+        for key, info in part.model_fields.items():
+            kind: Any = info.annotation
+            field = Field(description=info.description)
+            found.setdefault(key, (Annotated[(kind | None, *info.metadata, field)], None))
+    return create_model(name, __base__=Section, __doc__=f"`algorithm.{name}.*`", **found)
 
-    epsilon: float | None = Field(
-        default=None, ge=0, description="Added to the standard deviation (1e-6). For grpo."
-    )
-    std_threshold: float | None = Field(
+
+AdvantageArguments = _arguments("advantage_fn_args", ADVANTAGES.values())
+PolicyLossArguments = _arguments("policy_loss_fn_args", POLICY_LOSSES.values())
+KLPenaltyArguments = _arguments("kl_penalty_fn_args", [KLPenalty])
+KLLossArguments = _arguments("kl_loss_fn_args", [KLLoss])
+EntropyLossArguments = _arguments("entropy_loss_fn_args", [EntropyLoss])
+
+
+class SampleStrategyArgs(Section):
+    """`algorithm.sample_strategy_args.*`"""
+
+    max_staleness: int | None = Field(
         default=None,
         ge=0,
-        description="Groups whose rewards have a standard deviation of at most this teach nothing; "
-        "not set: every group does. For grpo.",
-    )
-    std_cal_level: StdLevel | None = Field(
-        default=None,
-        description="Whose standard deviation divides: the group's (the default), the batch's "
-        "(LitePPO), or none (Dr.GRPO; not a value of Trinity-RFT's). For grpo.",
-    )
-    gamma: float | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="Discount from token to token (1): of an answer for reinforceplusplus, on "
-        "through the calls of a rollout for ppo.",
-    )
-    lam: float | None = Field(default=None, ge=0, le=1, description="Lambda of GAE (1). For ppo.")
-    opmd_baseline: OPMDBaseline | None = Field(
-        default=None, description="What rewards are compared with (mean). For opmd."
-    )
-    tau: float | None = Field(
-        default=None, gt=0, description="Temperature of `logavgexp` (1). For opmd."
-    )
-    baseline_shift: float | None = Field(
-        default=None, description="Added to the group's mean (-0.1). For asymre."
-    )
-    kl_coef: float | None = Field(
-        default=None,
-        gt=0,
-        description="The advantage is this times `teacher - student` (1). For on_policy_distill.",
-    )
-
-
-class PolicyLossArgs(Section):
-    """`algorithm.policy_loss_fn_args.*`"""
-
-    clip_range: float | None = Field(
-        default=None,
-        gt=0,
-        description="How far the ratio may leave 1 either way (0.2). For ppo, gspo.",
-    )
-    clip_range_low: float | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="How far it may fall below 1; not set: `clip_range` (gspo 3e-4, cispo 1). For "
-        "ppo, gspo, cispo.",
-    )
-    clip_range_high: float | None = Field(
-        default=None,
-        gt=0,
-        description="How far it may rise above 1; not set: `clip_range` (gspo 4e-4, cispo and "
-        "dapo 0.28). For ppo, gspo, cispo.",
-    )
-    clip_ratio_c: float | None = Field(
-        default=None,
-        gt=1,
-        description="Dual clip: bound on the ratio where the advantage is negative (3). For ppo.",
-    )
-    tau_pos: float | None = Field(
-        default=None, gt=0, description="Steepness of the gate where A > 0 (1). For sapo."
-    )
-    tau_neg: float | None = Field(
-        default=None, gt=0, description="The same where A <= 0 (1.05). For sapo."
-    )
-    tau: float | None = Field(
-        default=None, ge=0, description="The loss is divided by 1 + tau (1). For opmd."
-    )
-    advantage_threshold: float | None = Field(
-        default=None, description="Weights are tapered at or below it (0). For topr."
-    )
-    beta: float | None = Field(
-        default=None,
-        gt=0,
-        description="How strongly a preference is taken against the distance from the reference "
-        "(0.1). For dpo.",
-    )
-    label_smoothing: float | None = Field(
-        default=None,
-        ge=0,
-        lt=0.5,
-        description="How often a preference is thought to be the wrong way round (0). For dpo.",
-    )
-
-    @property
-    def low(self) -> float:
-        """How far the ratio may fall below 1."""
-        return _first(self.clip_range_low, self.clip_range)
-
-    @property
-    def high(self) -> float:
-        """How far the ratio may rise above 1."""
-        return _first(self.clip_range_high, self.clip_range)
-
-
-class KLLossArgs(Section):
-    """`algorithm.kl_loss_fn_args.*`"""
-
-    kl_coef: float | None = Field(
-        default=None,
-        ge=0,
-        description="Weight of the KL term (0.001); 0 also saves the reference model. Not with "
-        "`none`.",
-    )
-
-
-class KLPenaltyArgs(Section):
-    """`algorithm.kl_penalty_fn_args.*`"""
-
-    kl_coef: float | None = Field(
-        default=None, ge=0, description="Weight of the penalty (0.001). Not with `none`."
-    )
-
-
-class EntropyLossArgs(Section):
-    """`algorithm.entropy_loss_fn_args.*`"""
-
-    entropy_coef: float | None = Field(
-        default=None, ge=0, description="Weight of the entropy bonus (0). Not with `none`."
+        description="Tokens that are older than so many updates are not trained. For "
+        "staleness_control, which needs it.",
     )
 
 
@@ -215,26 +113,26 @@ class AlgorithmSection(Section):
         default="step_wise_grpo",
         description="How rewards become advantages; `none` where nothing is rolled out.",
     )
-    advantage_fn_args: AdvantageArgs = AdvantageArgs()
+    advantage_fn_args: AdvantageArguments = AdvantageArguments()  # type: ignore[valid-type]
     policy_loss_fn: PolicyLossName = Field(
         default="ppo", description="The loss of a token with an advantage."
     )
-    policy_loss_fn_args: PolicyLossArgs = PolicyLossArgs()
+    policy_loss_fn_args: PolicyLossArguments = PolicyLossArguments()  # type: ignore[valid-type]
     kl_penalty_fn: KLName = Field(
         default="none",
         description="Estimate of KL(policy || reference) taken off the rewards. Not for raft.",
     )
-    kl_penalty_fn_args: KLPenaltyArgs = KLPenaltyArgs()
+    kl_penalty_fn_args: KLPenaltyArguments = KLPenaltyArguments()  # type: ignore[valid-type]
     kl_loss_fn: KLName = Field(
         default="k2",
         description="Estimate of KL(policy || reference) added to the loss. Default of "
         "multi_step_grpo.",
     )
-    kl_loss_fn_args: KLLossArgs = KLLossArgs()
+    kl_loss_fn_args: KLLossArguments = KLLossArguments()  # type: ignore[valid-type]
     entropy_loss_fn: EntropyName = Field(
         default="default", description="Entropy bonus; it costs nothing while its coefficient is 0."
     )
-    entropy_loss_fn_args: EntropyLossArgs = EntropyLossArgs()
+    entropy_loss_fn_args: EntropyLossArguments = EntropyLossArguments()  # type: ignore[valid-type]
     loss_agg_mode: Aggregation = Field(
         default="token-mean",
         description="What each trained token of a step weighs ([algorithms](algorithms.md)); "
@@ -266,7 +164,7 @@ class AlgorithmSection(Section):
             if isinstance(args, Mapping) and part is not None:
                 own = filled[key] == getattr(row, key, "none")
                 other = row.policy_loss_args if own and key == "policy_loss_fn" else {}
-                filled[f"{key}_args"] = _with_defaults(args, {**part.args, **other})
+                filled[f"{key}_args"] = part.completed(args, other)
         return filled
 
     @field_validator("algorithm_type", mode="before")
@@ -276,16 +174,41 @@ class AlgorithmSection(Section):
             raise ValueError(f"not on this backend: {NOT_HERE[value]}")
         return value
 
+    @property
+    def advantage(self) -> AdvantageArgs:
+        """The advantage with its numbers."""
+        return _read(ADVANTAGES[self.advantage_fn], self.advantage_fn_args)
+
+    @property
+    def policy_loss(self) -> PolicyLossArgs:
+        """The policy loss with its numbers."""
+        return _read(POLICY_LOSSES[self.policy_loss_fn], self.policy_loss_fn_args)
+
+    @property
+    def kl_penalty(self) -> KLPenalty:
+        """The numbers of the KL that is taken off the rewards."""
+        return _read(KLPenalty, self.kl_penalty_fn_args)
+
+    @property
+    def kl_loss(self) -> KLLoss:
+        """The numbers of the KL term of the loss."""
+        return _read(KLLoss, self.kl_loss_fn_args)
+
+    @property
+    def entropy_loss(self) -> EntropyLoss:
+        """The numbers of the entropy bonus."""
+        return _read(EntropyLoss, self.entropy_loss_fn_args)
+
     def unused(self) -> Iterator[tuple[str, str]]:
         """(dotted key, what does use it) of each number that was set and that nothing reads."""
         for key in PARTS:
             used = part_of(key, getattr(self, key))
             for name, value in getattr(self, f"{key}_args"):
-                if value is not None and used is not None and name not in used.args:
+                if value is not None and used is not None and name not in used.model_fields:
                     users = [
                         other
                         for other in get_args(type(self).model_fields[key].annotation)
-                        if name in getattr(part_of(key, other), "args", {})
+                        if name in getattr(part_of(key, other), "model_fields", {})
                     ]
                     yield f"algorithm.{key}_args.{name}", " or ".join(users)
 
@@ -293,29 +216,110 @@ class AlgorithmSection(Section):
 PARTS = ("advantage_fn", "policy_loss_fn", "kl_penalty_fn", "kl_loss_fn", "entropy_loss_fn")
 
 
-def part_of(key: str, name: Any) -> Part | None:
+ArgsT = TypeVar("ArgsT", bound=Args)
+
+
+def _read(part: type[ArgsT], given: Section) -> ArgsT:
+    """What a part reads of its section."""
+    return part.model_validate({name: getattr(given, name) for name in part.model_fields})
+
+
+def part_of(key: str, name: Any) -> type[Args] | None:
     """The part that `algorithm.<key>: <name>` chooses, or None where there is no such part."""
     if key == "advantage_fn":
         return ADVANTAGES.get(name)
     if key == "policy_loss_fn":
         return POLICY_LOSSES.get(name)
     if name == "none":
-        return Part()
-    if key == "entropy_loss_fn":
-        return Part({"entropy_coef": ENTROPY_COEF})
-    return Part({"kl_coef": KL_COEF})
+        return Args
+    return {"kl_penalty_fn": KLPenalty, "kl_loss_fn": KLLoss}.get(key, EntropyLoss)
 
 
-def _with_defaults(args: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """`args` with what is missing; a `clip_range` that was set stands for both of its sides."""
-    filled = {key: value for key, value in args.items() if value is not None}
-    sides = {"clip_range_low", "clip_range_high"} if "clip_range" in filled else set()
-    for key, value in defaults.items():
-        if value is not None and key not in sides:
-            filled.setdefault(key, value)
-    return filled
+class CriticSection(Section):
+    """`tuner.critic.*`: the critic of `algorithm.algorithm_type: ppo`, with Trinity-RFT's numbers.
+
+    Its path is `model.critic_model_path`, its gradient is clipped by `trainer.grad_clip`, and
+    `trainer.critic_warmup` is where it starts alone.
+    """
+
+    lr: float = Field(default=1e-5, gt=0, description="Learning rate of the critic; constant.")
+    betas: tuple[float, float] = Field(
+        default=(0.9, 0.999), description="Decay of Adam's two moving averages."
+    )
+    weight_decay: float = Field(default=0.01, ge=0, description="Decoupled weight decay.")
+    cliprange_value: float = Field(
+        default=0.5,
+        gt=0,
+        description="How far a value may leave the one that the step began with before its "
+        "gradient is cut.",
+    )
 
 
-def _first(*values: float | None) -> float:
-    """The first value that is set; 0 where none is, as for a loss that does not clip."""
-    return next((value for value in values if value is not None), 0.0)
+class AlgorithmExtras(Section):
+    """`tuner.algorithm.*`"""
+
+    reward_scale: float = Field(
+        default=1.0, gt=0, description="Rewards are trained as `(reward + reward_bias) * this`."
+    )
+    reward_bias: float = Field(default=0.0, description="See `reward_scale`.")
+    overlong_buffer: int | None = Field(
+        default=None,
+        ge=1,
+        description="DAPO's soft punishment of long answers: the reward falls over the last so "
+        "many of the tokens that an answer may have. Not set: none.",
+    )
+    overlong_penalty: float = Field(
+        default=1.0, gt=0, description="What an answer of full length loses."
+    )
+    dynamic_sampling: bool | None = Field(
+        default=None,
+        description="Leave out groups whose rewards are all equal, unless calls have rewards of "
+        "their own. Not set: as the algorithm has it (`dapo` does).",
+    )
+    success_rate_lb: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Groups with a smaller share of rewards above 0 are left out: too hard.",
+    )
+    success_rate_ub: float = Field(
+        default=1.0, ge=0, le=1, description="Groups with a larger share are left out: too easy."
+    )
+    turn_discount: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Discount from a call to the one before it. A call is then compared by what "
+        "it leads to ([algorithms](algorithms.md)). Not set: a rollout's reward goes to all its "
+        "calls. For grpo, rloo, opmd, asymre and reinforce.",
+    )
+    updates: int = Field(
+        default=1, ge=1, description="Updates of the weights on each step's batch."
+    )
+    proximal: Literal["auto", "recorded", "recompute", "loglinear"] = Field(
+        default="auto",
+        description="Decoupled PPO: where the log-probs of the weights that a step began with come "
+        "from. `auto` is `recorded` for tokens that these weights sampled, else `recompute`.",
+    )
+    importance_sampling: Literal["truncate", "none"] = Field(
+        default="truncate",
+        description="Weigh tokens that other weights sampled, or not. Of no effect where the "
+        "log-probs are `recorded`.",
+    )
+    importance_cap: float = Field(
+        default=2.0, gt=0, description="Upper bound of that weight. Not with `none`."
+    )
+    rejection_low: float | None = Field(
+        default=None,
+        ge=0,
+        description="Tokens whose weight is below this do not count; set both bounds or none.",
+    )
+    rejection_high: float | None = Field(
+        default=None, gt=0, description="Tokens whose weight is above this do not count."
+    )
+    teacher: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Which of `explorer.auxiliary_models` is the teacher of on_policy_distill. Not "
+        "set: the first.",
+    )

@@ -5,12 +5,41 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tuner.config.algorithm_conflicts import algorithm_conflicts
-from tuner.config.asynchronous_conflicts import asynchronous_conflicts
-from tuner.config.engine import engine_conflicts
+from tuner.algorithms.table import ALGORITHMS
+from tuner.config.algorithm_conflicts import algorithm_conflicts, recorded_conflicts
 from tuner.config.problems import Problem
-from tuner.config.recorded_conflicts import recorded_conflicts
 from tuner.config.schema import RunConfig
+
+_OFFSET = "synchronizer.sync_offset"
+_STRATEGY = "algorithm.sample_strategy"
+_STALENESS = "algorithm.sample_strategy_args.max_staleness"
+
+LARGEST_RANK = 512
+"""Of an adapter that vLLM serves."""
+
+# Arguments of vLLM that follow from other settings, or that exactness hangs on.
+_OURS = {
+    "model": "model.model_path",
+    "tokenizer": "model.model_path",
+    "dtype": "tuner.dtype",
+    "seed": "tuner.seed",
+    "max_model_len": "model.max_model_len",
+    "max_num_seqs": "tuner.max_slots",
+    "tensor_parallel_size": "explorer.rollout_model.tensor_parallel_size",
+    "gpu_memory_utilization": "explorer.rollout_model.gpu_memory_utilization",
+    "enforce_eager": "explorer.rollout_model.enforce_eager",
+    "enable_sleep_mode": "tuner.engine.sleep",
+    "weight_transfer_config": "tuner.engine.weights",
+    "enable_lora": "model.lora_configs",
+    "max_lora_rank": "model.lora_configs",
+    "max_loras": "model.lora_configs",
+    "max_logprobs": None,
+    "logprobs_mode": None,
+    "enable_prefix_caching": None,
+    "generation_config": None,
+    "structured_outputs_config": None,
+    "worker_extension_cls": None,
+}
 
 
 def conflicts(config: RunConfig, foreign: Mapping[str, Any]) -> list[Problem]:
@@ -26,8 +55,8 @@ def conflicts(config: RunConfig, foreign: Mapping[str, Any]) -> list[Problem]:
         *_lora(config),
         *_sampling(config),
         *_agents(config),
-        *asynchronous_conflicts(config),
-        *engine_conflicts(config),
+        *_asynchronous(config),
+        *_engine(config),
         *algorithm_conflicts(config),
         *recorded_conflicts(config, foreign),
     ]
@@ -137,4 +166,186 @@ def _agents(config: RunConfig) -> Iterator[Problem]:
         )
         yield Problem(
             f"tuner.{there}", f"tuner.{there} is set without tuner.{missing}: set both of them"
+        )
+
+
+def _asynchronous(config: RunConfig) -> Iterator[Problem]:
+    """Every setting of running ahead that would be without use or sense."""
+    offset = config.synchronizer.sync_offset
+    algorithm, over = config.algorithm, config.explorer.over_rollout
+    limit = algorithm.sample_strategy_args.max_staleness
+    if ALGORITHMS[algorithm.algorithm_type].recorded is not None:
+        for key, given in (
+            (_OFFSET, offset),
+            (_STRATEGY, algorithm.sample_strategy != "default"),
+            ("explorer.over_rollout.ratio", over.ratio),
+        ):
+            if given:
+                yield Problem(
+                    key,
+                    f"{key} is set, but algorithm.algorithm_type {algorithm.algorithm_type} makes "
+                    "no rollouts: remove it",
+                )
+        return
+    if offset and config.tuner.deterministic:
+        yield Problem(
+            _OFFSET,
+            f"{_OFFSET} is {offset} and tuner.deterministic is true, but which weights sample a "
+            "token depends on how long things take: set one of them to its default",
+        )
+    if algorithm.sample_strategy == "staleness_control":
+        if not offset:
+            yield Problem(
+                _STRATEGY,
+                f"{_STRATEGY} is staleness_control, but with {_OFFSET} 0 nothing is ever old: set "
+                f"{_OFFSET}, or remove it",
+            )
+        if limit is None:
+            yield Problem(
+                _STALENESS,
+                f"{_STALENESS} is not set, but {_STRATEGY} is staleness_control: say how old a "
+                f"token may be, as {_OFFSET} does ({offset})",
+            )
+    elif limit is not None:
+        yield Problem(
+            _STALENESS,
+            f"{_STALENESS} is {limit}, but {_STRATEGY} is default, under which {_OFFSET} is the "
+            f"bound: remove it, or set {_STRATEGY} to staleness_control",
+        )
+    if not over.ratio:
+        for name in sorted(over.changed()):
+            yield Problem(
+                f"explorer.over_rollout.{name}",
+                f"explorer.over_rollout.{name} is set, but explorer.over_rollout.ratio is 0 and "
+                "nothing is ended early: set ratio too, or remove it",
+            )
+
+
+def _engine(config: RunConfig) -> Iterator[Problem]:
+    """What the chosen engine cannot do."""
+    engine_type = config.explorer.rollout_model.engine_type
+    if engine_type == "transformers":
+        yield from _without_servers(config)
+        return
+    yield from _with_servers(config)
+    yield from _with_vllm(config) if engine_type == "vllm" else _with_sglang(config)
+
+
+def _without_servers(config: RunConfig) -> Iterator[Problem]:
+    rollout_model, prefix = config.explorer.rollout_model, "explorer.rollout_model"
+    given: dict[str, tuple[Any, Any]] = {
+        f"{prefix}.engine_num": (rollout_model.engine_num, 1),
+        f"{prefix}.tensor_parallel_size": (rollout_model.tensor_parallel_size, 1),
+        f"{prefix}.gpu_memory_utilization": (rollout_model.gpu_memory_utilization, None),
+        f"{prefix}.extra_engine_args": (rollout_model.extra_engine_args, {}),
+        "tuner.engine.urls": (list(config.tuner.engine.urls), []),
+        "tuner.engine.weights": (config.tuner.engine.weights, "auto"),
+        "tuner.engine.sleep": (config.tuner.engine.sleep, None),
+    }
+    for path, (value, default) in given.items():
+        if value != default:
+            yield Problem(
+                path,
+                f"{path} is {value}, but the engine over transformers is part of this process, "
+                f"with the trainer's own weights; remove it, or set {prefix}.engine_type to vllm",
+            )
+    if config.tuner.placement == "separate":
+        yield Problem(
+            "tuner.placement",
+            "tuner.placement is separate, but the engine over transformers generates with the "
+            f"trainer's own weights: set it to colocate, or {prefix}.engine_type to vllm",
+        )
+
+
+def _with_servers(config: RunConfig) -> Iterator[Problem]:
+    rollout_model, prefix = config.explorer.rollout_model, "explorer.rollout_model"
+    urls = config.tuner.engine.urls
+    if config.tuner.deterministic:
+        yield Problem(
+            "tuner.deterministic",
+            f"tuner.deterministic is true, but {prefix}.engine_type is "
+            f"{rollout_model.engine_type}, whose numbers depend on who else is in flight: set that "
+            "to transformers",
+        )
+    if config.tuner.placement == "colocate" and urls:
+        yield Problem(
+            "tuner.placement",
+            "tuner.placement is colocate, but tuner.engine.urls names servers elsewhere: set one "
+            "of them",
+        )
+    if urls and rollout_model.engine_num not in (1, len(urls)):
+        yield Problem(
+            f"{prefix}.engine_num",
+            f"{prefix}.engine_num is {rollout_model.engine_num}, but tuner.engine.urls names "
+            f"{len(urls)}: remove engine_num",
+        )
+
+
+def _with_vllm(config: RunConfig) -> Iterator[Problem]:
+    rollout_model, prefix = config.explorer.rollout_model, "explorer.rollout_model"
+    if config.tuner.placement == "colocate" and rollout_model.engine_num > 1:
+        yield Problem(
+            f"{prefix}.engine_num",
+            f"{prefix}.engine_num is {rollout_model.engine_num}, but tuner.placement is colocate, "
+            "which is one engine in this process: set placement to separate, or engine_num to 1",
+        )
+    if config.tuner.engine.sleep and config.synchronizer.sync_offset:
+        yield Problem(
+            "tuner.engine.sleep",
+            "tuner.engine.sleep is true, but synchronizer.sync_offset is "
+            f"{config.synchronizer.sync_offset}, with which vLLM generates during updates: remove "
+            "sleep, or set sync_offset to 0",
+        )
+    for name in sorted(_OURS.keys() & rollout_model.extra_engine_args.keys()):
+        path = f"{prefix}.extra_engine_args.{name}"
+        instead = f"set {_OURS[name]}" if _OURS[name] else "log-probs would not be exact otherwise"
+        yield Problem(path, f"{path} cannot be set: {instead}")
+    lora = config.model.lora
+    if lora is not None and (lora.lora_rank or 0) > LARGEST_RANK:
+        yield Problem(
+            "model.lora_configs.0.lora_rank",
+            f"model.lora_configs.0.lora_rank is {lora.lora_rank}, but vLLM serves {LARGEST_RANK} "
+            f"at most: lower it, or set {prefix}.engine_type to transformers",
+        )
+
+
+def _with_sglang(config: RunConfig) -> Iterator[Problem]:
+    rollout_model, prefix = config.explorer.rollout_model, "explorer.rollout_model"
+    if not config.tuner.engine.urls:
+        yield Problem(
+            "tuner.engine.urls",
+            f"{prefix}.engine_type is sglang, but tuner.engine.urls is not set: SGLang servers are "
+            "not started by a run; start one as docs/engines.md says and name its address there",
+        )
+    if config.tuner.placement == "colocate":
+        yield Problem(
+            "tuner.placement",
+            f"tuner.placement is colocate, but {prefix}.engine_type is sglang, whose servers run "
+            "elsewhere: remove placement",
+        )
+    elsewhere: dict[str, tuple[Any, Any]] = {
+        "tensor_parallel_size": (rollout_model.tensor_parallel_size, 1),
+        "gpu_memory_utilization": (rollout_model.gpu_memory_utilization, None),
+        "enforce_eager": (rollout_model.enforce_eager, False),
+        "extra_engine_args": (rollout_model.extra_engine_args, {}),
+    }
+    for name, (value, default) in elsewhere.items():
+        if value != default:
+            yield Problem(
+                f"{prefix}.{name}",
+                f"{prefix}.{name} is {value}, but SGLang servers run elsewhere: set it where they "
+                "are started, and remove it here",
+            )
+    if config.model.lora is not None:
+        yield Problem(
+            "model.lora_configs",
+            f"model.lora_configs is set, but {prefix}.engine_type is sglang, to which adapters are "
+            "not handed over: set it to vllm or transformers",
+        )
+    if config.model.top_k > 0 and config.model.top_p < 1:
+        yield Problem(
+            "model.top_k",
+            f"model.top_k is {config.model.top_k} and model.top_p is {config.model.top_p}, but "
+            f"{prefix}.engine_type is sglang, which cuts both from the whole distribution, where "
+            "top_p is meant of what top_k keeps: set one of them alone",
         )

@@ -11,8 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from tuner.config.foreign import Anything, Foreign, Same, Values
-from tuner.config.foreign_keys import FOREIGN
+from tuner.config.foreign import FOREIGN, Anything, Foreign, Same, Values
 from tuner.config.keys import fields
 from tuner.config.section import Section
 

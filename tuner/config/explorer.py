@@ -1,4 +1,4 @@
-"""`explorer.*`: running workflows and generating their answers."""
+"""`explorer.*`, `model.*`, `synchronizer.*`, `tuner.engine.*`: who answers, and what with."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from tuner.config.lora import LoraSection
 from tuner.config.section import Section
-from tuner.config.synchronizer import OverRolloutSection
 
+DEFAULT_RANK = 32
+DEFAULT_ALPHA = 32
+DEFAULT_TARGETS = "all-linear"
+
+_OF_PATH = "or that of the adapter at `path`"
 TOOL_CALL_PARSER = "Reads tool calls out of the model's text; null leaves the text as it is."
 REASONING_PARSER = "Reads `<think>` out of the model's text; null leaves the text as it is."
 
@@ -79,6 +82,25 @@ class AuxiliaryModelSection(Section):
     reasoning_parser: str | None = Field(default="deepseek_r1", description=REASONING_PARSER)
 
 
+class OverRolloutSection(Section):
+    """`explorer.over_rollout.*`: ending the slowest groups early."""
+
+    ratio: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of a step's tasks that need not be waited for: once all others are "
+        "complete, the rollouts that are left are ended. 0: all are waited for.",
+    )
+    wait_after_min: float = Field(
+        default=30.0, ge=0, description="Seconds that those that are left are given then."
+    )
+    return_partial_tasks: bool = Field(
+        default=False,
+        description="Train the rollouts that a task had finished, or leave its group out.",
+    )
+
+
 class ExplorerSection(Section):
     """`explorer.*`"""
 
@@ -102,6 +124,107 @@ class ExplorerSection(Section):
         default=100, ge=0, description="Evaluate after every so many steps; 0: only at both ends."
     )
     eval_on_startup: bool = Field(default=True, description="Evaluate before the first step.")
+
+
+class SynchronizerSection(Section):
+    """`synchronizer.*`"""
+
+    sync_offset: int = Field(
+        default=0,
+        ge=0,
+        description="Steps by which collection may run ahead of training "
+        "([asynchronous](asynchronous.md)): a token is trained at most so many updates after the "
+        "one whose weights sampled it. 0: collection and training take turns.",
+    )
+
+
+class EngineSection(Section):
+    """`tuner.engine.*`: vLLM and SGLang servers, beyond what `explorer.rollout_model` says."""
+
+    urls: tuple[str, ...] = Field(
+        default=(),
+        description="Servers that run elsewhere ([engines](engines.md)), as in "
+        "`http://10.0.0.2:8100`. Not set: vLLM is started here; SGLang is not.",
+    )
+    api_key_env: str = Field(
+        default="TUNER_ENGINE_KEY",
+        min_length=1,
+        description="Environment variable that holds the key of the servers at `urls`. SGLang's "
+        "may have none.",
+    )
+    max_restarts: int = Field(
+        default=3,
+        ge=0,
+        description="How often servers that died are started again, in all; then the run fails.",
+    )
+
+    weights: Literal["auto", "cuda_ipc", "nccl", "shared_memory", "disk"] = Field(
+        default="auto",
+        description="How new weights get to vLLM ([engines](engines.md)): read out of the GPU that "
+        "both use (`cuda_ipc`), broadcast to other GPUs (`nccl`), or as a checkpoint in "
+        "`shared_memory` or on `disk`. `auto` is the fastest that is possible, and says why.",
+    )
+    sleep: bool | None = Field(
+        default=None,
+        description="Whether vLLM gives the GPU's memory to the trainer during an update, where "
+        "they share one. Not set: yes, unless collection runs ahead of training "
+        "(`synchronizer.sync_offset`).",
+    )
+
+    @field_validator("urls")
+    @classmethod
+    def _are_urls(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for url in value:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"{url!r} does not start with http:// or https://")
+        return value
+
+
+class LoraSection(Section):
+    """`model.lora_configs[]`: the adapter that is trained."""
+
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder or Hub name of an adapter to start from; the reference is then the "
+        "model with this adapter. Not set: a new one, which changes nothing until it is trained.",
+    )
+    base_model_name: str | None = Field(
+        default=None,
+        min_length=1,
+        description="What adapters call the model they belong to: compared with the one at `path`, "
+        "and written into checkpoints. Not set: `model.model_path`.",
+    )
+    lora_rank: int | None = Field(
+        default=None, ge=1, description=f"Rank. Not set: {DEFAULT_RANK}, {_OF_PATH}."
+    )
+    lora_alpha: int | None = Field(
+        default=None,
+        ge=1,
+        description="The adapter's part is multiplied by lora_alpha / lora_rank. Not set: "
+        f"{DEFAULT_ALPHA}, {_OF_PATH}.",
+    )
+    lora_dtype: Literal["auto", "float32"] = Field(
+        default="auto", description="Type of the adapter's weights; `auto` is float32."
+    )
+    target_modules: str | tuple[str, ...] | None = Field(
+        default=None,
+        description="Which layers get an adapter: `all-linear` (all but the output layer), a list "
+        "of names or ends of names, or a regular expression for whole names. Not set: "
+        f"`{DEFAULT_TARGETS}`, {_OF_PATH}.",
+    )
+    exclude_modules: str | tuple[str, ...] | None = Field(
+        default=None,
+        description="Layers among those that get none: a list of names or ends of names, or a "
+        "regular expression for whole names.",
+    )
+
+    @field_validator("target_modules", "exclude_modules")
+    @classmethod
+    def _names_something(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        if value is not None and (not value or any(not name for name in value)):
+            raise ValueError("must name at least one layer; remove it for the default")
+        return value
 
 
 class ModelSection(Section):

@@ -1,10 +1,18 @@
-"""What a key of Trinity-RFT that the local backend has no use for may be set to."""
+"""What a key of Trinity-RFT that the local backend has no use for may be set to.
+
+The rules are data, in `foreign_keys.yaml`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import yaml
+
+RULES = Path(__file__).with_name("foreign_keys.yaml")
 
 
 @dataclass(frozen=True)
@@ -99,3 +107,32 @@ def _lookup(config: Mapping[str, Any], path: str) -> Any:
     for key in path.split("."):
         value = value[key]
     return value
+
+
+def _read(text: str) -> Iterator[Foreign]:
+    """The rules, each key by its whole path, in the order in which they count."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    for section in yaml.load(text, Loader=loader):
+        prefix = f"{section['under']}." if section["under"] else ""
+        for rule in section["rules"]:
+            for key in rule["keys"]:
+                if key not in section.get("without", ()):
+                    yield Foreign(f"{prefix}{key}", _accepts(rule["accepts"]), rule["why"])
+
+
+def _accepts(given: Any) -> Accepts:
+    match given:
+        case "anything":
+            return Anything()
+        case {"as": path}:
+            return Same(path)
+        case _:
+            return Values(tuple(given))
+
+
+FOREIGN: tuple[Foreign, ...] = tuple(_read(RULES.read_text(encoding="utf-8")))
+
+
+def find_foreign(path: str) -> Foreign | None:
+    """The first rule for a key, more special ones being listed before `.**`."""
+    return next((row for row in FOREIGN if row.matches(path)), None)

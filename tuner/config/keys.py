@@ -11,7 +11,7 @@ from typing import Any, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from tuner.config.foreign_keys import FOREIGN, find_foreign
+from tuner.config.foreign import FOREIGN, find_foreign
 from tuner.config.schema import RunConfig
 from tuner.config.section import Section
 

@@ -13,36 +13,49 @@ at the current folder. A model or dataset that is not found as a path is a name 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from tuner.config.conflicts import conflicts
-from tuner.config.foreign_keys import find_foreign
+from tuner.config.foreign import find_foreign
 from tuner.config.keys import nearest, schema_paths, split_keys
-from tuner.config.paths import absolute_paths
-from tuner.config.problems import Problem, describe
+from tuner.config.problems import Problem, describe, report
 from tuner.config.schema import RunConfig
-from tuner.config.source import Override, YamlFile, parse_override, read_yaml, register_resolvers
+from tuner.config.source import (
+    Override,
+    YamlFile,
+    absolute_paths,
+    parse_override,
+    read_yaml,
+    register_resolvers,
+)
 from tuner.errors import ConfigError
 
 TOTAL_STEPS = "buffer.total_steps"
 OTHER_TOTAL_STEPS = "trainer.total_steps"
 
+Backend = Literal["local", "trinity"]
+# Trinity-RFT's algorithms that train on recorded data, and make no rollouts.
+RECORDED = ("sft", "cpt", "dpo")
+
 
 @dataclass(frozen=True)
 class Layers:
-    """A configuration before anything is checked.
+    """A configuration before anything is checked: read once, whoever runs it.
 
     Attributes:
+        backend: Who runs it: `tuner.backend`; `auto` is trinity where more than one GPU or node is
+            declared, or Tinker.
         tree: All layers as one nested dict, interpolations resolved and paths absolute.
         problems: What went wrong until here; add to them, then `raise_problems`.
     """
 
+    backend: Backend
     tree: dict[str, Any]
     problems: list[Problem]
     file: YamlFile | None
@@ -56,21 +69,23 @@ class Layers:
             ConfigError: There is one.
         """
         if self.problems:
-            raise ConfigError(_report(self.problems, self.file, self.settings, self.overrides))
+            raise ConfigError(report(self.problems, self.file, self.settings, self.overrides))
 
 
 def read_layers(
     path: Path | str | None,
-    settings: Mapping[str, Any] | None,
-    overrides: Sequence[str],
+    settings: Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
     *,
-    one_total_steps: bool = True,
+    backend: Backend | None = None,
+    train: Mapping[str, Any] | None = None,
 ) -> Layers:
-    """Read and merge what `load_config` takes.
+    """Read and merge what `load_config` takes, and say who runs it.
 
     Args:
-        one_total_steps: `trainer.total_steps` is another name of `buffer.total_steps`, as it is
-            where one step is one update; on a cluster they are two.
+        backend: Who runs it, whatever the configuration says; None: what it says.
+        train: Where the training data given in Python is, as settings of a taskset. Where they
+            belong depends on the algorithm, which the file or an override may name.
 
     Raises:
         ConfigError: The file cannot be read.
@@ -82,14 +97,23 @@ def read_layers(
     parsed: list[Override] = []
     for text in overrides:
         try:
-            override = parse_override(text)
+            parsed.append(parse_override(text))
         except ConfigError as error:
             problems.append(Problem("", str(error)))
-        else:
-            renamed = one_total_steps and override.key == OTHER_TOTAL_STEPS
-            parsed.append(Override(TOTAL_STEPS if renamed else override.key, override.value, text))
-    tree = _merge(file, given, parsed, problems, one_total_steps)
-    return Layers(tree, problems, file, given, parsed)
+    if backend is None or train is not None:
+        # What goes wrong here goes wrong again below.
+        decided = _merge(file, given, parsed, [], one_total_steps=False)
+        backend = backend or _backend_of(decided)
+        if train is not None:
+            given = _with_source(given, train, source_key(_trains_on(decided, backend)))
+    # Another name of `buffer.total_steps` where one step is one update; on a cluster they are two.
+    one_total_steps = backend == "local"
+    if one_total_steps:
+        parsed = [
+            replace(one, key=TOTAL_STEPS) if one.key == OTHER_TOTAL_STEPS else one for one in parsed
+        ]
+    tree = _merge(file, given, parsed, problems, one_total_steps=one_total_steps)
+    return Layers(backend, tree, problems, file, given, parsed)
 
 
 def load_config(
@@ -98,7 +122,7 @@ def load_config(
     settings: Mapping[str, Any] | None = None,
     overrides: Sequence[str] = (),
 ) -> RunConfig:
-    """Read and check a configuration.
+    """Read and check a configuration for the local backend.
 
     Args:
         path: YAML file in Trinity-RFT's form, or None for the defaults.
@@ -111,7 +135,15 @@ def load_config(
         ConfigError: One or more keys are unknown, unsupported, of the wrong type or in conflict;
             or the file or an override cannot be read.
     """
-    layers = read_layers(path, settings, overrides)
+    return checked(read_layers(path, settings, overrides, backend="local"))
+
+
+def checked(layers: Layers) -> RunConfig:
+    """The typed configuration of a run on the local backend.
+
+    Raises:
+        ConfigError: As `load_config`.
+    """
     problems = layers.problems
     split = split_keys(layers.tree)
     own, foreign = split.own, split.foreign
@@ -146,6 +178,7 @@ def _merge(
     settings: dict[str, Any],
     overrides: Sequence[Override],
     problems: list[Problem],
+    *,
     one_total_steps: bool,
 ) -> dict[str, Any]:
     """All layers as one nested dict, interpolations resolved and paths absolute."""
@@ -250,50 +283,70 @@ def _with_one_total_steps(tree: dict[str, Any], problems: list[Problem]) -> dict
     return {**tree, "trainer": without, "buffer": {**buffer, "total_steps": steps}}
 
 
-def _report(
-    problems: Sequence[Problem],
-    file: YamlFile | None,
-    settings: Mapping[str, Any],
-    overrides: Sequence[Override],
-) -> str:
-    lines = [
-        f"{where}: {problem.text}" if where else problem.text
-        for problem in problems
-        for where in [_where(problem.path, file, settings, overrides)]
-    ]
-    if len(lines) == 1:
-        return lines[0]
-    return "\n".join([f"{len(lines)} problems in the configuration:", *(f"- {x}" for x in lines)])
+def mode_of(tree: Mapping[str, Any]) -> str:
+    """`mode`, or where it is not set, `train` for recorded data and else `both`."""
+    algorithm = tree.get("algorithm")
+    kind = algorithm.get("algorithm_type") if isinstance(algorithm, Mapping) else None
+    return str(tree.get("mode") or ("train" if kind in RECORDED else "both"))
 
 
-def _where(
-    path: str,
-    file: YamlFile | None,
-    settings: Mapping[str, Any],
-    overrides: Sequence[Override],
-) -> str:
-    """Where a key was set last; nothing for what names its place itself."""
-    if not path:
-        return ""
-    for override in reversed(overrides):
-        if path == override.key or path.startswith(override.key + "."):
-            return f"override {override.text!r}"
-    if path and _is_set(settings, path):
-        return "set in Python"
-    if file is None:
-        return ""
-    while path and path not in file.lines:
-        path = path.rpartition(".")[0]
-    return f"{file.path}:{file.lines[path]}" if path else str(file.path)
+def source_key(mode: str) -> str:
+    """Where the configuration says what is trained on."""
+    if mode == "train":
+        return "buffer.trainer_input.experience_buffer"
+    return "buffer.explorer_input.taskset"
 
 
-def _is_set(settings: Mapping[str, Any], path: str) -> bool:
-    node: Any = settings
-    for part in path.split("."):
-        if not isinstance(node, Mapping):
-            return True
-        if part not in node:
-            # By-name dicts have become lists: whatever is under them was set in Python.
-            return part.isdecimal() and bool(node)
-        node = node[part]
+def _trains_on(tree: Mapping[str, Any], backend: Backend) -> str:
+    """The mode that says where training data belongs; a contradicting one is refused elsewhere."""
+    return mode_of({**tree, "mode": None} if backend == "local" else tree)
+
+
+def _with_source(
+    settings: Mapping[str, Any], source: Mapping[str, Any], section: str
+) -> dict[str, Any]:
+    """`settings` with those of a dataset under a dotted key."""
+    head, _, rest = section.partition(".")
+    inner = settings.get(head, {})
+    below = _with_source(inner, source, rest) if rest else {**inner, **source}
+    return {**settings, head: below}
+
+
+def _backend_of(tree: Mapping[str, Any]) -> Backend:
+    if _was_given_to_trinity(tree):
+        return "trinity"
+    section = tree.get("tuner")
+    backend = section.get("backend") if isinstance(section, Mapping) else None
+    if backend == "trinity":
+        return "trinity"
+    if backend in (None, "auto") and (
+        _declared_gpus(tree.get("cluster")) > 1 or _asks_for_tinker(tree.get("model"))
+    ):
+        return "trinity"
+    return "local"
+
+
+def _was_given_to_trinity(tree: Mapping[str, Any]) -> bool:
+    """Whether it is the `config.yaml` of a run on Trinity-RFT (`tuner.trinity.saved`)."""
+    for key in ("monitor", "monitor_args", "tuner"):
+        value = tree.get(key)
+        if not isinstance(value, Mapping):
+            return False
+        tree = value
     return True
+
+
+def _asks_for_tinker(model: Any) -> bool:
+    tinker = model.get("tinker") if isinstance(model, Mapping) else None
+    return isinstance(tinker, Mapping) and tinker.get("enable") is True
+
+
+def _declared_gpus(cluster: Any) -> int:
+    if not isinstance(cluster, Mapping):
+        return 0
+    sizes = [cluster.get("node_num"), cluster.get("gpu_per_node")]
+    try:
+        nodes, gpus = (int(size or 1) for size in sizes)
+    except (TypeError, ValueError):
+        return 0  # of the wrong type: its reader says so
+    return nodes * gpus

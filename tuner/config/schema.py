@@ -2,7 +2,7 @@
 
 The attributes are the YAML's keys: `config.algorithm.optimizer.lr`. Our own keys are under
 `config.tuner`. A value here is used by the local backend; what it cannot use is refused when the
-configuration is loaded (`tuner.config.foreign_keys`), and never gets this far.
+configuration is loaded (`tuner.config.foreign`), and never gets this far.
 """
 
 from __future__ import annotations
@@ -14,13 +14,10 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from tuner.algorithms.table import ALGORITHMS
-from tuner.config.algorithm import AlgorithmSection
-from tuner.config.algorithm_extras import AlgorithmExtras, CriticSection
+from tuner.config.algorithm import AlgorithmExtras, AlgorithmSection, CriticSection
 from tuner.config.buffer import BufferSection, EvalTasksetSection, RolloutArgs, TasksetSection
-from tuner.config.engine import EngineSection
-from tuner.config.explorer import ExplorerSection, ModelSection
+from tuner.config.explorer import EngineSection, ExplorerSection, ModelSection, SynchronizerSection
 from tuner.config.section import Section
-from tuner.config.synchronizer import SynchronizerSection
 
 MonitorName = Literal["tensorboard", "wandb", "mlflow", "swanlab"]
 

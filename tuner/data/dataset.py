@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tuner.config.paths import DATA_FILES, path_or_name
+from tuner.config.source import DATA_FILES, path_or_name
 from tuner.errors import ConfigError, DatasetError
 
 logger = logging.getLogger("tuner")

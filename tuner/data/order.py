@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tuner.config import RunConfig
-from tuner.config.trainer_input import DataSelector
+from tuner.config.buffer import DataSelector
 
 
 def derive_seed(*parts: object) -> int:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tuner.algorithms.table import Recorded
-from tuner.config.trainer_input import FormatSection
+from tuner.config.buffer import FormatSection
 from tuner.errors import DatasetError
 from tuner.gateway import ChatRenderer
 from tuner.gateway.errors import RequestError

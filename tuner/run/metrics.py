@@ -8,7 +8,7 @@ from statistics import fmean
 
 import torch
 
-from tuner.algorithms.table import ADVANTAGES, AdvantageName
+from tuner.algorithms.spec import ADVANTAGES, AdvantageName
 from tuner.traces import Outcome, TokenTree, Trace
 from tuner.training import Batch, Row
 from tuner.training.scoring import call_returns, row_rewards

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tuner.algorithms import dpo, row_weights
+from tuner.algorithms.spec import DPOLoss
 from tuner.engines.base import SamplingParams
 from tuner.errors import TrainingError
 from tuner.traces.tree import HasIds
@@ -106,12 +107,8 @@ def dpo_update(trainer: PolicyTrainer, batch: RecordedBatch) -> dict[str, float]
 
     logp_C = summed(trainer.compute_logp(batch))
     distance_C = logp_C - summed(trainer.compute_logp(batch, model=trainer.reference))
-    found = dpo(
-        distance_C[0::2],
-        distance_C[1::2],
-        beta=settings.beta,
-        label_smoothing=settings.label_smoothing,
-    )
+    assert isinstance(settings.policy_loss_spec, DPOLoss)
+    found = dpo(distance_C[0::2], distance_C[1::2], settings.policy_loss_spec)
     slope_P = found.slope_P / pairs
     weights_C = torch.stack([-slope_P, slope_P], dim=1).flatten()
     metrics = trainer.likelihood_update(batch.rows, weights_C[rollout_N])

@@ -9,9 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tuner.algorithms import KL_ESTIMATORS, PolicyLoss, losses
-from tuner.algorithms.correction import accepted, importance_weight, log_linear, truncated
-from tuner.errors import TrainingError
+from tuner.algorithms.losses import (
+    KL_ESTIMATORS,
+    accepted,
+    importance_weight,
+    log_linear,
+    policy_loss,
+    truncated,
+)
 from tuner.training.settings import TrainerSettings
 
 
@@ -56,7 +61,9 @@ def micro_batch_loss(
     logp_T, weights_T = tokens.logp_T, tokens.weights_T
     proximal_T = _proximal(settings, tokens)
     old_T = tokens.recorded_T if settings.ratio_to == "behaviour" else proximal_T
-    policy = policy_loss(settings, tokens, old_T)
+    policy = policy_loss(
+        settings.policy_loss_spec, logp_T, old_T, tokens.advantages_T, tokens.call_T, tokens.calls
+    )
     loss_T = policy.loss_T
     rejected_T = torch.zeros_like(policy.clipped_T)
     if settings.ratio_to == "proximal" and proximal_T is not tokens.recorded_T:
@@ -84,63 +91,15 @@ def micro_batch_loss(
     }
     if tokens.ref_T is not None:
         sums["kl_reference"] = KL_ESTIMATORS["k3"](logp_T.detach(), tokens.ref_T).sum()
-        if settings.kl != "none" and settings.kl_coef:
+        if settings.kl != "none" and settings.kl_args.kl_coef:
             kl_T = KL_ESTIMATORS[settings.kl](logp_T, tokens.ref_T)
-            loss_T = loss_T + settings.kl_coef * kl_T
+            loss_T = loss_T + settings.kl_args.kl_coef * kl_T
             parts["kl_loss"] = (kl_T.detach() * weights_T).sum()
-    if settings.entropy_coef:
-        loss_T = loss_T - settings.entropy_coef * tokens.entropy_T
+    if settings.entropy.entropy_coef:
+        loss_T = loss_T - settings.entropy.entropy_coef * tokens.entropy_T
     loss = (loss_T * weights_T).sum()
     parts["loss"] = loss.detach()
     return loss, parts, sums
-
-
-def policy_loss(settings: TrainerSettings, tokens: Tokens, old_T: Tensor) -> PolicyLoss:
-    """The algorithm's loss with its numbers, one value for each of T tokens."""
-    logp_T, advantages_T = tokens.logp_T, tokens.advantages_T
-    match settings.policy_loss:
-        case "ppo":
-            return losses.ppo_clip(
-                logp_T,
-                old_T,
-                advantages_T,
-                clip_low=settings.clip_low,
-                clip_high=settings.clip_high,
-                clip_ratio_c=settings.clip_ratio_c,
-            )
-        case "gspo":
-            return losses.sequence_clip(
-                logp_T,
-                old_T,
-                advantages_T,
-                tokens.call_T,
-                clip_low=settings.clip_low,
-                clip_high=settings.clip_high,
-                sequences=tokens.calls,
-            )
-        case "cispo":
-            return losses.cispo(
-                logp_T,
-                old_T,
-                advantages_T,
-                clip_low=settings.clip_low,
-                clip_high=settings.clip_high,
-            )
-        case "sapo":
-            return losses.sapo(
-                logp_T, old_T, advantages_T, tau_pos=settings.tau_pos, tau_neg=settings.tau_neg
-            )
-        case "opmd":
-            return losses.opmd(logp_T, old_T, advantages_T, tau=settings.opmd_tau)
-        case "topr":
-            threshold = settings.advantage_threshold
-            return losses.topr(logp_T, old_T, advantages_T, threshold=threshold)
-        case "importance_sampling":
-            return losses.importance_sampling(logp_T, old_T, advantages_T)
-        case "sft":
-            return losses.likelihood(logp_T, old_T)
-        case "dpo":
-            raise TrainingError("dpo compares recorded answers, not tokens (dpo_update)")
 
 
 def _proximal(settings: TrainerSettings, tokens: Tokens) -> Tensor:

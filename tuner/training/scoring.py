@@ -19,19 +19,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tuner.algorithms import (
-    KL_ESTIMATORS,
-    call_normalized,
+from tuner.algorithms import gae, turn_returns, whitened
+from tuner.algorithms.advantages import (
+    compared,
     distilled,
-    gae,
     group_normalized,
-    group_std,
-    leave_one_out,
-    mirror_descent,
-    shifted_mean,
-    turn_returns,
-    whitened,
+    quiet,
     whitened_returns,
+)
+from tuner.algorithms.losses import KL_ESTIMATORS
+from tuner.algorithms.spec import (
+    AdvantageArgs,
+    DistillAdvantage,
+    GRPOAdvantage,
+    PPOAdvantage,
+    ReinforcePlusPlusAdvantage,
 )
 from tuner.engines.transfer import to_device
 from tuner.errors import TrainingError
@@ -164,7 +166,8 @@ def critic_advantages(
         rewards_T = torch.zeros(length, dtype=torch.float64)
         rewards_T[-1] = gained
         rewards.append(rewards_T if penalties is None else rewards_T - penalties[row])
-    advantages, returns = gae(rewards, values, after, gamma=settings.gamma, lam=settings.lam)
+    assert isinstance(settings.advantage_spec, PPOAdvantage), "only ppo has a critic"
+    advantages, returns = gae(rewards, values, after, settings.advantage_spec)
     return whitened(advantages), returns
 
 
@@ -192,9 +195,6 @@ def _continued(batch: Batch, after: Sequence[Sequence[int]]) -> list[bool]:
     ]
 
 
-NORMALIZED = ("grpo", "step_wise_grpo")
-
-
 def row_advantages(
     batch: Batch,
     settings: TrainerSettings,
@@ -220,22 +220,21 @@ def row_advantages(
     """
     if not batch.rows:
         return ()
-    if settings.advantage == "on_policy_distill":
+    args = settings.advantage_spec
+    if isinstance(args, DistillAdvantage):
         if teacher_logp is None:
             raise TrainingError("on_policy_distill needs a teacher (PolicyTrainer(teacher=...))")
         return tuple(
             distilled(
                 teacher_T.cpu().double(),
                 torch.tensor(row.logprobs, dtype=torch.float64),
-                coef=settings.distill_coef,
+                args,
             )
             for row, teacher_T in zip(batch.rows, teacher_logp, strict=True)
         )
     penalties = kl_penalties(batch, settings, ref_logp)
-    if settings.advantage == "reinforceplusplus":
-        return whitened_returns(
-            row_rewards(batch), _lengths(batch), gamma=settings.gamma, penalties=penalties
-        )
+    if isinstance(args, ReinforcePlusPlusAdvantage):
+        return whitened_returns(row_rewards(batch), _lengths(batch), args, penalties=penalties)
     advantages_N = _compared(batch, settings, penalties)
     return tuple(
         advantage.expand(length)
@@ -262,7 +261,7 @@ def kl_penalties(
     """What each token is charged for its distance to the reference, [T_row] for each row."""
     if not settings.penalizes_kl or ref_logp is None:
         return None
-    estimate, coef = KL_ESTIMATORS[settings.kl_penalty], settings.kl_penalty_coef
+    estimate, coef = KL_ESTIMATORS[settings.kl_penalty], settings.kl_penalty_args.kl_coef
     # One transfer for all rows.
     on_cpu = torch.cat(ref_logp).cpu().double().split(_lengths(batch))
     return tuple(
@@ -275,8 +274,9 @@ def _compared(
     batch: Batch, settings: TrainerSettings, penalties: tuple[Tensor, ...] | None
 ) -> Tensor:
     """One advantage for each row, from rewards that are compared with others; shape [N]."""
+    args = settings.advantage_spec
     if settings.turn_discount is not None:
-        return _of_turns(batch, settings, settings.turn_discount, penalties)
+        return _of_turns(batch, args, settings.turn_discount, penalties)
     rewards_R = batch.rewards_R.clone()
     rollout_N = torch.tensor([row.rollout for row in batch.rows], dtype=torch.long)
     own_N = torch.tensor([row.peers is not None for row in batch.rows])
@@ -288,11 +288,11 @@ def _compared(
         row_rewards_N = row_rewards_N - of_call_C[call_N]
         # Calls with rewards of their own have paid with these.
         rewards_R = rewards_R.index_add(0, rollout_N, -charge_N.masked_fill(own_N, 0.0))
-    advantages_N = _of_rollouts(rewards_R, batch.group_R, settings)[rollout_N]
+    advantages_N = _of_rollouts(rewards_R, batch.group_R, args)[rollout_N]
     if own_N.any():
         own_C, place_N = _calls(batch, own_N)
         peers_C = torch.tensor([batch.rows[row].peers for row in own_C.tolist()])
-        of_calls_C = _of_calls(row_rewards_N[own_C], rollout_N[own_C], peers_C, settings)
+        of_calls_C = compared(args, row_rewards_N[own_C], rollout_N[own_C], peers_C)
         advantages_N[own_N] = of_calls_C[place_N]
     return advantages_N
 
@@ -310,7 +310,7 @@ def _calls(batch: Batch, some_N: Tensor) -> tuple[Tensor, Tensor]:
 
 def _of_turns(
     batch: Batch,
-    settings: TrainerSettings,
+    args: AdvantageArgs,
     discount: float,
     penalties: tuple[Tensor, ...] | None,
 ) -> Tensor:
@@ -323,57 +323,18 @@ def _of_turns(
     is_silent_R[rollout_N] = False
     silent = is_silent_R.nonzero()[:, 0]
     rollout_C = torch.cat([rollout_N[first_C], silent])
-    advantages_C = _of_calls(
+    advantages_C = compared(
+        args,
         torch.cat([returns_N[first_C], batch.rewards_R[silent]]),
         rollout_C,
         batch.group_R[rollout_C],
-        settings,
     )
     advantages_N = advantages_C[call_N]
-    return advantages_N.masked_fill(_quiet(batch.rewards_R, batch.group_R, settings)[rollout_N], 0)
+    return advantages_N.masked_fill(quiet(batch.rewards_R, batch.group_R, args)[rollout_N], 0)
 
 
-def _of_rollouts(rewards_R: Tensor, group_R: Tensor, settings: TrainerSettings) -> Tensor:
-    if settings.advantage not in NORMALIZED:
-        return _of_calls(rewards_R, torch.arange(len(rewards_R)), group_R, settings)
-    advantages_R = group_normalized(
-        rewards_R, group_R, epsilon=settings.epsilon, std=settings.std_level
-    )
-    return advantages_R.masked_fill(_quiet(rewards_R, group_R, settings), 0.0)
-
-
-def _quiet(rewards_R: Tensor, group_R: Tensor, settings: TrainerSettings) -> Tensor:
-    """Whose group has rewards so near each other that they teach nothing; shape [R]."""
-    if settings.std_threshold is None or settings.advantage not in NORMALIZED:
-        return torch.zeros(len(rewards_R), dtype=torch.bool)
-    return (group_std(rewards_R, group_R) <= settings.std_threshold)[group_R]
-
-
-def _of_calls(
-    rewards_C: Tensor, rollout_C: Tensor, set_C: Tensor, settings: TrainerSettings
-) -> Tensor:
-    """Advantages inside sets, a rollout counting once in each."""
-    match settings.advantage:
-        case "grpo" | "step_wise_grpo":
-            return call_normalized(
-                rewards_C, rollout_C, set_C, epsilon=settings.epsilon, std=settings.std_level
-            )
-        case "rloo":
-            return leave_one_out(rewards_C, rollout_C, set_C)
-        case "opmd":
-            return mirror_descent(
-                rewards_C,
-                rollout_C,
-                set_C,
-                baseline=settings.opmd_baseline,
-                tau=settings.opmd_baseline_tau,
-            )
-        case "asymre":
-            return shifted_mean(rewards_C, rollout_C, set_C, shift=settings.baseline_shift)
-        case "reinforce":
-            return rewards_C
-        case "best_of_group":
-            # The others were left out when the batch was built.
-            return torch.ones_like(rewards_C)
-        case "reinforceplusplus" | "ppo" | "on_policy_distill" | "none":
-            raise TrainingError(f"{settings.advantage} does not compare sets of rewards")
+def _of_rollouts(rewards_R: Tensor, group_R: Tensor, args: AdvantageArgs) -> Tensor:
+    if isinstance(args, GRPOAdvantage):
+        advantages_R = group_normalized(rewards_R, group_R, args)
+        return advantages_R.masked_fill(quiet(rewards_R, group_R, args), 0.0)
+    return compared(args, rewards_R, torch.arange(len(rewards_R)), group_R)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from tuner.algorithms.table import (
+from tuner.algorithms.spec import (
+    ADVANTAGES,
     POLICY_LOSSES,
+    AdvantageArgs,
     AdvantageName,
     Aggregation,
+    EntropyLoss,
+    KLLoss,
     KLName,
-    OPMDBaseline,
+    KLPenalty,
+    PolicyLossArgs,
     PolicyLossName,
     RatioTo,
-    StdLevel,
 )
 from tuner.training.optimizer import OptimizerState, Scheduler
 
@@ -41,8 +45,6 @@ class CriticSettings:
 class TrainerSettings:
     """Every number of the training step, with `multi_step_grpo`'s defaults in Trinity-RFT.
 
-    What the chosen advantage and policy loss do not read has no effect.
-
     Attributes:
         total_steps: Length of the learning-rate schedule in steps.
         max_tokens_per_micro_batch: Tokens that one forward pass holds, of a token tree, of packed
@@ -53,8 +55,8 @@ class TrainerSettings:
         activation_checkpointing: Keep only the inputs of the layers for the backward pass.
         optimizer_state: Precision of the optimizer's moments.
         optimizer_offload: The optimizer's state in main memory.
-        std_threshold: Groups whose rewards' standard deviation is at or below it get advantage 0.
-        gamma, lam: Discount from token to token, and GAE's lambda.
+        advantage_args, policy_loss_args: Numbers of the advantage and of the policy loss
+            (`tuner.algorithms.spec`); None: their own.
         turn_discount: Discount from call to call; None: a rollout's reward goes to all its calls.
         kl_penalty: Estimate of KL(policy || reference) that is taken off the rewards.
         aggregation: What each token weighs (`tuner.algorithms.aggregation`).
@@ -64,9 +66,6 @@ class TrainerSettings:
             recorded, a forward pass, or the two interpolated; `auto` takes a forward pass where
             a token was sampled by older weights.
         importance_cap: Bound of the weight proximal / behaviour; None: no weights.
-        beta: How strongly DPO takes a preference against the distance from the reference.
-        label_smoothing: How often DPO takes a preference to be the wrong way round.
-        distill_coef: What the difference between teacher and student is multiplied with.
         rejection: Tokens whose weight is outside these bounds do not count; None: all do.
     """
 
@@ -79,31 +78,15 @@ class TrainerSettings:
     weight_decay: float = 0.01
     grad_clip: float = 1.0
     advantage: AdvantageName = "step_wise_grpo"
-    epsilon: float = 1e-6
-    std_threshold: float | None = None
-    std_level: StdLevel = "group"
-    opmd_baseline: OPMDBaseline = "mean"
-    opmd_baseline_tau: float = 1.0
-    baseline_shift: float = -0.1
-    gamma: float = 1.0
-    lam: float = 1.0
+    advantage_args: AdvantageArgs | None = None
     turn_discount: float | None = None
     policy_loss: PolicyLossName = "ppo"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    clip_ratio_c: float = 3.0
-    tau_pos: float = 1.0
-    tau_neg: float = 1.05
-    opmd_tau: float = 1.0
-    advantage_threshold: float = 0.0
-    beta: float = 0.1
-    label_smoothing: float = 0.0
-    distill_coef: float = 1.0
+    policy_loss_args: PolicyLossArgs | None = None
     kl: KLName = "k2"
-    kl_coef: float = 0.001
+    kl_args: KLLoss = field(default_factory=KLLoss)
     kl_penalty: KLName = "none"
-    kl_penalty_coef: float = 0.001
-    entropy_coef: float = 0.0
+    kl_penalty_args: KLPenalty = field(default_factory=KLPenalty)
+    entropy: EntropyLoss = field(default_factory=EntropyLoss)
     aggregation: Aggregation = "token-mean"
     max_completion: int | None = None
     updates: int = 1
@@ -117,19 +100,37 @@ class TrainerSettings:
     optimizer_offload: bool = False
     critic: CriticSettings = CriticSettings()
 
+    def __post_init__(self) -> None:
+        for name, args, part in (
+            (self.advantage, self.advantage_args, ADVANTAGES[self.advantage]),
+            (self.policy_loss, self.policy_loss_args, POLICY_LOSSES[self.policy_loss]),
+        ):
+            if args is not None and type(args) is not part:
+                raise ValueError(f"{name} takes {part.__name__}, not {args!r}")
+
+    @property
+    def advantage_spec(self) -> AdvantageArgs:
+        """The advantage with its numbers."""
+        return self.advantage_args or ADVANTAGES[self.advantage]()
+
+    @property
+    def policy_loss_spec(self) -> PolicyLossArgs:
+        """The policy loss with its numbers."""
+        return self.policy_loss_args or POLICY_LOSSES[self.policy_loss]()
+
     @property
     def uses_critic(self) -> bool:
         return self.advantage == "ppo"
 
     @property
     def uses_reference(self) -> bool:
-        in_loss = self.kl != "none" and self.kl_coef != 0
+        in_loss = self.kl != "none" and self.kl_args.kl_coef != 0
         return in_loss or self.penalizes_kl or self.policy_loss == "dpo"
 
     @property
     def penalizes_kl(self) -> bool:
         """Whether the distance to the reference is taken off the rewards."""
-        return self.kl_penalty != "none" and self.kl_penalty_coef != 0
+        return self.kl_penalty != "none" and self.kl_penalty_args.kl_coef != 0
 
     @property
     def ratio_to(self) -> RatioTo:

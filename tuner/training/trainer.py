@@ -6,7 +6,7 @@ The loss, over the trained tokens of a step, with a token's weight m (they depen
     L = sum_t m_t [ w_t * policy_loss(logp_t, old_t, A_t) + kl_coef * KL(logp_t, ref_t)
                     - entropy_coef * H_t ]
 
-Advantage and policy loss are those of the algorithm (`tuner.algorithms.table`). Three policies may
+Advantage and policy loss are those of the algorithm (`tuner.algorithms.spec`). Three policies may
 have a part: the one that sampled (its log-probs are recorded), the one that the step began with,
 `old`, and the one that is trained. Where the first two are the same, `old` is what was recorded and
 w = 1; else w = min(old / recorded, cap). `ref` is the frozen start.
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from tuner.algorithms import row_weights
+from tuner.algorithms.spec import DistillAdvantage
 from tuner.engines.base import Engine
 from tuner.engines.grammar import Grammars
 from tuner.engines.transfer import to_device
@@ -229,9 +230,9 @@ class PolicyTrainer:
         advantages_T = torch.cat(scored.advantages)
         metrics["advantage_std"] = float(advantages_T.std(correction=0))
         metrics["advantage_max"] = float(advantages_T.abs().max())
-        if self.settings.advantage == "on_policy_distill":
+        if isinstance(args := self.settings.advantage_spec, DistillAdvantage):
             # In the mean over the student's samples, the KL of student and teacher.
-            metrics["kl_teacher"] = -float(advantages_T.mean()) / self.settings.distill_coef
+            metrics["kl_teacher"] = -float(advantages_T.mean()) / args.kl_coef
         self._alarm.check(metrics, self.step + 1)
         return metrics
 
@@ -263,7 +264,7 @@ class PolicyTrainer:
             current = self._forward.logprobs(
                 self.model,
                 [batch.rows[i] for i in indices],
-                with_entropy=settings.entropy_coef != 0,
+                with_entropy=settings.entropy.entropy_coef != 0,
             )
             tokens = tokens_of(
                 scored, indices, current, weights_N=weights_N, proximal=proximal, step=self.step

@@ -17,6 +17,7 @@ import torch
 from trinity.algorithm.advantage_fn.multi_step_grpo_advantage import StepWiseGRPOAdvantageFn
 
 from tuner.algorithms import call_normalized
+from tuner.algorithms.spec import GRPOAdvantage
 
 if TYPE_CHECKING:
     from trinity.common.experience import Experience
@@ -70,8 +71,7 @@ class CallRewards(StepWiseGRPOAdvantageFn):  # type: ignore[misc]  # untyped
                 torch.tensor([call.reward for call in calls], dtype=torch.float64),
                 torch.tensor([rollouts[call.experience.eid.rid] for call in calls]),
                 torch.tensor([index for index, peers in enumerate(shared) for _ in peers]),
-                epsilon=self.epsilon,
-                std=self.std_cal_level,
+                GRPOAdvantage(epsilon=self.epsilon, std_cal_level=self.std_cal_level),
             )
             for call, advantage in zip(calls, advantages.tolist(), strict=True):
                 own = call.mask()

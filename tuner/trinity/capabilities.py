@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tuner.algorithms.table import ALGORITHMS, NOT_HERE
 from tuner.config.document import accepted
-from tuner.config.foreign_keys import FOREIGN
+from tuner.config.foreign import FOREIGN
 from tuner.config.keys import fields, section_of
 from tuner.trinity.config import USED, WITHOUT_EFFECT
 from tuner.trinity.modes import MODES

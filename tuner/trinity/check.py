@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tuner.config.load import read_layers
 from tuner.errors import ConfigError
 from tuner.functions.calling import where
 from tuner.trinity import cluster, modes
@@ -46,7 +47,7 @@ def check_trinity(
         ConfigError, DatasetError, FunctionError: As `run_trinity`.
         MissingDependencyError: Trinity-RFT is not installed.
     """
-    settings = resolve(path, None, overrides)
+    settings = resolve(read_layers(path, None, overrides, backend="trinity"))
     missing = _missing(settings)
     if missing and not lookup(settings.tree, "cluster.gpu_per_node"):
         raise ConfigError(missing)

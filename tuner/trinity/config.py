@@ -8,7 +8,7 @@ for is refused by name.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from tuner.config.backend import RECORDED, mode_of
 from tuner.config.keys import nearest, schema_paths, split_keys
-from tuner.config.load import read_layers
+from tuner.config.load import RECORDED, Layers, mode_of
 from tuner.config.problems import Problem, describe
 from tuner.config.schema import Penalize, TunerSection
 from tuner.errors import ConfigError
@@ -113,18 +112,13 @@ class TrinitySettings:
         return self.run_dir / self.folder
 
 
-def resolve(
-    path: Path | str | None,
-    settings: Mapping[str, Any] | None = None,
-    overrides: Sequence[str] = (),
-) -> TrinitySettings:
-    """Read the layers of a configuration for Trinity-RFT; takes what `load_config` does.
+def resolve(layers: Layers) -> TrinitySettings:
+    """The settings of a configuration for Trinity-RFT, checked.
 
     Raises:
         ConfigError: A key is unknown, of the wrong type, or asks for what cannot be done there.
         MissingDependencyError: Trinity-RFT is not installed.
     """
-    layers = read_layers(path, settings, overrides, one_total_steps=False)
     tree = restored(layers.tree)
     tuner = _tuner_section(tree.pop("tuner", None), layers.problems)
     tree = without_empty_sections(tree)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.config.paths import path_or_name
+from tuner.config.source import path_or_name
 from tuner.data.dataset import DatasetConfig, Task, check_fills_a_batch, load_tasks
 from tuner.errors import ConfigError, DatasetError
 from tuner.run.directory import write_atomically

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from tuner.config.backend import RECORDED
+from tuner.config.load import RECORDED
 from tuner.config.problems import Problem
 from tuner.errors import ConfigError, DatasetError
 from tuner.run.directory import free_name

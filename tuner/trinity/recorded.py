@@ -13,8 +13,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from tuner.config.buffer import FormatSection
 from tuner.config.problems import describe
-from tuner.config.trainer_input import FormatSection
 from tuner.data.recorded import SETTING, conversation, pair
 from tuner.errors import ConfigError, DatasetError
 

@@ -7,12 +7,13 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from tuner.config.load import Layers
 from tuner.config.schema import Penalize
 from tuner.errors import FunctionError, TrainingError
 from tuner.result import TuneResult
@@ -38,9 +39,7 @@ _LOOKS_BACK = 6
 
 
 def run_trinity(
-    config_path: str | Path | None,
-    settings: Mapping[str, Any],
-    overrides: Sequence[str],
+    layers: Layers,
     *,
     workflow: Callable[..., Any] | None,
     judge: Callable[..., Any] | None,
@@ -58,7 +57,7 @@ def run_trinity(
         TrainingError: Fewer steps were trained than were asked for; says why, with the logs.
         MissingDependencyError: Trinity-RFT is not installed.
     """
-    resolved = with_own_name(resolve(config_path, settings, overrides))
+    resolved = with_own_name(resolve(layers))
     prepared = prepare(
         resolved,
         workflow=workflow,

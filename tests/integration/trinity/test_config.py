@@ -7,8 +7,9 @@ from omegaconf import OmegaConf
 
 from tests.integration.trinity.conftest import REPOSITORY, TINY
 from tuner import AlgorithmConfig, Dataset, TunerModelConfig
+from tuner.config.load import read_layers
 from tuner.errors import ConfigError, MissingDependencyError
-from tuner.given import settings_of
+from tuner.settings import settings_of
 from tuner.trinity.config import checked, install, resolve
 from tuner.trinity.engine import ENGINE_ARGS
 from tuner.trinity.saved import CALL_REWARDS, WORKFLOW
@@ -27,7 +28,7 @@ def trinity(tmp_path):
 
     def make(*overrides, path=None, settings=None, small=True):
         given = [*(SMALL if small else CLUSTER), f"checkpoint_root_dir={tmp_path}", *overrides]
-        resolved = resolve(path, settings, given)
+        resolved = resolve(read_layers(path, settings, given, backend="trinity"))
         taskset = resolved.tree["buffer"]["explorer_input"]["taskset"]
         taskset["path"] = taskset.get("path") or str(tmp_path)
         return checked(install(resolved, workflow="a:b", judge=None))
@@ -37,7 +38,7 @@ def trinity(tmp_path):
 
 def refusal(*overrides, settings=None):
     with pytest.raises(ConfigError) as caught:
-        resolve(None, settings, overrides)
+        resolve(read_layers(None, settings, overrides, backend="trinity"))
     return str(caught.value)
 
 
@@ -237,7 +238,7 @@ def test_all_problems_are_reported_together_with_where_they_are(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("algorithm:\n  repeat_time: 3\ntuner:\n  seed: x\n")
     with pytest.raises(ConfigError) as caught:
-        resolve(file, None, ["buffer.batchsize=2"])
+        resolve(read_layers(file, None, ["buffer.batchsize=2"], backend="trinity"))
     message = str(caught.value)
     assert message.startswith("3 problems")
     assert f"{file}:2: unknown key algorithm.repeat_time; did you mean algorithm.repeat_times?" in (
@@ -278,7 +279,9 @@ def test_an_adapter_passes_trinitys_check_and_can_be_asked_for_by_its_version(tr
 def test_a_saved_configuration_is_read_back_by_trinity_itself(trinity, tmp_path):
     from trinity.common.config import load_config
 
-    resolved = resolve(None, None, [*SMALL, f"checkpoint_root_dir={tmp_path}"])
+    resolved = resolve(
+        read_layers(None, None, [*SMALL, f"checkpoint_root_dir={tmp_path}"], backend="trinity")
+    )
     resolved.tree["buffer"]["explorer_input"]["taskset"]["path"] = str(tmp_path)
     tree = install(resolved, workflow="pickle:gAWV", judge=None)
     file = tmp_path / "saved.yaml"
@@ -423,7 +426,9 @@ trainer: {use_dynamic_bsz: true, max_token_len_per_gpu: 16384}
 def test_files_in_trinitys_own_form_pass_its_check(name, tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text(EXAMPLES[name])
-    resolved = resolve(file, None, [f"checkpoint_root_dir={tmp_path}"])
+    resolved = resolve(
+        read_layers(file, None, [f"checkpoint_root_dir={tmp_path}"], backend="trinity")
+    )
     before = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
     config = checked(install(resolved, workflow="a:b", judge=None))
     assert config.algorithm.repeat_times == before["algorithm"]["repeat_times"]

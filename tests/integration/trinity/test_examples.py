@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from tests.integration.trinity.conftest import TINY
 from tests.integration.trinity.examples import ALL, FOR_AGENTS
 from tests.test_tutorial import COMPLETE_EXAMPLE
+from tuner.config.load import read_layers
 from tuner.trinity import cluster, run
 from tuner.trinity.config import checked, install, resolve
 from tuner.trinity.saved import WORKFLOW
@@ -97,7 +98,8 @@ def test_trinitys_examples_for_agents_are_accepted_as_they_are(name, tmp_path, m
     settings = [*ALL.strip().splitlines(), *FOR_AGENTS[name].strip().splitlines()]
     path = tmp_path / "example.yaml"
     OmegaConf.save(OmegaConf.from_dotlist(settings), path)
-    config = checked(install(resolve(path, None, []), workflow="a:b", judge=None))
+    resolved = resolve(read_layers(path, backend="trinity"))
+    config = checked(install(resolved, workflow="a:b", judge=None))
     for tasks in config.buffer.explorer_input.tasksets:
         assert tasks.default_workflow_type == WORKFLOW
         assert tasks.repeat_times == config.algorithm.repeat_times > 1

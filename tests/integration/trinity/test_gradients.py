@@ -17,6 +17,7 @@ from trinity.algorithm.policy_loss_fn.ppo_policy_loss import PPOPolicyLossFn
 from tests.builders import call, trace
 from tests.training.exact import all_float64
 from tests.training.test_trainer import VOCABULARY, gradient_of, tiny_model
+from tuner.algorithms.spec import GRPOAdvantage, KLLoss
 from tuner.training import PolicyTrainer, TrainerSettings
 from tuner.trinity.advantages import CallRewards
 from tuner.trinity.experience import left_out, merged, one_per_call
@@ -84,7 +85,7 @@ def test_merged_and_single_calls_give_the_gradient_of_our_own_trainer(seed):
     traces = conversations(seed)
     model = all_float64(tiny_model())
     settings = TrainerSettings(
-        total_steps=1, kl_coef=0.0, entropy_coef=0.0, grad_clip=1e9, max_tokens_per_micro_batch=4096
+        total_steps=1, kl_args=KLLoss(kl_coef=0.0), grad_clip=1e9, max_tokens_per_micro_batch=4096
     )
     trained = copy.deepcopy(model)
     _, ours = gradient_of(trained, PolicyTrainer(trained, settings), traces)
@@ -119,8 +120,8 @@ def test_rewards_exclusions_and_masks_of_single_calls_give_our_own_gradient(std_
     traces = with_call_rewards(conversations(3), 7)
     model = all_float64(tiny_model())
     settings = TrainerSettings(
-        total_steps=1, kl_coef=0.0, entropy_coef=0.0, grad_clip=1e9,
-        max_tokens_per_micro_batch=4096, std_threshold=std_threshold,
+        total_steps=1, kl_args=KLLoss(kl_coef=0.0), grad_clip=1e9,
+        max_tokens_per_micro_batch=4096, advantage_args=GRPOAdvantage(std_threshold=std_threshold),
     )  # fmt: skip
     trained = copy.deepcopy(model)
     _, ours = gradient_of(trained, PolicyTrainer(trained, settings), traces)

@@ -4,7 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.integration.trinity.conftest import TINY
-from tuner.config.backend import chosen_backend
+from tuner.config.load import read_layers
 from tuner.trinity.config import checked, install, resolve
 from tuner.trinity.prepared import to_yaml
 
@@ -28,7 +28,8 @@ GIVEN = [
 
 @pytest.fixture
 def saved(tmp_path):
-    resolved = resolve(None, None, [*GIVEN, f"checkpoint_root_dir={tmp_path}", "name=first"])
+    overrides = [*GIVEN, f"checkpoint_root_dir={tmp_path}", "name=first"]
+    resolved = resolve(read_layers(None, None, overrides, backend="trinity"))
     resolved.tree["buffer"]["explorer_input"]["taskset"]["path"] = str(tmp_path)
     tree = install(resolved, workflow="pickle:gAWV", judge="pkg.judges:judge")
     file = tmp_path / "config.yaml"
@@ -38,7 +39,7 @@ def saved(tmp_path):
 
 def test_it_gives_trinity_the_same_configuration_again(saved):
     file, tree = saved
-    again = resolve(file)
+    again = resolve(read_layers(file))
     functions = again.tuner.workflow, again.tuner.judge
     assert functions == ("pickle:gAWV", "pkg.judges:judge")
     assert install(again, workflow=functions[0], judge=functions[1]) == tree
@@ -47,14 +48,14 @@ def test_it_gives_trinity_the_same_configuration_again(saved):
 def test_it_is_for_trinity_although_it_has_no_section_of_ours(saved):
     file, _ = saved
     assert "tuner" not in OmegaConf.to_container(OmegaConf.load(file))
-    assert chosen_backend(file, None, ["cluster.gpu_per_node=1"]) == "trinity"
+    assert read_layers(file, None, ["cluster.gpu_per_node=1"]).backend == "trinity"
 
 
 def test_overrides_win_over_what_was_saved(saved):
     file, _ = saved
     overrides = ["name=second", "explorer.max_timeout=50", "tuner.max_calls=2",
                  "monitor.monitor_type=tensorboard"]  # fmt: skip
-    again = resolve(file, None, overrides)
+    again = resolve(read_layers(file, None, overrides))
     assert again.run_dir.name == "second"
     assert again.rollout["timeout"] == 50
     assert again.rollout["max_retries"] == 3

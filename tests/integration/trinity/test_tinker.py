@@ -10,7 +10,7 @@ from tests.integration.trinity.conftest import TINY
 from tests.integration.trinity.test_on_ray import ROWS, by_length
 from tests.integration.trinity.tinker_agent import SETTINGS, two_turns_with_a_tool
 from tuner import tune
-from tuner.config.backend import chosen_backend
+from tuner.config.load import read_layers
 from tuner.engines.base import EngineError, SamplingParams
 from tuner.errors import ConfigError
 from tuner.trinity.check import check_trinity
@@ -18,6 +18,9 @@ from tuner.trinity.config import resolve
 from tuner.trinity.tinker import TinkerEngine
 
 pytestmark = pytest.mark.usefixtures("tinker_key")
+
+
+TINKER = ["model.tinker.enable=true", f"model.model_path={TINY}"]
 
 
 def sampling(**given):
@@ -102,15 +105,15 @@ def test_the_check_says_where_is_sampled_and_trained(tinker_address, tmp_path):
 )
 def test_what_the_service_would_compute_otherwise_is_refused(override, said):
     with pytest.raises(ConfigError, match=said):
-        resolve(None, None, ["model.tinker.enable=true", f"model.model_path={TINY}", override])
+        resolve(read_layers(None, None, [*TINKER, override]))
 
 
 def test_the_loss_is_named_as_it_is_computed():
-    settings = resolve(None, None, ["model.tinker.enable=true", f"model.model_path={TINY}"])
+    settings = resolve(read_layers(None, None, TINKER))
     assert settings.get("algorithm.loss_agg_mode") == "seq-mean-token-mean"
     # A run that goes on may not begin with the weights before training.
     assert settings.get("synchronizer.sync_method") == "memory"
-    assert chosen_backend(None, None, ["model.tinker.enable=true"]) == "trinity"
+    assert read_layers(None, None, ["model.tinker.enable=true"]).backend == "trinity"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,87 @@
+"""Every argument of a part is a key of the file, is documented, and is read by its function."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.training.test_trainer import random_batch, tiny_model
+from tuner.algorithms import dpo
+from tuner.algorithms.spec import ADVANTAGES, POLICY_LOSSES, EntropyLoss, KLLoss, KLPenalty
+from tuner.config.document import PAGE
+from tuner.config.keys import schema_paths
+from tuner.training import PolicyTrainer, TrainerSettings, build_batch
+
+PARTS = {
+    **{("advantage_fn", name): part for name, part in ADVANTAGES.items()},
+    **{("policy_loss_fn", name): part for name, part in POLICY_LOSSES.items()},
+    ("kl_penalty_fn", "k1"): KLPenalty,
+    ("kl_loss_fn", "k2"): KLLoss,
+    ("entropy_loss_fn", "default"): EntropyLoss,
+}
+
+
+def watched(part, read):
+    """An object of `part` that notes in `read` which of its fields are looked at."""
+
+    class Watched(part):
+        def __getattribute__(self, name):
+            if name in part.model_fields:
+                read.add(name)
+            return super().__getattribute__(name)
+
+    Watched.__name__ = part.__name__
+    changes = {"opmd_baseline": "logavgexp", "std_threshold": 0.0, "kl_coef": 0.5}
+    given = {name: value for name, value in changes.items() if name in part.model_fields}
+    return Watched(**given | ({"entropy_coef": 0.1} if part is EntropyLoss else {}))
+
+
+def update(monkeypatch, settings, advantage, policy_loss):
+    """One update with these arguments in place of the settings' own."""
+    monkeypatch.setattr(TrainerSettings, "advantage_spec", property(lambda _: advantage))
+    monkeypatch.setattr(TrainerSettings, "policy_loss_spec", property(lambda _: policy_loss))
+    trainer = PolicyTrainer(tiny_model(), settings, teacher=tiny_model(seed=1))
+    batch = build_batch(random_batch(0))
+    trainer.ppo_update(trainer.compute_ref_logp(trainer.compute_advantages(batch)))
+
+
+@pytest.mark.parametrize(("key", "name"), PARTS)
+def test_every_argument_is_a_documented_key_and_is_read_by_its_function(key, name, monkeypatch):
+    part, read = PARTS[key, name], set()
+    page = PAGE.read_text(encoding="utf-8")
+    for field, info in part.model_fields.items():
+        path = f"algorithm.{key}_args.{field}"
+        assert path in schema_paths()
+        line = next(line for line in page.splitlines() if line.startswith(f"| `{path}` "))
+        assert info.description
+        assert info.description.replace("|", "\\|") in line
+    if not part.model_fields:
+        return
+    args = watched(part, read)
+    settings = TrainerSettings(total_steps=1, kl="k2", kl_penalty="k1")
+    advantage, policy_loss = settings.advantage_spec, settings.policy_loss_spec
+    if name == "dpo":
+        dpo(torch.tensor([1.0]), torch.tensor([0.5]), args)
+    else:
+        match key:
+            case "advantage_fn":
+                settings, advantage = replace(settings, advantage=name), args
+            case "policy_loss_fn":
+                settings, policy_loss = replace(settings, policy_loss=name), args
+            case "kl_penalty_fn":
+                settings = replace(settings, kl_penalty_args=args)
+            case "kl_loss_fn":
+                settings = replace(settings, kl_args=args)
+            case "entropy_loss_fn":
+                settings = replace(settings, entropy=args)
+        update(monkeypatch, settings, advantage, policy_loss)
+    assert read == set(part.model_fields)
+
+
+def test_an_argument_of_another_part_is_refused():
+    with pytest.raises(ValueError, match="gspo takes GSPOLoss, not PPOLoss"):
+        TrainerSettings(total_steps=1, policy_loss="gspo", policy_loss_args=POLICY_LOSSES["ppo"]())
+    with pytest.raises(ValueError, match="clip_range"):
+        POLICY_LOSSES["sapo"](clip_range=0.1)
