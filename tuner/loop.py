@@ -264,7 +264,7 @@ class Evaluation:
         return await self._rollouts.run(
             plan.wanted,
             plan.defaults,
-            known=self._rollouts.store.read(plan.split, plan.step),
+            known=self._rollouts.known(plan.split, plan.step),
             on_trace=lambda trace: console.rollout_done() if trace.final else None,
         )
 

@@ -26,7 +26,7 @@ from tuner.areal import (
     StatefulDataLoader,
     load_expr_config,
 )
-from tuner.areal.requests import setting
+from tuner.areal.token_workflow import setting
 
 ROOT = Path(__file__).resolve().parents[2]
 

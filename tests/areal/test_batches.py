@@ -6,7 +6,7 @@ import torch
 from tests.areal.loop import GCONFIG, ROWS, Random
 from tests.areal.test_tokens import PROMPT, single
 from tuner.areal import ModelRequest
-from tuner.areal.batch import to_batch
+from tuner.areal.trajectory_batch import to_batch
 from tuner.engines import SamplingParams
 from tuner.errors import TrainingError
 from tuner.functions.outputs import WorkflowOutput

@@ -17,7 +17,7 @@ from tuner.areal import (
     GRPOConfig,
     load_expr_config,
 )
-from tuner.areal.config import help_lines
+from tuner.areal.experiment import help_lines
 from tuner.errors import ConfigError
 
 

@@ -17,8 +17,7 @@ from tuner.areal import (
     concat_padded_tensors,
     tensor_container_to,
 )
-from tuner.areal.settle import settle
-from tuner.areal.tensors import Trajectory
+from tuner.areal.trajectories import Trajectory, settle
 from tuner.errors import ConfigError, FunctionError
 from tuner.functions.outputs import WorkflowOutput
 from tuner.gateway.errors import RequestError

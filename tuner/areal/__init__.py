@@ -1,9 +1,8 @@
 """AReaL-style agents, environments and token-level workflows, on the same gateway and trainer."""
 
-from tuner.areal.actor import PPOActor
+from tuner.areal.actor import AllocationMode, FinetuneSpec, PPOActor, WeightUpdateMeta
 from tuner.areal.agents import AgentWorkflow
-from tuner.areal.batch import TrajectoryBatch
-from tuner.areal.config import (
+from tuner.areal.experiment import (
     AgentExperiment,
     DatasetConfig,
     GRPOConfig,
@@ -12,31 +11,37 @@ from tuner.areal.config import (
     PPOActorConfig,
     load_expr_config,
 )
-from tuner.areal.dataloader import StatefulDataLoader
-from tuner.areal.engine import InferenceEngine, SessionEngine
-from tuner.areal.episodes import RolloutWorkflow, TokenWorkflow
-from tuner.areal.gym import GymnasiumEnvironment
-from tuner.areal.queue_workflow import QueueWorkflow, configured_agent
-from tuner.areal.queues import (
-    Agent,
-    BundledGenerationOutputs,
-    EnvironmentFault,
-    EnvironmentService,
-)
-from tuner.areal.registry import (
+from tuner.areal.queue_workflow import (
     AgentAbstraction,
     EnvServiceAbstraction,
+    GymnasiumEnvironment,
+    QueueWorkflow,
+    configured_agent,
     make_agent,
     make_environment,
     register_agent,
     register_environment,
 )
-from tuner.areal.requests import GenerationHyperparameters, ModelRequest, ModelResponse
-from tuner.areal.rollout import RolloutEngine
-from tuner.areal.run import Run
-from tuner.areal.samples import SequenceSample
-from tuner.areal.tensors import concat_padded_tensors, tensor_container_to
-from tuner.areal.weights import AllocationMode, FinetuneSpec, WeightUpdateMeta
+from tuner.areal.queues import (
+    Agent,
+    BundledGenerationOutputs,
+    EnvironmentFault,
+    EnvironmentService,
+    SequenceSample,
+)
+from tuner.areal.rollout_engine import RolloutEngine, StatefulDataLoader
+from tuner.areal.shared_run import Run
+from tuner.areal.token_workflow import (
+    GenerationHyperparameters,
+    InferenceEngine,
+    ModelRequest,
+    ModelResponse,
+    RolloutWorkflow,
+    SessionEngine,
+    TokenWorkflow,
+)
+from tuner.areal.trajectories import concat_padded_tensors, tensor_container_to
+from tuner.areal.trajectory_batch import TrajectoryBatch
 
 __all__ = [
     "Agent",

@@ -3,24 +3,93 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import MutableMapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from tuner.areal.batch import Place, gathered, scattered, to_batch
-from tuner.areal.config import PPOActorConfig
-from tuner.areal.run import Run
-from tuner.areal.weights import FinetuneSpec, WeightUpdateMeta
+from tuner.areal.experiment import PPOActorConfig
+from tuner.areal.shared_run import Run
+from tuner.areal.trajectory_batch import Place, gathered, scattered, to_batch
 from tuner.assembly.models import StoredAdapter, load_model
 from tuner.assembly.parameters import selection
 from tuner.assembly.stack import build_trainer
-from tuner.engines.base import SamplingParams
 from tuner.errors import ConfigError, TrainingError
 from tuner.run.directory import TRAINER_STATE
 from tuner.training import Batch, PolicyTrainer, ScoredBatch
+
+_PART = re.compile(r"(?:[a-z]+:)?(?P<sizes>(?:[a-z]\d+)+)")
+
+
+@dataclass(frozen=True)
+class AllocationMode:
+    """Devices of generation and training, as `sglang:d1p1t1+d1p1t1`; one of each here.
+
+    Attributes:
+        text: As it was given.
+    """
+
+    text: str
+
+    @classmethod
+    def from_str(cls, text: str) -> Self:
+        """Read an allocation.
+
+        Raises:
+            ConfigError: It is no allocation, or asks for more than one device in a part.
+        """
+        for part in text.split("+"):
+            match = _PART.fullmatch(part.strip())
+            if match is None:
+                raise ConfigError(f"allocation {text!r}: {part!r} is not of the form sglang:d1p1t1")
+            if any(int(size) != 1 for size in re.findall(r"\d+", match["sizes"])):
+                raise ConfigError(
+                    f"allocation {text!r}: {part!r} asks for more than one device, but the local "
+                    "loop generates and trains on one; make every size 1"
+                )
+        return cls(text)
+
+
+@dataclass(frozen=True)
+class WeightUpdateMeta:
+    """How weights are updated. The engine generates with the very weights that are trained, so an
+    update is to say that they have changed; nothing is sent.
+
+    Attributes:
+        allocation: Devices.
+    """
+
+    allocation: AllocationMode | None = None
+
+    @classmethod
+    def from_fsdp_xccl(cls, allocation: AllocationMode) -> Self:
+        """AReaL's name for an update from a trainer to an engine beside it."""
+        return cls(allocation)
+
+
+@dataclass(frozen=True)
+class FinetuneSpec:
+    """How long a run is: what the learning rate's schedule needs to know.
+
+    Attributes:
+        total_train_epochs: How often the dataset is gone through.
+        dataset_size: Rows of the dataset.
+        train_batch_size: Rows in a step.
+    """
+
+    total_train_epochs: int
+    dataset_size: int
+    train_batch_size: int
+
+    @property
+    def total_train_steps(self) -> int:
+        """Full batches of all epochs together."""
+        return max(1, self.total_train_epochs * self.dataset_size // self.train_batch_size)
+
 
 Tensors = MutableMapping[str, Tensor]
 
@@ -91,9 +160,9 @@ class PPOActor:
             Shape [B, L], aligned with `input_ids`.
         """
         found, places = self._read(batch)
-        with self._run.held():
+        with self._run.computing():
             logp = self.trainer.compute_logp(found)
-        return self._scattered(logp, places, batch)
+        return scattered(logp, places, batch["input_ids"])
 
     def compute_advantages(self, batch: Tensors) -> None:
         """Put the algorithm's advantages into `batch["advantages"]`, shape [B, L].
@@ -106,11 +175,11 @@ class PPOActor:
             TrainingError: No two rollouts can be compared.
         """
         found, places = self._read(batch)
-        with self._run.held():
+        with self._run.computing():
             scored = self.trainer.compute_advantages(found)
         for key in ("advantages", "ref_logp", "values", "returns"):
             if values := getattr(scored, key):
-                batch[key] = self._scattered(values, places, batch)
+                batch[key] = scattered(values, places, batch["input_ids"])
 
     def ppo_update(self, batch: Tensors) -> dict[str, float]:
         """Update the weights, those of a critic before them. Generation is held from now until
@@ -145,11 +214,11 @@ class PPOActor:
             values=given("values") or (),
             returns=gathered(batch["returns"].double().cpu(), places) if trainer.critic else (),
         )
-        self._run.weights_will_change()
+        self._hold_generation()
         try:
             metrics = trainer.ppo_update(trainer.compute_ref_logp(scored))
         except BaseException:
-            self._run.weights_are_unchanged()
+            self._run.release("training")
             raise
         return {
             **metrics,
@@ -169,7 +238,8 @@ class PPOActor:
             meta: Of no effect beyond its checks: the weights are in the same process.
         """
         trainer, stack = self.trainer, self._run.stack
-        self._run.weights_are(lambda: stack.publish(trainer))
+        self._run.call(lambda: stack.publish(trainer))
+        self._run.release("training")
 
     def get_version(self) -> int:
         """Updates that the weights have seen."""
@@ -207,25 +277,21 @@ class PPOActor:
             saved = load_model(
                 str(path), device=self.device, dtype=stack.model.dtype, setting="actor.load"
             )
-            self._run.weights_will_change()
+            self._hold_generation()
             stack.model.load_state_dict(saved.state_dict())
         else:
             weights = StoredAdapter(str(path), "the adapter of actor.load,").weights()
-            self._run.weights_will_change()
+            self._hold_generation()
             stack.adapter.load(weights)
         trainer.load(path / TRAINER_STATE)
         self.update_weights()
 
+    def _hold_generation(self) -> None:
+        """Until `update_weights`; unless it has weights of its own, and does not make room."""
+        self._run.hold("training", self._run.stack.training)
+
     def _read(self, batch: Tensors) -> tuple[Batch, tuple[Place, ...]]:
-        config = self._run.config
-        args = config.rollout_args(config.buffer.explorer_input.taskset)
-        assert args.temperature is not None
-        assert args.top_p is not None
-        assert args.top_k is not None
-        default = SamplingParams(
-            max_tokens=1, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k
-        )
-        found, places = to_batch(batch, selection(config), default)
+        found, places = to_batch(batch, selection(self._run.config), self._run.defaults)
         if not found.rows:
             raise TrainingError(
                 f"the batch has nothing to train: {found.sampled_tokens} tokens were sampled and "
@@ -233,7 +299,3 @@ class PPOActor:
                 "or gather several in the workflow"
             )
         return found, places
-
-    def _scattered(self, values: Any, places: tuple[Place, ...], batch: Tensors) -> Tensor:
-        ids = batch["input_ids"]
-        return scattered(values, places, ids.shape, ids.device)

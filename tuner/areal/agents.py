@@ -1,4 +1,4 @@
-"""Agents that know nothing of training: a class with `run`, a base URL and a key."""
+"""Agents that know nothing of training; and whatever runs an agent as one kind of workflow."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 
 import openai
 
+from tuner.areal.token_workflow import EpisodeWorkflow, TokenWorkflow
 from tuner.assembly.parameters import adds_up
 from tuner.chat_models.plain import SessionHandle
 from tuner.config import RunConfig
 from tuner.errors import ConfigError, FunctionError
-from tuner.functions.calling import call_function
+from tuner.functions.calling import call_function, check_workflow_function
 from tuner.functions.loading import load_function
 from tuner.functions.outputs import Rejected, WorkflowOutput
 from tuner.gateway import RecordedCall
@@ -202,3 +203,28 @@ def _with_colon(reference: str) -> str:
         return reference
     module, _, name = reference.rpartition(".")
     return f"{module}:{name}"
+
+
+def as_workflow(workflow: Any) -> Any:
+    """What runs an agent, of whatever kind, as a workflow function.
+
+    Args:
+        workflow: A token-level workflow (an object with `arun_episode`), a `QueueWorkflow`, a
+            workflow function `(task, model)`, or an agent as `AgentWorkflow` takes.
+
+    Raises:
+        FunctionError: It is none of these.
+    """
+    if isinstance(workflow, EpisodeWorkflow):
+        return workflow
+    if hasattr(workflow, "arun_episode"):
+        return TokenWorkflow(workflow)
+    if isinstance(workflow, str) or hasattr(workflow, "run"):
+        return AgentWorkflow(workflow)
+    if not callable(workflow):
+        raise FunctionError(
+            f"{workflow!r:.80} is no workflow: pass an object with arun_episode, a "
+            "QueueWorkflow, a workflow function, or an agent with run"
+        )
+    check_workflow_function(workflow)
+    return workflow

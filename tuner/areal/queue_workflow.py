@@ -1,38 +1,189 @@
-"""A queue agent and its environment as a workflow function."""
+"""Queue agents as workflow functions; agents and environments by name, gymnasium's among them."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from tuner.areal import gym as _  # noqa: F401  # registers "gymnasium"
-from tuner.areal.engine import SessionEngine
-from tuner.areal.episodes import Episode, settled_episode
 from tuner.areal.queues import (
     BundledGenerationOutputs,
     CheckedEnvironment,
     EnvironmentService,
     ObservationQueue,
+    SequenceSample,
+    Step,
     serve,
+    trajectories_of,
 )
-from tuner.areal.registry import (
-    AgentAbstraction,
-    EnvServiceAbstraction,
-    make_agent,
-    make_environment,
+from tuner.areal.token_workflow import (
+    Episode,
+    EpisodeWorkflow,
+    GenerationHyperparameters,
+    SessionEngine,
+    settled_episode,
 )
-from tuner.areal.samples import SequenceSample, trajectories_of
-from tuner.chat_models.plain import SessionHandle
 from tuner.config.schema import TunerSection
-from tuner.errors import FunctionError
-from tuner.functions.calling import is_async
-from tuner.functions.loading import import_module_or_file
-from tuner.functions.outputs import Rejected, WorkflowOutput
+from tuner.errors import ConfigError, FunctionError, MissingDependencyError
+from tuner.functions.calling import in_thread, is_async
+from tuner.functions.loading import import_module_or_file, load_function
+from tuner.functions.outputs import Rejected
 from tuner.gateway import Session
+
+_AGENTS: dict[str, type[Any]] = {}
+_ENVIRONMENTS: dict[str, type[Any]] = {}
+
+
+@dataclass(frozen=True)
+class AgentAbstraction:
+    """An agent to be made.
+
+    Attributes:
+        type_: The name it is registered under, or `package.module:Class`, or `path/file.py:Class`.
+        args: What its constructor gets.
+    """
+
+    type_: str
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EnvServiceAbstraction:
+    """An environment to be made, as `AgentAbstraction`."""
+
+    type_: str
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+
+def register_agent(name: str, agent_class: type[Any]) -> None:
+    """Make `name` mean a class of agents.
+
+    Raises:
+        ConfigError: It means another one already.
+    """
+    _register(_AGENTS, "agent", name, agent_class)
+
+
+def register_environment(name: str, environment_class: type[Any]) -> None:
+    """Make `name` mean a class of environments.
+
+    Raises:
+        ConfigError: It means another one already.
+    """
+    _register(_ENVIRONMENTS, "environment", name, environment_class)
+
+
+def make_agent(agent: AgentAbstraction) -> Any:
+    """An agent of the class that is named.
+
+    Raises:
+        ConfigError: There is no such class, or it does not take the arguments.
+    """
+    return _make(_AGENTS, "agent", agent.type_, agent.args)
+
+
+def make_environment(environment: EnvServiceAbstraction) -> Any:
+    """An environment of the class that is named.
+
+    Raises:
+        ConfigError: There is no such class, or it does not take the arguments.
+    """
+    return _make(_ENVIRONMENTS, "environment", environment.type_, environment.args)
+
+
+def _register(known: dict[str, type[Any]], what: str, name: str, new: type[Any]) -> None:
+    old = known.setdefault(name, new)
+    # A module that is imported twice under one name registers its class anew.
+    if (old.__module__, old.__qualname__) != (new.__module__, new.__qualname__):
+        raise ConfigError(
+            f"{what} {name!r} is {old.__module__}.{old.__qualname__} already; register "
+            f"{new.__module__}.{new.__qualname__} under another name"
+        )
+    known[name] = new
+
+
+def _make(known: Mapping[str, type[Any]], what: str, name: str, args: Mapping[str, Any]) -> Any:
+    if name in known:
+        made: Any = known[name]
+    elif ":" in name:
+        made = load_function(name, setting=f"the {what}")
+    else:
+        names = ", ".join(sorted(known)) or "none"
+        raise ConfigError(
+            f"there is no {what} {name!r} (registered: {names}); import the module that registers "
+            "it (tuner.imports), or write package.module:Class"
+        )
+    given = dict(args)
+    if isinstance(given.get("gconfig"), Mapping):
+        given["gconfig"] = GenerationHyperparameters(**given["gconfig"])
+    try:
+        inspect.signature(made).bind(**given)
+    except TypeError as error:
+        raise ConfigError(
+            f"{what} {name!r} is {made.__qualname__}{inspect.signature(made)}, which does not take "
+            f"the arguments {', '.join(given) or 'none'}: {error}"
+        ) from None
+    return made(**given)
+
+
+class GymnasiumEnvironment(EnvironmentService):
+    """A gymnasium environment whose calls run in a thread each, one after the other.
+
+    Args:
+        id: A registered id such as "FrozenLake-v1", or an environment.
+        read_action: Turns what the agent gives `step` into the environment's action.
+        make_args: Given to `gymnasium.make`.
+
+    Raises:
+        MissingDependencyError: An id is given and gymnasium is not installed.
+    """
+
+    def __init__(
+        self, id: str | Any, read_action: Callable[[Any], Any] | None = None, **make_args: Any
+    ) -> None:
+        self.env: Any = _gymnasium(id, **make_args) if isinstance(id, str) else id
+        self._read_action = read_action
+
+    async def reset(
+        self, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """As gymnasium's `Env.reset`."""
+        answer: tuple[Any, dict[str, Any]] = await in_thread(
+            functools.partial(self.env.reset, seed=seed, options=options)
+        )
+        return answer
+
+    async def step(self, action: Any) -> Step:
+        """As gymnasium's `Env.step`."""
+        if self._read_action is not None:
+            action = self._read_action(action)
+        answer: Step = await in_thread(functools.partial(self.env.step, action))
+        return answer
+
+    async def close(self) -> None:
+        """As gymnasium's `Env.close`."""
+        await in_thread(self.env.close)
+
+
+def _gymnasium(id: str, **args: Any) -> Any:
+    try:
+        import gymnasium
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"environment {id!r} needs gymnasium, which does not import ({error}): "
+            "pip install 'agentscope-tuner[gymnasium]'"
+        ) from error
+    return gymnasium.make(id, **args)
+
+
+register_environment("gymnasium", GymnasiumEnvironment)
+
 
 logger = logging.getLogger("tuner.rollout")
 
@@ -40,7 +191,7 @@ PROMPT_KEYS = ("input_ids", "messages", "prompt", "question")
 ID_KEYS = ("query_id", "qid", "id")
 
 
-class QueueWorkflow:
+class QueueWorkflow(EpisodeWorkflow):
     """A queue agent as a workflow function: `tune(QueueWorkflow(agent, env), dataset=...)`.
 
     A row's prompt is the first that it has of `input_ids` (token ids), `messages` (rendered with
@@ -85,22 +236,11 @@ class QueueWorkflow:
         else:
             self._shared = environment
 
-    async def __call__(self, task: dict[str, Any], model: SessionHandle) -> WorkflowOutput:
-        """Run one episode as a rollout.
-
-        Raises:
-            Rejected: The agent returned no trajectory.
-            FunctionError: What it returned cannot be trained as it says.
-            EnvironmentFault: The environment gave something that is no answer.
-        """
-        episode = await self.episode(task, model.session)
-        return WorkflowOutput(reward=episode.reward)
-
     async def episode(self, task: dict[str, Any], session: Session) -> Episode:
-        """Run one episode and give its calls the credit that its trajectories name.
+        """As `EpisodeWorkflow.episode`; no trajectory rejects.
 
         Raises:
-            As `__call__`.
+            EnvironmentFault: The environment gave something that is no answer.
         """
         engine = SessionEngine(session)
         prompt = _prompt(task, session)

@@ -97,7 +97,7 @@ class Rollouts:
 
     Args:
         runner: Runs one.
-        store: Where traces go.
+        store: Where traces go; None: nowhere.
         max_running: Rollouts at the same time, whoever asked for them.
         on_end: Sees every attempt that was run, once it is stored.
     """
@@ -105,16 +105,20 @@ class Rollouts:
     def __init__(
         self,
         runner: RolloutRunner,
-        store: TraceStore,
+        store: TraceStore | None,
         *,
         max_running: int,
         on_end: Callable[[Trace], None] = lambda trace: None,
     ) -> None:
         self._runner = runner
         self._on_end = on_end
-        self.store = store
+        self._store = store
         self.max_running = max_running
         self._slots = asyncio.Semaphore(max_running)
+
+    def known(self, split: str, step: int) -> list[Trace]:
+        """What was recorded before of a step."""
+        return [] if self._store is None else self._store.read(split, step)
 
     async def run(
         self,
@@ -155,7 +159,8 @@ class Rollouts:
                 queued = time.perf_counter() - asked
                 attempts = await self._runner.run(task, id, defaults, ending=ending, queued=queued)
             for trace in attempts:
-                self.store.append(trace)
+                if self._store is not None:
+                    self._store.append(trace)
                 self._on_end(trace)
                 on_trace(trace)
             traces.extend(attempts)
@@ -274,9 +279,9 @@ class TrainingGroups:
             version=start,
             hold=max(self._taken, default=1) - 1,
         )
-        self._restore(rollouts.store, start, total_steps)
+        self._restore(start, total_steps)
 
-    def _restore(self, store: TraceStore, start: int, total_steps: int) -> None:
+    def _restore(self, start: int, total_steps: int) -> None:
         """Look at what is on disk: groups that no step has taken are not lost."""
         trained: set[int] = set()
         for step in range(1, start + 1):
@@ -284,7 +289,7 @@ class TrainingGroups:
             trained.update(self._taken.get(step, planned))
         first = next(n for n in range(len(trained) + 1) if n not in trained) // self._batch + 1
         for step in range(first, total_steps + 1):
-            for trace in store.read("train", step):
+            for trace in self._rollouts.known("train", step):
                 number = (step - 1) * self._batch + trace.id.task
                 if number not in trained:
                     self._known.setdefault(number, []).append(trace)

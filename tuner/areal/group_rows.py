@@ -1,36 +1,120 @@
-"""The trajectories of rollouts as tensors, and what became of everything else."""
+"""The trajectories of a group's rollouts as tensors, and what became of everything else."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 import torch
 from torch import Tensor
 
-from tuner.areal.batch import Account
-from tuner.areal.derived import derived, derived_by_gain, left_out
-from tuner.areal.episodes import Episode
-from tuner.areal.tensors import Trajectory, concat_padded_tensors
-from tuner.traces import Call, Outcome, Trace
-from tuner.training import Selection
+from tuner.areal.token_workflow import Episode
+from tuner.areal.trajectories import Settled, Trajectory, concat_padded_tensors
+from tuner.areal.trajectory_batch import Account
+from tuner.traces import Call, Outcome, Trace, successors
+from tuner.training import Row, Selection, build_batch
+from tuner.training.batch import untrainable
+
+ALL = Selection(needs_group=False, lone_rewards=True)
+
+
+def left_out(call: Call) -> str | None:
+    """Why a call is not trained here; tensors cannot say what form a call was held to."""
+    return untrainable(call) or ("constrained_call" if call.constrained else None)
+
+
+def derived(trace: Trace) -> Episode:
+    """Its calls, joined where one goes on from another and both have the same reward."""
+    ids: list[tuple[int, ...]] = []
+    owners: list[list[int | None]] = []
+    rewards: list[float] = []
+    rollout_reward = trace.reward or 0.0
+    for index, call in enumerate(trace.calls):
+        if not call.completion_ids:
+            continue
+        reward = rollout_reward if call.reward is None else call.reward
+        own: list[int | None] = [None] * len(call.completion_ids)
+        for start, stop in () if call.excluded else call.stretches:
+            own[start:stop] = [index] * (stop - start)
+        row = next(
+            (
+                row
+                for row, known in enumerate(ids)
+                if rewards[row] == reward and call.prompt_ids[: len(known)] == known
+            ),
+            None,
+        )
+        if row is None:
+            row = len(ids)
+            ids.append(())
+            owners.append([])
+            rewards.append(reward)
+        owners[row] += [None] * (len(call.prompt_ids) - len(ids[row])) + own
+        ids[row] = call.prompt_ids + call.completion_ids
+    return _episode(trace, ids, owners, rewards)
+
+
+def derived_by_gain(trace: Trace, bias: float) -> Episode:
+    """A trajectory for each call that gains something or that none goes on from, with the calls
+    that led to it; for algorithms that add up what calls lead to. In all, a call gains what it
+    does without trajectories (`tuner.training.scoring`).
+
+    Args:
+        bias: What is added to each reward that is given (`tuner.algorithm.reward_bias`).
+    """
+    calls = tuple(replace(c, excluded=left_out(c) is not None) for c in trace.calls)
+    rows = build_batch([replace(trace, calls=calls)], selection=ALL).rows
+    if not rows:
+        return derived(trace)
+    after = successors(rows, [0] * len(rows))
+    index = {call.id: place for place, call in enumerate(calls)}
+    told = any(call.gained is not None for call in calls)
+    ids: list[tuple[int, ...]] = []
+    owners: list[list[int | None]] = []
+    rewards: list[float] = []
+    trajectory: dict[int, int] = {}
+    # What goes on from a row is longer than it.
+    for place in sorted(range(len(rows)), key=lambda place: -len(rows[place])):
+        row, follow = rows[place], after[place]
+        call = calls[index[row.call_id]]
+        given: list[float | None] = []
+        if not any(rows[follower].call_id == row.call_id for follower in follow):
+            given = [call.gained] if told else [call.reward, None if follow else trace.reward]
+        gains = [gain for gain in given if gain is not None]
+        if gains or not follow:
+            trajectory[place] = len(ids)
+            ids.append(row.prompt_ids + row.completion_ids)
+            owners.append([None] * len(row))
+            # Several rewards have the bias several times, as a trajectory's has it once.
+            rewards.append(sum(gains) + (len(gains) - 1) * bias)
+        else:
+            trajectory[place] = trajectory[follow[0]]
+        _own(owners[trajectory[place]], row, index[row.call_id])
+    return _episode(trace, ids, owners, rewards)
+
+
+def _own(owners: list[int | None], row: Row, call: int) -> None:
+    start = len(row.prompt_ids)
+    owners[start : start + len(row.completion_ids)] = [call] * len(row.completion_ids)
+
+
+def _episode(
+    trace: Trace,
+    ids: Sequence[tuple[int, ...]],
+    owners: Sequence[Sequence[int | None]],
+    rewards: Sequence[float],
+) -> Episode:
+    trajectories = tuple(
+        Trajectory(row, tuple(o is not None for o in own), (0.0,) * len(row), None, reward)
+        for row, own, reward in zip(ids, owners, rewards, strict=True)
+    )
+    settled = Settled(tuple(map(tuple, owners)), (None,) * len(trace.calls))
+    return Episode(trajectories, trace.calls, settled, trace.reward or 0.0)
+
 
 AcceptFunction = Callable[[Mapping[str, Tensor]], bool]
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """One rollout as it ended.
-
-    Attributes:
-        attempts: Its traces, the last of them final.
-        episode: The trajectories of the final attempt, where the workflow gave some itself.
-    """
-
-    attempts: tuple[Trace, ...]
-    episode: Episode | None
 
 
 @dataclass(frozen=True)
@@ -54,7 +138,8 @@ class Group:
 
 
 def group_of(
-    rollouts: Sequence[Rollout],
+    rollouts: Sequence[Sequence[Trace]],
+    episodes: Mapping[str, Episode],
     selection: Selection,
     accept: AcceptFunction | None = None,
     *,
@@ -66,6 +151,8 @@ def group_of(
     single rollout every trajectory counts: its workflow gathered a group of its own.
 
     Args:
+        rollouts: The attempts at each, the last of them final.
+        episodes: By session, where the workflow named trajectories itself.
         selection: Which groups are trained on, and which rollouts of them.
         accept: Sees a group's tensors, and says whether it is trained on.
         adds_up: Whether the algorithm adds up what calls lead to. Trajectories of a single rollout
@@ -77,20 +164,18 @@ def group_of(
     dropped: Counter[str] = Counter()
     outcomes: Counter[str] = Counter()
     errors: list[str] = []
-    for number, rollout in enumerate(rollouts):
-        *before, trace = rollout.attempts
+    for number, (*before, trace) in enumerate(rollouts):
         dropped["retried_attempt"] += sum(attempt.sampled_tokens for attempt in before)
         outcomes[trace.outcome.value] += 1
         if trace.outcome is not Outcome.COMPLETED:
             dropped[trace.outcome.value] += trace.sampled_tokens
             errors.append(f"{trace.id}: {trace.outcome}: {trace.error}")
             continue
-        episode = rollout.episode or (
-            derived_by_gain(trace, selection.bias) if adds_up else derived(trace)
-        )
+        named = episodes.get(f"{trace.id}-{trace.attempt}")
+        episode = named or (derived_by_gain(trace, selection.bias) if adds_up else derived(trace))
         counted = [number] * len(episode.trajectories)
-        if len(rollouts) == 1:
-            counted = _gathered(rollout, episode, adds_up)
+        if len(rollouts) == 1 and not (adds_up and named is None):
+            counted = _gathered(episode, adds_up)
         trained: Counter[int] = Counter()
         for place, trajectory in enumerate(episode.trajectories):
             owners = [
@@ -105,7 +190,7 @@ def group_of(
             )
         for index, call in enumerate(trace.calls):
             dropped[left_out(call) or "masked"] += len(call.completion_ids) - trained[index]
-    traces = tuple(trace for rollout in rollouts for trace in rollout.attempts)
+    traces = tuple(trace for attempts in rollouts for trace in attempts)
     tensors = concat_padded_tensors(rows) if rows else None
     if tensors is not None:
         tensors["rollout_ids"] = torch.tensor(numbers)
@@ -136,14 +221,11 @@ def group_of(
     return Group(tensors, account, traces)
 
 
-def _gathered(rollout: Rollout, episode: Episode, adds_up: bool) -> list[int]:
+def _gathered(episode: Episode, adds_up: bool) -> list[int]:
     """Which trajectories of a lone rollout count as one, by number. Where rewards are added up,
     those of which one goes on from another: it has what that one trained, and does not train it.
     """
-    count = len(episode.trajectories)
-    if adds_up and rollout.episode is None:
-        return [0] * count
-    numbers = list(range(count))
+    numbers = list(range(len(episode.trajectories)))
     if not adds_up:
         return numbers
     owners = episode.settled.owners

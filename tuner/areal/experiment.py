@@ -15,10 +15,9 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from tuner.areal.queue_workflow import QueueWorkflow
-from tuner.areal.registry import AgentAbstraction, EnvServiceAbstraction
-from tuner.areal.requests import GenerationHyperparameters, setting
-from tuner.areal.run import Run
+from tuner.areal.queue_workflow import AgentAbstraction, EnvServiceAbstraction, QueueWorkflow
+from tuner.areal.shared_run import Run
+from tuner.areal.token_workflow import GenerationHyperparameters, setting
 from tuner.config import RunConfig, load_config
 from tuner.config.source import parse_override, read_yaml
 from tuner.errors import ConfigError

@@ -6,15 +6,24 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, TypeVar
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextvars import ContextVar
+from typing import Any, Literal, TypeVar
 
+from tuner.areal.token_workflow import Episode, EpisodeWorkflow
 from tuner.assembly.stack import Stack, build_stack
 from tuner.config import RunConfig
 from tuner.errors import ConfigError, TrainingError
+from tuner.functions.calling import call_workflow
 from tuner.functions.outputs import WorkflowOutput
+from tuner.gateway import SamplingDefaults
+from tuner.rollout.groups import Rollouts
 from tuner.tune import with_default_model
 
 T = TypeVar("T")
+
+# What the rollouts of the current task run, and the episodes that they name, by session.
+RUNNING: ContextVar[tuple[Any, dict[str, Episode]]] = ContextVar("RUNNING")
 
 
 class Run:
@@ -29,12 +38,11 @@ class Run:
 
     def __init__(self, config: RunConfig | Callable[[], RunConfig]) -> None:
         self._config = config
+        self._effective: RunConfig | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stack: Stack | None = None
-        self._training: contextlib.AsyncExitStack | None = None
-        self._effective: RunConfig | None = None
-        self._paused: contextlib.AsyncExitStack | None = None
-        self.workflows: dict[str, Callable[..., Coroutine[Any, Any, WorkflowOutput]]] = {}
+        self._rollouts: Rollouts | None = None
+        self._held: dict[str, AsyncExitStack] = {}
 
     @property
     def config(self) -> RunConfig:
@@ -46,11 +54,31 @@ class Run:
         return self._effective
 
     @property
+    def defaults(self) -> SamplingDefaults:
+        """What calls that do not say are sampled with."""
+        args = self.config.rollout_args(self.config.buffer.explorer_input.taskset)
+        return SamplingDefaults(**args.model_dump())
+
+    @property
     def stack(self) -> Stack:
         """Model, engine and gateway; loaded when they are first needed."""
         if self._stack is None:
-            self._stack = self.call(self._build)
+
+            async def build() -> Stack:
+                return build_stack(self.config, workflow=_dispatch, judge=None)
+
+            self._stack = self.call(build)
         return self._stack
+
+    @property
+    def rollouts(self) -> Rollouts:
+        """Runs rollouts of the workflow in `RUNNING`; nothing is stored."""
+        if self._rollouts is None:
+            runner, config = self.stack.runner, self.config
+            assert runner is not None, "the loop in the open always has a workflow"
+            most = 1 if config.tuner.deterministic else config.explorer.runner_per_model
+            self._rollouts = Rollouts(runner, None, max_running=most)
+        return self._rollouts
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -60,20 +88,11 @@ class Run:
             threading.Thread(target=self._loop.run_forever, name="tuner-areal", daemon=True).start()
         return self._loop
 
-    async def _build(self) -> Stack:
-        async def dispatch(
-            task: dict[str, Any], model: Any, auxiliary_models: Any, logger: Any
-        ) -> WorkflowOutput:
-            rollout = model.session.id.rpartition("-")[0]
-            return await self.workflows[rollout](task, model, auxiliary_models, logger)
-
-        return build_stack(self.config, workflow=dispatch, judge=None)
-
     def call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """The result of `work()`, run in the event loop.
 
         Raises:
-            RuntimeError: It is called from the event loop itself.
+            ConfigError: It is called from the event loop itself.
         """
         with contextlib.suppress(RuntimeError):
             if asyncio.get_running_loop() is self._loop:
@@ -83,58 +102,38 @@ class Run:
                 )
         return asyncio.run_coroutine_threadsafe(work(), self.loop).result()
 
+    def hold(
+        self,
+        why: Literal["paused", "training", "computing"],
+        block: Callable[[], AbstractAsyncContextManager[None]],
+    ) -> None:
+        """Be inside `block()`, which holds generation, until `release(why)`."""
+
+        async def enter() -> AsyncExitStack:
+            stack = AsyncExitStack()
+            await stack.enter_async_context(block())
+            return stack
+
+        if why not in self._held:
+            self._held[why] = self.call(enter)
+
+    def release(self, why: Literal["paused", "training", "computing"]) -> None:
+        """Let generation go on, as far as this held it."""
+        if why in self._held:
+            self.call(self._held.pop(why).aclose)
+
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def computing(self) -> Iterator[None]:
         """Hold generation while the block runs: one model computes one thing at a time. Where
         generation has weights of its own, it goes on."""
         if not self.stack.shares_weights:
             yield
             return
-        held = self._entered(self.stack.engine.pause)
+        self.hold("computing", self.stack.engine.pause)
         try:
             yield
         finally:
-            self.call(held.aclose)
-
-    def _entered(
-        self, block: Callable[[], contextlib.AbstractAsyncContextManager[None]]
-    ) -> contextlib.AsyncExitStack:
-        """Be inside `block()` until what is returned is closed."""
-
-        async def enter() -> contextlib.AsyncExitStack:
-            stack = contextlib.AsyncExitStack()
-            await stack.enter_async_context(block())
-            return stack
-
-        return self.call(enter)
-
-    def pause(self) -> None:
-        """Hold generation until `resume`."""
-        if self._paused is None:
-            self._paused = self._entered(self.stack.engine.pause)
-
-    def resume(self) -> None:
-        """Let generation go on."""
-        if self._paused is not None:
-            held, self._paused = self._paused, None
-            self.call(held.aclose)
-
-    def weights_will_change(self) -> None:
-        """Hold generation from now on until `weights_are`, unless it has weights of its own and
-        does not make room for training."""
-        if self._training is None:
-            self._training = self._entered(self.stack.training)
-
-    def weights_are(self, publish: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Tell the engine of new weights and let it go on."""
-        self.call(publish)
-        self.weights_are_unchanged()
-
-    def weights_are_unchanged(self) -> None:
-        """Let the engine go on: what `weights_will_change` announced did not happen."""
-        if self._training is not None:
-            held, self._training = self._training, None
-            self.call(held.aclose)
+            self.release("computing")
 
     def check_can_generate(self) -> None:
         """Load the model, and refuse to wait for answers that nobody will give.
@@ -142,23 +141,36 @@ class Run:
         Raises:
             TrainingError: Generation is paused, or new weights were not published.
         """
-        if self.stack.takes_turns and self._training is not None:
+        if self.stack.takes_turns and "training" in self._held:
             raise TrainingError(
                 "ppo_update changed the weights and the engine does not know yet: call "
                 "actor.update_weights() before generating"
             )
-        if self._paused is not None:
+        if "paused" in self._held:
             raise TrainingError("the rollout engine is paused: call resume() before generating")
 
     def close(self) -> None:
         """Stop generation and forget the model; a later use loads it again."""
         if self._stack is not None:
             self.call(self._stack.aclose)
-            self._stack = None
+            self._stack = self._rollouts = None
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop = None
-        self._training = self._paused = None
+        self._held.clear()
+
+
+async def _dispatch(
+    task: dict[str, Any], model: Any, auxiliary_models: Any, logger: Any
+) -> WorkflowOutput:
+    """One rollout of the workflow in `RUNNING`."""
+    workflow, episodes = RUNNING.get()
+    if not isinstance(workflow, EpisodeWorkflow):
+        return await call_workflow(
+            workflow, task=task, model=model, auxiliary_models=auxiliary_models, logger=logger
+        )
+    episode = episodes[model.session.id] = await workflow.episode(task, model.session)
+    return WorkflowOutput(reward=episode.reward)
 
 
 def _check_settings(config: RunConfig) -> None:

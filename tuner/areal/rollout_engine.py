@@ -1,26 +1,27 @@
-"""The rollout engine of the loop in the open: batches of trajectories, at once or ahead of time."""
+"""The rollout engine of the loop in the open: batches of rows in, batches of trajectories out."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+import random
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
 
-from tuner.areal.batch import Account, TrajectoryBatch
-from tuner.areal.config import InferenceEngineConfig
-from tuner.areal.dataloader import endless
-from tuner.areal.engine import SessionEngine
-from tuner.areal.requests import ModelRequest, ModelResponse
-from tuner.areal.rows import AcceptFunction, Group, Rollout, group_of
-from tuner.areal.run import Run
-from tuner.areal.tensors import concat_padded_tensors
-from tuner.areal.workflows import Runnable
+from tuner.areal.agents import as_workflow
+from tuner.areal.experiment import InferenceEngineConfig
+from tuner.areal.group_rows import AcceptFunction, Group, group_of
+from tuner.areal.shared_run import RUNNING, Run
+from tuner.areal.token_workflow import Episode, ModelRequest, ModelResponse, SessionEngine
+from tuner.areal.trajectories import concat_padded_tensors
+from tuner.areal.trajectory_batch import Account, TrajectoryBatch
 from tuner.assembly.parameters import adds_up, selection
-from tuner.errors import ConfigError, TrainingError
-from tuner.gateway import SamplingDefaults
+from tuner.data.order import derive_seed
+from tuner.errors import ConfigError, DatasetError, TrainingError
+from tuner.functions.calling import check_settings
 from tuner.rollout.schedule import Ahead, admissible
 from tuner.traces import RolloutId
 
@@ -46,12 +47,11 @@ class RolloutEngine:
         self._staleness = max_head_offpolicyness
         self._begun = 0
         self._accepted = 0
-        self._ahead: Ahead[Group] = Ahead()
+        self._ahead: Ahead[list[Group]] = Ahead()
         self._rows: dict[int, dict[str, Any]] = {}
         self._batches: tuple[Any, Iterator[Any]] | None = None
         self._waiting: list[dict[str, Any]] = []
         self._session: SessionEngine | None = None
-        self._slots: asyncio.Semaphore | None = None
 
     def initialize(self, addr: str | None = None) -> None:
         """Load the model, unless the actor did.
@@ -87,9 +87,7 @@ class RolloutEngine:
         gateway = self._run.stack.gateway
         if self._session is None:
             self._session = SessionEngine(gateway.open_session("direct", recorded=False))
-        return await self._elsewhere(self._session.agenerate(req))
-
-    async def _elsewhere(self, work: Coroutine[Any, Any, ModelResponse]) -> ModelResponse:
+        work = self._session.agenerate(req)
         if asyncio.get_running_loop() is self._run.loop:
             return await work
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._run.loop))
@@ -106,7 +104,7 @@ class RolloutEngine:
 
         Args:
             data: Rows of the dataset.
-            workflow: As `Runnable` takes.
+            workflow: As `as_workflow` takes.
             group_size: Rollouts of each row; their rewards are compared. 1: the workflow gathers a
                 group itself, and each of its trajectories counts.
             should_accept_fn: Sees the tensors of one row's rollouts, and says whether to train
@@ -120,22 +118,8 @@ class RolloutEngine:
             FunctionError: The workflow returned what cannot be trained as it says.
             ConfigError: The workflow and the configuration do not go together.
         """
-        self._run.check_can_generate()
-        runnable = Runnable(workflow)
-        runnable.check_settings(self._run.config)
-
-        async def all_groups() -> list[Group]:
-            try:
-                async with asyncio.TaskGroup() as group:
-                    tasks = [
-                        group.create_task(self._group(task, runnable, group_size, should_accept_fn))
-                        for task in data
-                    ]
-            except BaseExceptionGroup as errors:
-                raise errors.exceptions[0] from None
-            return [task.result() for task in tasks]
-
-        return _joined(self._run.call(all_groups))
+        groups = self._groups_of(workflow, group_size, should_accept_fn)
+        return _joined(self._run.call(lambda: groups(self._numbered(data))))
 
     def prepare_batch(
         self,
@@ -164,16 +148,30 @@ class RolloutEngine:
             FunctionError: The workflow returned what cannot be trained as it says.
             ConfigError: The workflow and the configuration do not go together.
         """
-        self._run.check_can_generate()
-        runnable = Runnable(workflow)
-        runnable.check_settings(self._run.config)
+        groups = self._groups_of(workflow, group_size, should_accept_fn)
         batch = int(dataloader.batch_size)
         done: list[tuple[int, Group]] = []
         left_out: list[Group] = []
 
+        def begin(done: int) -> None:
+            """As many groups as staleness allows."""
+            most = self._run.config.explorer.runner_per_model
+            allowed = admissible(
+                max_running=max(1, most // group_size),
+                running=len(self._ahead),
+                accepted=self._counted(batch) + done,
+                batch=batch,
+                version=self.get_version(),
+                staleness=self._staleness,
+            )
+            rows = self._numbered([self._next_row(dataloader) for _ in range(allowed)])
+            self._rows |= rows
+            for number, row in rows.items():
+                self._ahead.begin(number, groups({number: row}))
+
         async def collect() -> None:
             while len(done) < batch:
-                self._begin(dataloader, runnable, batch, len(done), group_size, should_accept_fn)
+                begin(len(done))
                 if not len(self._ahead):
                     raise TrainingError(
                         f"no group may be begun: the weights have seen {self.get_version()} "
@@ -184,7 +182,7 @@ class RolloutEngine:
                 await self._ahead.until(lambda: bool(self._ahead.ended))
                 # Oldest first, and no more than are needed: the others stay for the next batch.
                 numbers = self._ahead.ended[: batch - len(done)]
-                for number, group in zip(numbers, self._ahead.take(numbers), strict=True):
+                for number, (group,) in zip(numbers, self._ahead.take(numbers), strict=True):
                     del self._rows[number]
                     if group.tensors is None:
                         left_out.append(group)
@@ -192,41 +190,21 @@ class RolloutEngine:
                     else:
                         done.append((number, group))
             self._accepted = self._counted(batch) + batch
-            self._begin(dataloader, runnable, batch, 0, group_size, should_accept_fn)
+            begin(0)
 
         self._run.call(collect)
-        groups = [group for _, group in sorted(done, key=lambda entry: entry[0])]
-        return _joined([*groups, *left_out])
+        taken = [group for _, group in sorted(done, key=lambda entry: entry[0])]
+        return _joined([*taken, *left_out])
 
-    def _begin(
-        self,
-        dataloader: Any,
-        runnable: Runnable,
-        batch: int,
-        done: int,
-        group_size: int,
-        accept: AcceptFunction | None,
-    ) -> None:
-        """Begin as many groups as staleness allows."""
-        if self._batches is None:
-            self._batches = dataloader, endless(dataloader)
-        elif self._batches[0] is not dataloader:
-            self._batches, self._waiting = (dataloader, endless(dataloader)), []
-        allowed = admissible(
-            max_running=max(1, self._run.config.explorer.runner_per_model // group_size),
-            running=len(self._ahead),
-            accepted=self._counted(batch) + done,
-            batch=batch,
-            version=self.get_version(),
-            staleness=self._staleness,
-        )
-        for _ in range(allowed):
-            if not self._waiting:
-                self._waiting = list(next(self._batches[1]))
-            row = self._waiting.pop(0)
-            work = self._group(row, runnable, group_size, accept)
-            self._rows[self._begun] = row
-            self._ahead.begin(self._begun, work)
+    def _next_row(self, dataloader: Any) -> dict[str, Any]:
+        """Of the data loader's batches, gone through again and again."""
+        if self._batches is None or self._batches[0] is not dataloader:
+            if self._batches is not None:
+                self._waiting = []
+            self._batches = dataloader, _endless(dataloader)
+        if not self._waiting:
+            self._waiting = list(next(self._batches[1]))
+        return self._waiting.pop(0)
 
     def _counted(self, batch: int) -> int:
         """Groups that were handed out; after a resume those of the updates before."""
@@ -237,62 +215,52 @@ class RolloutEngine:
         if not done and len(left_out) >= patience * batch:
             raise _nothing_left(sum((group.account for group in left_out), Account()))
 
-    def _group(
-        self,
-        task: dict[str, Any],
-        runnable: Runnable,
-        group_size: int,
-        accept: AcceptFunction | None,
-    ) -> Coroutine[Any, Any, Group]:
-        """One row's rollouts; counted now, run when it is awaited."""
+    def _numbered(self, rows: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        """Rows of which groups are begun, by the numbers of those."""
+        first = self._begun + 1
+        self._begun += len(rows)
+        return dict(enumerate(rows, first))
+
+    def _groups_of(
+        self, workflow: Any, group_size: int, accept: AcceptFunction | None
+    ) -> Callable[[Mapping[int, dict[str, Any]]], Coroutine[Any, Any, list[Group]]]:
+        """What runs groups of a workflow, once it and its settings are checked."""
+        self._run.check_can_generate()
+        workflow = as_workflow(workflow)
+        check_settings(workflow, self._run.config)
         if group_size < 1:
             raise ConfigError(f"group_size is {group_size}, but must be at least 1")
-        self._begun += 1
-        return self._run_group(self._begun, task, runnable, group_size, accept)
+        return partial(self._run_groups, workflow, group_size, accept)
 
-    async def _run_group(
+    async def _run_groups(
         self,
-        number: int,
-        task: dict[str, Any],
-        runnable: Runnable,
+        workflow: Any,
         group_size: int,
         accept: AcceptFunction | None,
-    ) -> Group:
-        ids = [RolloutId(number, 0, rollout, "rollout") for rollout in range(group_size)]
-        try:
-            async with asyncio.TaskGroup() as group:
-                rollouts = [group.create_task(self._rollout(task, id, runnable)) for id in ids]
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        config = self._run.config
-        return group_of(
-            [r.result() for r in rollouts], selection(config), accept, adds_up=adds_up(config)
-        )
-
-    async def _rollout(self, task: dict[str, Any], id: RolloutId, runnable: Runnable) -> Rollout:
-        config, runner = self._run.config, self._run.stack.runner
-        assert runner is not None, "the loop in the open always has a workflow"
-        if self._slots is None:
-            self._slots = asyncio.Semaphore(
-                1 if config.tuner.deterministic else config.explorer.runner_per_model
-            )
-        args = config.rollout_args(config.buffer.explorer_input.taskset)
-        async with self._slots:
-            self._run.workflows[str(id)] = runnable
-            try:
-                attempts = await runner.run(task, id, SamplingDefaults(**args.model_dump()))
-            finally:
-                del self._run.workflows[str(id)]
-        episodes = [runnable.episodes.pop(f"{id}-{trace.attempt}", None) for trace in attempts]
-        return Rollout(tuple(attempts), episodes[-1])
+        rows: Mapping[int, dict[str, Any]],
+    ) -> list[Group]:
+        """A group of rollouts of each row, by number."""
+        config, episodes = self._run.config, dict[str, Episode]()
+        wanted = {
+            RolloutId(number, 0, rollout, "rollout"): row
+            for number, row in rows.items()
+            for rollout in range(group_size)
+        }
+        RUNNING.set((workflow, episodes))
+        traces = await self._run.rollouts.run(wanted, self._run.defaults)
+        rollouts = [list(attempts) for _, attempts in groupby(traces, lambda trace: trace.id)]
+        return [
+            group_of(list(group), episodes, selection(config), accept, adds_up=adds_up(config))
+            for _, group in groupby(rollouts, lambda attempts: attempts[0].id.step)
+        ]
 
     def pause(self) -> None:
         """Hold generation between two tokens until `resume`."""
-        self._run.pause()
+        self._run.hold("paused", self._run.stack.engine.pause)
 
     def resume(self) -> None:
         """Let generation go on."""
-        self._run.resume()
+        self._run.release("paused")
 
     def get_version(self) -> int:
         """Updates that the weights have seen which sample the next token."""
@@ -326,7 +294,7 @@ def _joined(groups: Sequence[Group]) -> TrajectoryBatch:
     """Groups as one batch, numbered anew."""
     account = sum((group.account for group in groups), Account())
     parts = []
-    rollouts = itertools.accumulate((group.rollouts for group in groups), initial=0)
+    rollouts = accumulate((group.rollouts for group in groups), initial=0)
     for number, (group, first) in enumerate(zip(groups, rollouts, strict=False)):
         if group.tensors is not None:
             tensors = dict(group.tensors)
@@ -343,3 +311,80 @@ def _nothing_left(account: Account) -> TrainingError:
     outcomes = ", ".join(f"{count} {name}" for name, count in account.outcomes.items()) or "none"
     last = f"; the last error: {account.errors[-1]}" if account.errors else ""
     return TrainingError(f"no trajectory is left to train; rollouts: {outcomes}{last}")
+
+
+class StatefulDataLoader:
+    """Goes through a dataset in batches; each `iter` goes on to the end of the epoch.
+
+    The order of an epoch depends on the seed and the epoch alone, so two numbers are its state.
+
+    Args:
+        dataset: Anything with a length and rows by index.
+        batch_size: Rows in a batch.
+        shuffle: Draw a new order for each epoch.
+        seed: Seed of the orders.
+        drop_last: Leave out the last batch of an epoch where it is not full.
+        collate_fn: Makes a batch of a list of rows.
+
+    Raises:
+        DatasetError: The dataset has no rows, or fewer than a batch and `drop_last` is set.
+    """
+
+    def __init__(
+        self,
+        dataset: Sequence[Any],
+        batch_size: int = 1,
+        *,
+        shuffle: bool = False,
+        seed: int = 42,
+        drop_last: bool = True,
+        collate_fn: Callable[[list[Any]], Any] = lambda rows: rows,
+    ) -> None:
+        if not len(dataset) or (drop_last and len(dataset) < batch_size):
+            raise DatasetError(
+                f"the dataset has {len(dataset)} rows and batch_size is {batch_size}: there is no "
+                "full batch; lower batch_size or add rows"
+            )
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self._shuffle = shuffle
+        self._seed = seed
+        self._drop_last = drop_last
+        self._collate = collate_fn
+        self._epoch = 0
+        self._batch = 0
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        rows = len(self.dataset)
+        return rows // self.batch_size if self._drop_last else -(-rows // self.batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        while self._batch < len(self):
+            start = self._batch * self.batch_size
+            rows = self._order()[start : start + self.batch_size]
+            # Counted before the batch is used: its user may save the state meanwhile.
+            self._batch += 1
+            yield self._collate([self.dataset[row] for row in rows])
+        self._epoch, self._batch = self._epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """What `load_state_dict` goes on from."""
+        return {"epoch": self._epoch, "batch": self._batch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on where the state was taken."""
+        self._epoch, self._batch = state["epoch"], state["batch"]
+
+    def _order(self) -> list[int]:
+        rows = list(range(len(self.dataset)))
+        if self._shuffle:
+            random.Random(derive_seed(self._seed, "epoch", self._epoch)).shuffle(rows)
+        return rows
+
+
+def _endless(dataloader: Any) -> Iterator[Any]:
+    """Batches of one epoch after the other, each read anew: `itertools.cycle` would repeat the
+    batches of the first, in their order."""
+    while True:
+        yield from dataloader

@@ -1,6 +1,6 @@
 """The dict of tensors that the loop in the open hands around, and the trainer's batch from it.
 
-Besides the keys of `tuner.areal.tensors`, for B trajectories:
+Besides the keys of `tuner.areal.trajectories`, for B trajectories:
 
     key           shape   what
     temperatures  [B, L]  sampling settings of each trained token; `top_ps` and `top_ks` likewise
@@ -30,10 +30,15 @@ from torch import Tensor
 
 from tuner.engines.base import SamplingParams
 from tuner.errors import TrainingError
+from tuner.gateway import SamplingDefaults
 from tuner.traces import RolloutId, Trace
 from tuner.training import Batch, Row, Selection
 
-SAMPLING_KEYS = {"temperatures": "temperature", "top_ps": "top_p", "top_ks": "top_k"}
+SAMPLING_KEYS: dict[str, tuple[str, type[float]]] = {
+    "temperatures": ("temperature", float),
+    "top_ps": ("top_p", float),
+    "top_ks": ("top_k", int),
+}
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ class Place:
 
 
 def to_batch(
-    tensors: Mapping[str, Tensor], selection: Selection, default: SamplingParams
+    tensors: Mapping[str, Tensor], selection: Selection, default: SamplingDefaults
 ) -> tuple[Batch, tuple[Place, ...]]:
     """The trainer's batch, and where each of its rows lies.
 
@@ -171,11 +176,9 @@ def to_batch(
     return batch, tuple(places)
 
 
-def scattered(
-    values: Sequence[Tensor], places: Sequence[Place], shape: torch.Size, device: torch.device
-) -> Tensor:
+def scattered(values: Sequence[Tensor], places: Sequence[Place], input_ids: Tensor) -> Tensor:
     """One value for each trained token, put where the token is; 0 elsewhere. Shape [B, L]."""
-    result = torch.zeros(shape, dtype=torch.float32, device=device)
+    result = torch.zeros_like(input_ids, dtype=torch.float32)
     for value_T, place in zip(values, places, strict=True):
         result[place.row, place.start : place.stop] = value_T.to(result)
     return result
@@ -225,18 +228,16 @@ def _row(
     values: Mapping[str, Tensor],
     place: Place,
     rollout: int,
-    default: SamplingParams,
+    default: SamplingDefaults,
     *,
     reward: float | None,
     peers: int | None,
     gained: float,
 ) -> Row:
     row, start, stop = place.row, place.start, place.stop
-    kinds = {"temperature": float, "top_p": float, "top_k": int}
-    sampling = {
-        name: kinds[name](values[key][row, start])
-        for key, name in SAMPLING_KEYS.items()
-        if key in values
+    sampling: dict[str, Any] = {
+        name: kind(values[key][row, start]) if key in values else getattr(default, name)
+        for key, (name, kind) in SAMPLING_KEYS.items()
     }
     versions: tuple[int, ...] = ()
     if "versions" in values:
@@ -249,12 +250,7 @@ def _row(
         prompt_ids=tuple(ids[:start]),
         completion_ids=tuple(ids[start:]),
         logprobs=tuple(values["logprobs"][row, start:stop].double().tolist()),
-        sampling=SamplingParams(
-            max_tokens=stop - start,
-            temperature=sampling.get("temperature", default.temperature),
-            top_p=sampling.get("top_p", default.top_p),
-            top_k=sampling.get("top_k", default.top_k),
-        ),
+        sampling=SamplingParams(max_tokens=stop - start, **sampling),
         reward=reward,
         peers=peers,
         versions=versions,

@@ -1,0 +1,351 @@
+"""Token-level workflows: what they ask an engine for, and what their episodes leave behind."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, Self
+
+from tuner.areal.trajectories import Settled, Trajectory, read_trajectories, settle
+from tuner.chat_models.plain import SessionHandle
+from tuner.engines.base import Generation
+from tuner.errors import ConfigError, FunctionError
+from tuner.functions.calling import is_async
+from tuner.functions.outputs import Rejected, WorkflowOutput
+from tuner.gateway import Session
+from tuner.gateway.tokens import complete_tokens
+from tuner.traces import Call
+from tuner.training.batch import untrainable
+
+StopReason = Literal["stop", "length"]
+
+
+def setting(default: Any, help: str) -> Any:
+    """A field of a dataclass with a default and a line for `--help`."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class GenerationHyperparameters:
+    """How answers are sampled.
+
+    AReaL's other fields (`min_new_tokens`, `ignore_eos`, `frequency_penalty`, beams, LoRA names)
+    are not taken: nothing here would honour them.
+
+    Attributes:
+        n_samples: Answers for each request of a queue agent; `agenerate` gives one. Also `n`.
+        max_new_tokens: Limit of one answer, in tokens; the room left in the context is another.
+        max_tokens: Limit of prompt and answer together, in tokens.
+        greedy: The most probable token each time, whatever `temperature` says; never trained,
+            since nothing was drawn.
+        top_p: Nucleus mass in (0, 1].
+        top_k: Keep the k most probable tokens; -1 keeps every token.
+        temperature: Sampling temperature.
+        stop_token_ids: Must be among those that end an answer anyway.
+        stop: Strings that end an answer; the tokens that spell them stay in it.
+    """
+
+    n_samples: int = setting(1, "answers for each request of a queue agent")
+    max_new_tokens: int = setting(16384, "limit of one answer, in tokens")
+    max_tokens: int = setting(32768, "limit of prompt and answer together, in tokens")
+    greedy: bool = setting(False, "the most probable token each time; never trained")
+    top_p: float = setting(1.0, "nucleus mass; 1 keeps every token")
+    top_k: int = setting(-1, "keep the k most probable tokens; -1 keeps every token")
+    temperature: float = setting(1.0, "sampling temperature")
+    stop_token_ids: tuple[int, ...] = setting((), "must be among those that end an answer anyway")
+    stop: tuple[str, ...] = setting((), "strings that end an answer")
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("n_samples", "max_new_tokens", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, but must be at least 1")
+
+    @property
+    def n(self) -> int:
+        """`n_samples` by its older name."""
+        return self.n_samples
+
+    def new(self, **changes: Any) -> Self:
+        """A copy with some settings changed; `n` is `n_samples`."""
+        if "n" in changes:
+            changes["n_samples"] = changes.pop("n")
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """One answer to ask for.
+
+    Attributes:
+        input_ids: The prompt, shape [P]. Copied: the list may grow afterwards.
+        gconfig: How the answer is sampled.
+        rid: The trajectory that the request belongs to. AReaL keeps requests of one on one server;
+            here there is one engine, whose prefix cache finds the earlier turns by their ids.
+    """
+
+    input_ids: list[int]
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
+    rid: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "input_ids", list(self.input_ids))
+
+
+@dataclass(frozen=True)
+class ModelResponse:
+    """One answer, exactly as sampled.
+
+    Attributes:
+        input_tokens: The prompt, shape [P].
+        output_tokens: Sampled ids, an end-of-sequence token included, shape [T].
+        output_logprobs: Log-probs of the sampled ids under the distribution that was sampled
+            from, shape [T].
+        output_versions: Updates that the weights had seen which sampled each token, shape [T].
+        stop_reason: "length" where the answer was cut off, else "stop".
+        latency: Seconds from request to answer.
+    """
+
+    input_tokens: list[int]
+    output_tokens: list[int]
+    output_logprobs: list[float]
+    output_versions: list[int]
+    stop_reason: StopReason
+    latency: float = 0.0
+
+    @property
+    def input_len(self) -> int:
+        return len(self.input_tokens)
+
+    @property
+    def output_len(self) -> int:
+        return len(self.output_tokens)
+
+
+class InferenceEngine(Protocol):
+    """What a token-level workflow generates with."""
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        """Sample one answer."""
+
+
+class SessionEngine:
+    """The engine that an episode gets: the gateway's, through the rollout's own session.
+
+    Args:
+        session: Whose calls the answers become.
+
+    Attributes:
+        tokenizer: The model's.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.tokenizer: Any = session.gateway.renderer.tokenizer
+
+    def get_version(self) -> int:
+        """Updates that the weights have seen which sample the next token."""
+        return self._session.gateway.engine.version
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        """Sample one answer and record it.
+
+        Raises:
+            ConfigError: A setting is out of its range, or cannot be honoured.
+            RequestError: The prompt is empty, unknown to the model or too long; or the rollout has
+                ended or used up its limits.
+            EngineError: The engine failed.
+        """
+        if req.gconfig.n_samples != 1:
+            raise ConfigError(
+                f"gconfig.n_samples is {req.gconfig.n_samples}, but agenerate gives one answer: "
+                "use gconfig.new(n_samples=1) and gather, or group_size"
+            )
+        started = time.perf_counter()
+        (generation,) = await self.sample(req.input_ids, req.gconfig)
+        return ModelResponse(
+            input_tokens=list(req.input_ids),
+            output_tokens=list(generation.completion_ids),
+            output_logprobs=list(generation.logprobs),
+            output_versions=list(generation.versions),
+            stop_reason=generation.finish_reason,
+            latency=time.perf_counter() - started,
+        )
+
+    async def sample(
+        self, prompt_ids: list[int], gconfig: GenerationHyperparameters
+    ) -> tuple[Generation, ...]:
+        """`gconfig.n_samples` answers to one prompt, each a call of the trace.
+
+        Raises:
+            As `agenerate`.
+        """
+        unknown = set(gconfig.stop_token_ids) - self._session.gateway.engine.capabilities.end_ids
+        if unknown:
+            ends = sorted(self._session.gateway.engine.capabilities.end_ids)
+            raise ConfigError(
+                f"gconfig.stop_token_ids has {sorted(unknown)}, but this engine ends an answer at "
+                f"{ends} alone; leave them out, or name the text in gconfig.stop"
+            )
+        room = gconfig.max_tokens - len(prompt_ids)
+        if room < 1:
+            raise ConfigError(
+                f"the prompt has {len(prompt_ids)} tokens and gconfig.max_tokens is "
+                f"{gconfig.max_tokens}: no room for an answer"
+            )
+        return await complete_tokens(
+            self._session,
+            prompt_ids,
+            n=gconfig.n_samples,
+            temperature=0.0 if gconfig.greedy else gconfig.temperature,
+            top_p=gconfig.top_p,
+            top_k=gconfig.top_k,
+            max_tokens=min(gconfig.max_new_tokens, room),
+            stop=gconfig.stop,
+        )
+
+
+class RolloutWorkflow(ABC):
+    """A workflow that owns its tokens. Deriving from it is a matter of taste: any object with
+    `arun_episode` is taken."""
+
+    @abstractmethod
+    async def arun_episode(
+        self, engine: InferenceEngine, data: dict[str, Any]
+    ) -> Mapping[str, Any] | None:
+        """Run one episode.
+
+        Args:
+            engine: Generates; what it samples is recorded.
+            data: One row of the dataset.
+
+        Returns:
+            The tensors of `tuner.areal.trajectories`, or None to reject the episode.
+        """
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What one episode left behind.
+
+    Attributes:
+        trajectories: As the workflow returned them.
+        calls: Everything that was sampled, in order of commitment.
+        settled: Which call sampled which trained token.
+        reward: The rollout's.
+    """
+
+    trajectories: tuple[Trajectory, ...]
+    calls: tuple[Call, ...]
+    settled: Settled
+    reward: float
+
+
+class EpisodeWorkflow(ABC):
+    """A workflow function whose episodes name their trajectories: what `tune()` calls, and the
+    loop in the open asks for episodes."""
+
+    @abstractmethod
+    async def episode(self, task: dict[str, Any], session: Session) -> Episode:
+        """Run one episode and give its calls the credit that its trajectories name.
+
+        Raises:
+            Rejected: The agent rejects it.
+            FunctionError: What it returned cannot be trained as it says.
+        """
+
+    async def __call__(self, task: dict[str, Any], model: SessionHandle) -> WorkflowOutput:
+        """Run one episode as a rollout; raises what `episode` does."""
+        return WorkflowOutput(reward=(await self.episode(task, model.session)).reward)
+
+
+class TokenWorkflow(EpisodeWorkflow):
+    """A token-level workflow as a workflow function: `tune(TokenWorkflow(mine), dataset=...)`.
+
+    One trajectory's reward is the rollout's. Of several trajectories each has the reward of its
+    own calls, and the rollout's is their mean; in a group in which one rollout has several, a
+    rollout with one is compared by its calls as well. Sampled tokens that no trajectory trains are
+    in the trace and counted as dropped: `masked`, or `excluded_call` where it is a whole call.
+
+    Args:
+        workflow: An object with `async arun_episode(engine, data)`.
+
+    Raises:
+        FunctionError: It has none.
+    """
+
+    def __init__(self, workflow: Any) -> None:
+        self._run = getattr(workflow, "arun_episode", None)
+        self._source = f"{type(workflow).__name__}.arun_episode"
+        if isinstance(workflow, type):
+            raise FunctionError(f"{workflow.__name__} is a class: pass an instance of it")
+        if self._run is None or not is_async(self._run):
+            raise FunctionError(
+                f"{type(workflow).__name__} has no async arun_episode(engine, data): a token-level "
+                "workflow needs one"
+            )
+
+    async def episode(self, task: dict[str, Any], session: Session) -> Episode:
+        """As `EpisodeWorkflow.episode`; None rejects."""
+        assert self._run is not None
+        value = await self._run(SessionEngine(session), task)
+        if value is None:
+            raise Rejected(f"{self._source} returned None")
+        return settled_episode(read_trajectories(value, self._source), session, self._source)
+
+
+def settled_episode(trajectories: Sequence[Trajectory], session: Session, source: str) -> Episode:
+    """Give a session's calls the credit that trajectories name.
+
+    Raises:
+        FunctionError: There are no trajectories, or they cannot be trained as they say.
+    """
+    if not trajectories:
+        raise FunctionError(f"{source} returned no trajectory; return None to reject the episode")
+    recorded = session.recorded_calls()
+    calls = tuple(record.call for record in recorded)
+    settled = settle(trajectories, calls, source)
+    for record, entry in zip(recorded, settled.trained, strict=True):
+        if entry is None:
+            record.exclude()
+            continue
+        index, places = entry
+        for start, stop in _gaps(places, len(record.call.completion_ids)):
+            record.mask(start, stop)
+        if len(trajectories) > 1:
+            record.reward = trajectories[index].reward
+    if len(trajectories) > 1:
+        for call, reward in _ends(trajectories, settled, calls):
+            recorded[call].gained = reward
+    mean = sum(trajectory.reward for trajectory in trajectories) / len(trajectories)
+    return Episode(tuple(trajectories), calls, settled, mean)
+
+
+def _ends(
+    trajectories: Sequence[Trajectory], settled: Settled, calls: Sequence[Call]
+) -> list[tuple[int, float]]:
+    """The last call of each trajectory that can be trained, and the trajectory's reward."""
+    ends: list[tuple[int, float]] = []
+    for trajectory, owners in zip(trajectories, settled.owners, strict=True):
+        own = [call for call in owners if call is not None and untrainable(calls[call]) is None]
+        if own:
+            ends.append((own[-1], trajectory.reward))
+    return ends
+
+
+def _gaps(places: frozenset[int], length: int) -> list[tuple[int, int]]:
+    """The stretches [from, to) of 0 .. length - 1 that are not in `places`."""
+    gaps: list[tuple[int, int]] = []
+    for place in range(length):
+        if place in places:
+            continue
+        if gaps and gaps[-1][1] == place:
+            gaps[-1] = (gaps[-1][0], place + 1)
+        else:
+            gaps.append((place, place + 1))
+    return gaps
