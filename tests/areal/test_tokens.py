@@ -20,7 +20,7 @@ from tuner.areal import (
 from tuner.areal.trajectories import Trajectory, settle
 from tuner.errors import ConfigError, FunctionError
 from tuner.functions.outputs import WorkflowOutput
-from tuner.gateway.errors import RequestError
+from tuner.gateway.request_error import RequestError
 from tuner.training import PolicyTrainer, TrainerSettings, build_batch
 
 GCONFIG = GenerationHyperparameters(max_new_tokens=5)

@@ -80,7 +80,7 @@ async def test_react_agent_calls_a_tool_and_goes_on_with_its_result(streamed: bo
         assert first.response["tool_calls"][0]["function"]["arguments"] == '{"a": 2,  "b": 40}'
         assert first.malformed_tool_calls == 0
         assert first.streamed == second.streamed == streamed
-        assert session.generation_seconds > 0
+        assert session.in_flight.seconds > 0
 
 
 async def test_agentscopes_own_model_is_recorded_over_http() -> None:

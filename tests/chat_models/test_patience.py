@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from tuner.chat_models import patience, remote_chat_model
 from tuner.chat_models.patience import PatientClient
-from tuner.gateway.transport import http_library
+from tuner.gateway.clients import http_library
 
 http = http_library(openai.DefaultAsyncHttpxClient)
 

@@ -23,7 +23,7 @@ from tuner.engines import EngineError, SamplingParams
 from tuner.engines.grammar import Grammars, GrammarState, unpacked
 from tuner.engines.grammar_text import GrammarError
 from tuner.engines.transformers.engine import TransformersEngine
-from tuner.gateway.constraints import json_schema
+from tuner.gateway.model.grammar_rules import json_schema
 
 PADDING = 5  # logits that stand for no token
 VOCABULARY = len(tokenizer()) + PADDING
@@ -138,7 +138,7 @@ def test_replaying_ids_that_do_not_follow_the_grammar_names_the_position() -> No
 
 
 def test_masks_do_not_depend_on_when_they_are_asked_for() -> None:
-    grammar = "start: %json " + json_schema({"enum": ["aaa", "aab", {"k": [1, 2]}]}, "x")
+    grammar = "start: %json " + json_schema({"enum": ["aaa", "aab", {"k": [1, 2]}]}, ("x",))
     text = '{"k":[1, 2]}'
     asked = allowed(grammars(), grammar, ids_of(text), VOCABULARY)
     for cut in range(len(text)):
@@ -183,7 +183,7 @@ def test_the_shipped_models_tokenizer_spells_a_form_in_every_way_it_can() -> Non
 
 REQUESTS = [
     ('start: "abc" | "ad" | "xé"', {}),
-    ("start: %json " + json_schema({"type": "boolean"}, "x"), {"temperature": 0.7}),
+    ("start: %json " + json_schema({"type": "boolean"}, ("x",)), {"temperature": 0.7}),
     ("start: /[a-z]{3,9}/", {"temperature": 1.3}),
     ("start: /[ab]{2,30}/", {"stop": ("bb", "aaa")}),
     ("", {}),
@@ -345,7 +345,7 @@ schemas = st.recursive(leaves, containers, max_leaves=4)
 @given(schemas, st.integers(0, 2**32))
 def test_whatever_the_schema_a_completion_that_stopped_is_valid(schema: dict, seed: int) -> None:
     engine = ENGINES.setdefault("one", make_engine())
-    grammar = "start: %json " + json_schema(schema, "schema")
+    grammar = "start: %json " + json_schema(schema, ("schema",))
     sampling = SamplingParams(max_tokens=100, grammar=grammar, seed=seed)
     prompt_ids = list(ids_of("hi"))
     got = asyncio.run(engine.generate(prompt_ids, sampling, "s"))

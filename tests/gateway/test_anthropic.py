@@ -21,7 +21,7 @@ from tuner.chat_models.plain import PlainChatModel
 from tuner.engines.base import EngineError
 from tuner.errors import MissingDependencyError
 from tuner.gateway import Session
-from tuner.gateway.gateway import Reply
+from tuner.gateway.routes import Reply
 from tuner.traces import TokenTree
 
 USER: list[Any] = [{"role": "user", "content": "hi"}]
@@ -462,8 +462,8 @@ async def test_the_chat_model_has_anthropics_client_too() -> None:
 
 def test_anthropic_is_not_imported_unless_its_client_is_asked_for() -> None:
     program = (
-        "import sys, tuner, tuner.chat_models.plain, tuner.gateway.gateway\n"
-        "import tuner.gateway.in_process\n"
+        "import sys, tuner, tuner.chat_models.plain, tuner.gateway.routes\n"
+        "import tuner.gateway.clients\n"
         "sys.exit('anthropic' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

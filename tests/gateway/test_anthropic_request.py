@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from tests.gateway.toy import StubEngine, gateway_of
 from tuner.gateway import Gateway
-from tuner.gateway.anthropic_request import COUNT_FIELDS, MESSAGES_FIELDS
-from tuner.gateway.gateway import StreamReply
+from tuner.gateway.dialects.anthropic_request import COUNT_FIELDS, MESSAGES_FIELDS
+from tuner.gateway.routes import StreamReply
 
 USER = [{"role": "user", "content": "hi"}]
 ADD: dict[str, Any] = {"name": "add", "input_schema": {"type": "object"}}
@@ -37,8 +37,8 @@ async def send(
     else:
         status, answer = reply.status, reply.body
     assert session.errors == []
-    assert session._carried == []
-    assert not session._in_flight
+    assert session.recording.carried == []
+    assert not session.in_flight.tasks
     assert not any(call.undelivered for call in session.calls)
     session.seal()
     if isinstance(reply, StreamReply):

@@ -133,7 +133,7 @@ async def test_masked_stretches_are_in_the_trace_and_what_cannot_be_masked_is_re
     async with gateway_of(StubEngine(["abcdef"])) as gateway:
         session = gateway.open_session("r")
         await ask(session)
-        (call,) = session.recorded_calls()
+        (call,) = session.recording.for_workflow()
         call.mask(0, 2)
         call.mask(4, 5)
         for start, stop in ((4, 6), (6, 6), (6, 9), (-1, 2)):

@@ -21,7 +21,7 @@ from tests.gateway.toy import gateway_of, tokenizer
 from tuner.engines.base import Generation, SamplingParams, TokenSink
 from tuner.engines.grammar import Grammars
 from tuner.gateway import Gateway, Session
-from tuner.gateway.gateway import _EXCHANGES, StreamReply
+from tuner.gateway.routes import _EXCHANGES, StreamReply
 
 ROUTES = (*_EXCHANGES, "/v1/messages/count_tokens")
 GRAMMARS = Grammars(tokenizer(), [tokenizer().eos_token_id])
@@ -210,8 +210,10 @@ async def let_loose(
         ]
         await asyncio.gather(*(use(client, each) for client in clients))
         # What was cancelled ends a moment later; the server hears later of a client that has gone.
-        await until(lambda: not (session._carried or session._in_flight or engine.sampling))
-        assert_nothing_in_flight(engine, session)
+        await until(
+            lambda: not (session.recording.carried or session.in_flight.tasks or engine.sampling)
+        )
+        assert_nothing_in_flight(engine, gateway, session)
         check_tokens(engine, session)
     assert asyncio.all_tasks() == tasks
     assert not gateway._sessions
@@ -224,11 +226,11 @@ async def use(client: Client, bodies: int) -> None:
         await client.send()
 
 
-def assert_nothing_in_flight(engine: Watched, session: Session) -> None:
+def assert_nothing_in_flight(engine: Watched, gateway: Gateway, session: Session) -> None:
     assert engine.sampling == engine.waiting == 0
-    assert session._carried == []
-    assert not session._in_flight
-    assert all(replay.done.is_set() for replay in session.replays.values())
+    assert session.recording.carried == []
+    assert not session.in_flight.tasks
+    assert all(replay.done.is_set() for replay in gateway._sessions[session.key].replays.values())
 
 
 def check_tokens(engine: Watched, session: Session) -> None:

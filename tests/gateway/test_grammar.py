@@ -19,10 +19,9 @@ from tuner.engines import Generation
 from tuner.engines.grammar import Grammars, GrammarState, unpacked
 from tuner.engines.grammar_text import GrammarError
 from tuner.gateway import ChatRenderer
-from tuner.gateway.constraints import AnswerSchema, Constraints, ToolChoice
-from tuner.gateway.errors import RequestError
-from tuner.gateway.grammar import grammar_of
-from tuner.gateway.parsing import TOOL_CALL_PARSERS
+from tuner.gateway.model.grammars import AnswerSchema, Constraints, ToolChoice, grammar_of
+from tuner.gateway.model.parsing import TOOL_CALL_PARSERS
+from tuner.gateway.request_error import RequestError
 
 RENDERER = ChatRenderer(tokenizer())
 GRAMMARS = Grammars(tokenizer(), [END])
@@ -56,7 +55,7 @@ ANSWER = AnswerSchema(
         "required": ["x"],
         "additionalProperties": False,
     },
-    "response_format",
+    ("response_format",),
 )
 
 
@@ -174,7 +173,7 @@ CASES: list[tuple[str, Constraints, list[str], list[str]]] = [
     ),
     (
         "json_object: any object",
-        Constraints([], answer=AnswerSchema({"type": "object"}, "response_format")),
+        Constraints([], answer=AnswerSchema({"type": "object"}, ("response_format",))),
         ["{}", '{"a": [1, {"b": null}], "é": "\\n"}'],
         ["[]", "1", '{"a": NaN}', "{a: 1}"],
     ),

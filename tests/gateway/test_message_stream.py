@@ -14,9 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from tests.gateway.families import FAMILIES, Family, texts
 from tests.gateway.toy import ADD_TOOL, ids_of, tokenizer
 from tuner.gateway import ChatRenderer
-from tuner.gateway.message_stream import Delta, MessageStream
-from tuner.gateway.parsing import ParsedMessage, joined
-from tuner.gateway.text_stream import TextStream
+from tuner.gateway.model.message_stream import MessageStream, TextStream
+from tuner.gateway.model.parsing import Delta, ParsedMessage, joined
 
 family_of = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 BYTE = {letter: id_ for letter, id_ in tokenizer().get_vocab().items() if id_ < 256}
@@ -213,7 +212,7 @@ def decode_in_pieces(spoken: PreTrainedTokenizerFast, ids: list[int], sizes: Seq
 
 
 def _byte_letters() -> dict[int, str]:
-    from tuner.gateway.renderer import _BYTE_OF
+    from tuner.gateway.model.renderer import _BYTE_OF
 
     return {byte: letter for letter, byte in _BYTE_OF.items()}
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from openai.types.chat import completion_create_params
 
 from tests.gateway.toy import ADD_TOOL, StubEngine, gateway_of
-from tuner.gateway.gateway import Gateway
-from tuner.gateway.request import CHAT_FIELDS
+from tuner.gateway.dialects.chat import CHAT_FIELDS
+from tuner.gateway.routes import Gateway
 
 USER = [{"role": "user", "content": "hi"}]
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}

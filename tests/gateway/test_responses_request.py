@@ -14,8 +14,8 @@ from openai.types.responses import response_create_params
 
 from tests.gateway.toy import StubEngine, gateway_of, text_of
 from tuner.gateway import Gateway, Session
-from tuner.gateway.gateway import Reply
-from tuner.gateway.responses_request import RESPONSES_FIELDS
+from tuner.gateway.dialects.responses_request import RESPONSES_FIELDS
+from tuner.gateway.routes import Reply
 
 ADD: dict[str, Any] = {"type": "function", "name": "add", "parameters": {"type": "object"}}
 CALL = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
@@ -372,4 +372,4 @@ async def test_fuzzed_body_never_gets_a_5xx_and_leaves_nothing_behind(body: obje
         assert len(session.calls) == (status == 200)
         assert session.errors == []
         assert engine.sampling == engine.waiting == 0
-        assert session._carried == []
+        assert session.recording.carried == []

@@ -241,10 +241,10 @@ async def test_generation_seconds_count_overlapping_calls_once() -> None:
         await asyncio.sleep(0.05)
         engine.gate.set()
         await asyncio.gather(*calls)
-        assert 0.05 <= session.generation_seconds <= time.perf_counter() - started
-        before = session.generation_seconds
+        assert 0.05 <= session.in_flight.seconds <= time.perf_counter() - started
+        before = session.in_flight.seconds
         await asyncio.sleep(0.02)
-        assert session.generation_seconds == before
+        assert session.in_flight.seconds == before
 
 
 async def test_closing_one_sessions_client_leaves_the_others_open() -> None:

@@ -16,7 +16,7 @@ import gzip
 import hashlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,15 @@ from tuner.engines.base import EngineCapabilities
 from tuner.gateway import ChatRenderer, Gateway, Session
 
 # What knows the gateway from inside, for `read` and `keep` alone.
-from tuner.gateway.anthropic_request import read_count_request
-from tuner.gateway.errors import RequestError
-from tuner.gateway.gateway import StreamReply, dialect_of
-from tuner.gateway.responses_items import KeptResponse
+from tuner.gateway.dialects.anthropic import MessagesExchange
+from tuner.gateway.dialects.anthropic_request import read_count_request, read_messages_request
+from tuner.gateway.dialects.chat import read_chat_request
+from tuner.gateway.dialects.responses_request import read_responses_request
+from tuner.gateway.dialects.text import read_text_request
+from tuner.gateway.request_error import RequestError
+from tuner.gateway.routes import _EXCHANGES
+from tuner.gateway.service import StreamReply
+from tuner.gateway.sessions import KeptResponse
 
 CORPUS = Path(__file__).with_name("requests.json.gz")
 PATHS = (
@@ -56,14 +61,22 @@ def read(path: str, body: bytes, gateway: Gateway, session: Session) -> Json:
         `{"request": ...}`, the fields of the CompletionRequest that differ from their defaults; or
         `{"status": ..., "error": ...}` as the client sees it.
     """
-    kind = dialect_of(path, {})
+    service = session.service
+    capabilities = service.engine.capabilities
+    readers: dict[str, Callable[[], Any]] = {
+        "/v1/chat/completions": lambda: read_chat_request(body, capabilities),
+        "/v1/completions": lambda: read_text_request(body, service),
+        "/v1/responses": lambda: (
+            read_responses_request(body, session.responses, capabilities).completion
+        ),
+        "/v1/messages": lambda: read_messages_request(body, service),
+        "/v1/messages/count_tokens": lambda: read_count_request(body, service),
+    }
     try:
-        if path == "/v1/messages/count_tokens":
-            request = read_count_request(body, gateway)
-        else:
-            request = kind.read(gateway, session, body).request
+        request = readers[path]()
     except RequestError as error:
-        return {"status": error.status, "error": json.loads(kind.error(error))["error"]}
+        answer = _EXCHANGES.get(path, MessagesExchange).error(error)
+        return {"status": error.status, "error": json.loads(answer)["error"]}
     return {"request": _said(request)}
 
 

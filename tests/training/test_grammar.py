@@ -17,7 +17,7 @@ from tuner.algorithms.spec import EntropyLoss, KLLoss
 from tuner.engines import SamplingParams
 from tuner.engines.grammar_text import GrammarError
 from tuner.errors import TrainingError
-from tuner.gateway.constraints import json_schema
+from tuner.gateway.model.grammar_rules import json_schema
 from tuner.traces.store import trace_from_json, trace_to_json
 from tuner.training import PolicyTrainer, TrainerSettings, build_batch
 
@@ -29,7 +29,7 @@ GRAMMAR = "start: %json " + json_schema(
         "required": ["k"],
         "additionalProperties": False,
     },
-    "schema",
+    ("schema",),
 )
 ONE_OF_THREE = 'start: "abc" | "ad" | "xe"'
 # What may follow "", "a", "ab", ... in that grammar, written down by hand.

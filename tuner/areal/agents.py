@@ -19,7 +19,6 @@ from tuner.functions.calling import call_function, check_workflow_function
 from tuner.functions.loading import load_function
 from tuner.functions.outputs import Rejected, WorkflowOutput
 from tuner.gateway import RecordedCall
-from tuner.gateway.transport import in_process_http_client
 
 # What requests of such agents say where the model's name does not matter.
 ANY_MODEL = "default"
@@ -105,7 +104,7 @@ class AgentWorkflow:
         """
         session = model.session
         session.other_names = (ANY_MODEL,)
-        client = in_process_http_client(session.gateway, openai.DefaultAsyncHttpxClient)
+        client = session.http_client(openai.DefaultAsyncHttpxClient)
         arguments = {
             "data": task,
             "base_url": model.base_url,
@@ -119,7 +118,7 @@ class AgentWorkflow:
         if value is None:
             raise Rejected(f"{self._source} returned None")
         if isinstance(value, Mapping):
-            return WorkflowOutput(reward=self._give(value, model.session.recorded_calls()))
+            return WorkflowOutput(reward=self._give(value, model.session.recording.for_workflow()))
         return WorkflowOutput(reward=_number(value, self._source))
 
     def _give(self, rewards: Mapping[str, Any], calls: Sequence[RecordedCall]) -> float:

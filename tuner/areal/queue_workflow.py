@@ -323,7 +323,7 @@ def _prompt(task: dict[str, Any], session: Session) -> SequenceSample:
             f"the task has none of {', '.join(PROMPT_KEYS)} to make a prompt of; its fields are "
             f"{', '.join(task)}"
         )
-    value, renderer = task[key], session.gateway.renderer
+    value, renderer = task[key], session.service.renderer
     if key == "messages":
         value = renderer.render_text(value, [])
     if isinstance(value, str):

@@ -16,7 +16,7 @@ from tuner.errors import ConfigError, FunctionError
 from tuner.functions.calling import is_async
 from tuner.functions.outputs import Rejected, WorkflowOutput
 from tuner.gateway import Session
-from tuner.gateway.tokens import complete_tokens
+from tuner.gateway.dialects.text import complete_tokens
 from tuner.traces import Call
 from tuner.training.batch import untrainable
 
@@ -146,11 +146,11 @@ class SessionEngine:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self.tokenizer: Any = session.gateway.renderer.tokenizer
+        self.tokenizer: Any = session.service.renderer.tokenizer
 
     def get_version(self) -> int:
         """Updates that the weights have seen which sample the next token."""
-        return self._session.gateway.engine.version
+        return self._session.service.engine.version
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Sample one answer and record it.
@@ -185,9 +185,9 @@ class SessionEngine:
         Raises:
             As `agenerate`.
         """
-        unknown = set(gconfig.stop_token_ids) - self._session.gateway.engine.capabilities.end_ids
+        unknown = set(gconfig.stop_token_ids) - self._session.service.engine.capabilities.end_ids
         if unknown:
-            ends = sorted(self._session.gateway.engine.capabilities.end_ids)
+            ends = sorted(self._session.service.engine.capabilities.end_ids)
             raise ConfigError(
                 f"gconfig.stop_token_ids has {sorted(unknown)}, but this engine ends an answer at "
                 f"{ends} alone; leave them out, or name the text in gconfig.stop"
@@ -307,7 +307,7 @@ def settled_episode(trajectories: Sequence[Trajectory], session: Session, source
     """
     if not trajectories:
         raise FunctionError(f"{source} returned no trajectory; return None to reject the episode")
-    recorded = session.recorded_calls()
+    recorded = session.recording.for_workflow()
     calls = tuple(record.call for record in recorded)
     settled = settle(trajectories, calls, source)
     for record, entry in zip(recorded, settled.trained, strict=True):

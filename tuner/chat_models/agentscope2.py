@@ -66,11 +66,11 @@ def trinity_chat_model() -> type[Any]:
                 model=session.model_name,
                 stream=False,
                 max_retries=0,
-                context_size=session.max_model_len,
+                context_size=session.service.engine.capabilities.max_model_len,
                 client_kwargs={"http_client": client._client, "max_retries": 0},
             )
             self.client = client
-            self.max_model_len = session.max_model_len
+            self.max_model_len = session.service.engine.capabilities.max_model_len
             self._agents: list[Any] = []  # held, because their replies are looked at in the end
 
         def role(self, name: str) -> Any:
@@ -107,7 +107,7 @@ def trinity_chat_model() -> type[Any]:
                 self._session.warn_once(setting, sentence)
 
         def _warn(self, unsafe: dict[str, str]) -> None:
-            if self._session.recorded:  # nothing is trained on what the others say
+            if self._session.recording.kept:  # nothing is trained on what the others say
                 for setting, sentence in unsafe.items():
                     self._session.warn_once(setting, sentence)
 

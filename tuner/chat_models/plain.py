@@ -53,7 +53,7 @@ class SessionHandle:
     @property
     def calls(self) -> list[RecordedCall]:
         """The calls committed so far, in order: those of this role, or all where it has none."""
-        calls = self._session.recorded_calls()
+        calls = self._session.recording.for_workflow()
         return [c for c in calls if self._role is None or c.role == self._role]
 
     def role(self, name: str) -> Self:

@@ -29,8 +29,9 @@ from tuner.algorithms.table import Recorded
 from tuner.config.buffer import FormatSection
 from tuner.errors import DatasetError
 from tuner.gateway import ChatRenderer
-from tuner.gateway.errors import RequestError
-from tuner.gateway.messages import Message, check_messages, check_tools, said
+from tuner.gateway.completion_request import check_messages, check_tools
+from tuner.gateway.model.template import Message, said
+from tuner.gateway.request_error import RequestError
 
 SETTING = "buffer.trainer_input.experience_buffer.format"
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from tuner.errors import TunerError
 from tuner.traces import Call
-
-if TYPE_CHECKING:
-    from tuner.gateway.session import Session
 
 
 @dataclass
@@ -23,6 +20,39 @@ class Credit:
     masked: list[tuple[int, int]] = field(default_factory=list)
 
 
+class Credits:
+    """What the workflow said about the calls of one session, while that is open.
+
+    Args:
+        session_id: The session's, for messages.
+
+    Attributes:
+        sealed: Whether nothing can be said any more.
+    """
+
+    def __init__(self, session_id: str) -> None:
+        self.session_id = session_id
+        self.sealed = False
+        self._by_call: dict[str, Credit] = {}
+
+    def of(self, call_id: str) -> Credit:
+        """What was said about a call; can be said more."""
+        return self._by_call.setdefault(call_id, Credit())
+
+    def given_to(self, call: Call) -> Call:
+        """The call with what was said about it."""
+        credit = self._by_call.get(call.id)
+        if credit is None:
+            return call
+        return replace(
+            call,
+            reward=credit.reward,
+            gained=credit.gained,
+            excluded=credit.excluded,
+            masked=tuple(credit.masked),
+        )
+
+
 class RecordedCall:
     """A call of a rollout that goes on, for the workflow that made it.
 
@@ -33,8 +63,8 @@ class RecordedCall:
         call: The call as it was recorded.
     """
 
-    def __init__(self, session: Session, call: Call) -> None:
-        self._session = session
+    def __init__(self, credits: Credits, call: Call) -> None:
+        self._credits = credits
         self.call = call
 
     @property
@@ -113,7 +143,7 @@ class RecordedCall:
 
     @property
     def _credit(self) -> Credit:
-        return self._session.credits.setdefault(self.id, Credit())
+        return self._credits.of(self.id)
 
     def _checked(self, what: str, value: float | None) -> float | None:
         if value is not None:
@@ -124,8 +154,8 @@ class RecordedCall:
         return value
 
     def _open(self) -> None:
-        if self._session.sealed:
+        if self._credits.sealed:
             raise TunerError(
-                f"call {self.id} belongs to a rollout that has ended ({self._session.id}): set "
-                "rewards and exclusions inside the workflow"
+                f"call {self.id} belongs to a rollout that has ended "
+                f"({self._credits.session_id}): set rewards and exclusions inside the workflow"
             )

@@ -1,86 +1,20 @@
-"""Reading a request's JSON fields, each with a sentence for the person whose field is wrong."""
+"""Readers of JSON fields: each has a sentence for the person whose field is wrong.
+
+A reader takes the place of a field in the body and its value, and gives what the value means.
+"""
 
 from __future__ import annotations
 
-import difflib
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from tuner.gateway.errors import RequestError, kind, shown
+from tuner.engines.base import EngineCapabilities
+from tuner.gateway.request_error import Path, kind, shown, wrong
 
 MAX_STOP_STRINGS = 4  # OpenAI's limit
 
-Reader = Callable[[str, Any], Any]
-
-
-def read_fields(
-    body: bytes, table: Mapping[str, Reader], *, required: Iterable[str], what: str
-) -> dict[str, Any]:
-    """The fields of a JSON body that say something, checked by `table`.
-
-    For every optional field null means the same as leaving it out.
-
-    Args:
-        table: A reader for each field that is known.
-        required: Fields that must be there.
-        what: What the body is, for messages: "a chat completion request".
-
-    Raises:
-        RequestError: 400 that names the field, its value and what to do.
-    """
-    fields = json_object(body)
-    for name in required:
-        if fields.get(name) is None:
-            raise RequestError(f"{name} is missing: it is required", param=name)
-    values: dict[str, Any] = {}
-    for name, value in fields.items():
-        read = table.get(name)
-        if read is None:
-            near = difflib.get_close_matches(name, table, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "leave it out"
-            raise RequestError(f"{shown(name)} is not a field of {what}: {hint}", param=name)
-        if value is None:
-            continue
-        result = read(name, value)
-        if result is not NO_EFFECT:
-            values[name] = result
-    return values
-
-
-def json_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in `body`.
-
-    Raises:
-        RequestError: 400: it is something else.
-    """
-    try:
-        # Decoded here, because `json.loads` lets half of a surrogate pair through in bytes.
-        fields = json.loads(
-            body.decode(), parse_constant=_refuse_constant, parse_float=_finite_number
-        )
-        if b"\\u" in body:  # half of a surrogate pair is JSON, but no text
-            json.dumps(fields, ensure_ascii=False).encode()
-    except RecursionError:
-        raise RequestError("the body is nested too deeply to be read") from None
-    except ValueError as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise RequestError(f"the body must be a JSON object, not {kind(fields)}")
-    return fields
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _finite_number(text: str) -> float:
-    value = float(text)
-    if math.isinf(value):
-        raise ValueError(f"{shown(text)} is too large for a number")
-    return value
-
+Reader = Callable[[Path, Any], Any]
 
 NO_EFFECT = object()
 """What a reader gives for a field that changes nothing."""
@@ -89,13 +23,12 @@ NO_EFFECT = object()
 def number(low: float, high: float, *, above: bool = False) -> Reader:
     """A number in [low, high], or in (low, high] with `above`."""
 
-    def read(name: str, value: Any) -> float:
-        wanted = f"a number {f'above {low:g}' if above else f'from {low:g}'}"
-        wanted += "" if high == math.inf else f" to {high:g}"
+    def read(at: Path, value: Any) -> float:
+        wanted = f"a number {f'above {low:g}' if above else f'from {low:g}'} to {high:g}"
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise RequestError(f"{name} must be {wanted}, not {kind(value)}", param=name)
+            raise wrong(at, f"must be {wanted}, not {kind(value)}")
         if not low <= value <= high or (above and value == low):
-            raise RequestError(f"{name} is {shown(value)}: it must be {wanted}", param=name)
+            raise wrong(at, f"is {shown(value)}: it must be {wanted}")
         return float(value)
 
     return read
@@ -104,47 +37,58 @@ def number(low: float, high: float, *, above: bool = False) -> Reader:
 def integer(low: int, high: int | None = None) -> Reader:
     """An integer in [low, high]."""
 
-    def read(name: str, value: Any) -> int:
+    def read(at: Path, value: Any) -> int:
         wanted = f"an integer of at least {low}" if high is None else f"an integer {low} to {high}"
         if isinstance(value, bool) or not isinstance(value, int):
-            raise RequestError(f"{name} must be {wanted}, not {_but(value)}", param=name)
+            found = shown(value) if isinstance(value, float) else kind(value)
+            raise wrong(at, f"must be {wanted}, not {found}")
         if value < low or (high is not None and value > high):
-            raise RequestError(f"{name} is {shown(value)}: it must be {wanted}", param=name)
+            raise wrong(at, f"is {shown(value)}: it must be {wanted}")
         return value
 
     return read
 
 
-def _but(value: Any) -> str:
-    return shown(value) if isinstance(value, float) else kind(value)
-
-
-def boolean(name: str, value: Any) -> bool:
+def boolean(at: Path, value: Any) -> bool:
     """true or false."""
     if not isinstance(value, bool):
-        raise RequestError(f"{name} must be true or false, not {kind(value)}", param=name)
+        raise wrong(at, f"must be true or false, not {kind(value)}")
     return value
 
 
-def string(name: str, value: Any) -> str:
+def string(at: Path, value: Any) -> str:
     """Text."""
     if not isinstance(value, str):
-        raise RequestError(f"{name} must be a string, not {kind(value)}", param=name)
+        raise wrong(at, f"must be a string, not {kind(value)}")
     return value
 
 
-def object_field(name: str, value: Any) -> dict[str, Any]:
+def name(at: Path, value: Any) -> str:
+    """Text that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise wrong(at, "must be a string that is not empty")
+    return value
+
+
+def object_field(at: Path, value: Any) -> dict[str, Any]:
     """A JSON object."""
     if not isinstance(value, dict):
-        raise RequestError(f"{name} must be an object, not {kind(value)}", param=name)
+        raise wrong(at, f"must be an object, not {kind(value)}")
+    return value
+
+
+def array(at: Path, value: Any) -> list[Any]:
+    """A JSON array."""
+    if not isinstance(value, list):
+        raise wrong(at, f"must be an array, not {kind(value)}")
     return value
 
 
 def without_effect(read: Reader) -> Reader:
     """A field of the right type whose value changes nothing about the completion."""
 
-    def check(name: str, value: Any) -> Any:
-        read(name, value)
+    def check(at: Path, value: Any) -> Any:
+        read(at, value)
         return NO_EFFECT
 
     return check
@@ -153,27 +97,59 @@ def without_effect(read: Reader) -> Reader:
 def only(*allowed: Any, because: str) -> Reader:
     """A field that is accepted at the values that change nothing and refused at every other."""
 
-    def check(name: str, value: Any) -> Any:
+    def check(at: Path, value: Any) -> Any:
         for item in allowed:
             if value == item and isinstance(value, bool) == isinstance(item, bool):
                 return NO_EFFECT
         instead = f" or send {json.dumps(allowed[0])}" if allowed else ""
-        raise RequestError(
-            f"{name} is {shown(value)}: {because}; leave it out{instead}", param=name
-        )
+        raise wrong(at, f"is {shown(value)}: {because}; leave it out{instead}")
 
     return check
 
 
-def stop_strings(name: str, value: Any) -> tuple[str, ...]:
+def only_keys(fields: Mapping[str, Any], known: Iterable[str], at: Path, what: str) -> None:
+    """Refuse a field of an object that says something and is not known.
+
+    Clients echo a message with every field of their own type; empty ones say nothing.
+    """
+    for key, value in fields.items():
+        if key not in known and value is not None and value != []:
+            raise wrong(
+                (*at, key),
+                f"is not a field of {what} that this gateway knows ({', '.join(known)}): leave it "
+                "out",
+            )
+
+
+def stop_strings(at: Path, value: Any) -> tuple[str, ...]:
     """One string or a few, none of them empty."""
     strings = [value] if isinstance(value, str) else value
     if not isinstance(strings, list) or not all(isinstance(item, str) for item in strings):
-        raise RequestError(f"{name} must be a string or an array of strings", param=name)
-    if len(strings) > MAX_STOP_STRINGS:
-        raise RequestError(
-            f"{name} has {len(strings)} strings: send at most {MAX_STOP_STRINGS}", param=name
-        )
+        raise wrong(at, "must be a string or an array of strings")
+    return strings_that_end(at, strings, most=MAX_STOP_STRINGS)
+
+
+def strings_that_end(at: Path, strings: list[str], *, most: int) -> tuple[str, ...]:
+    """A few strings, none of them empty."""
+    if len(strings) > most:
+        raise wrong(at, f"has {len(strings)} strings: send at most {most}")
     if "" in strings:
-        raise RequestError(f"{name} holds an empty string, which would end at once", param=name)
+        raise wrong(at, "holds an empty string, which would end at once")
     return tuple(strings)
+
+
+def top_k(at: Path, value: Any) -> int:
+    """How many of the most probable tokens are kept; -1 keeps all."""
+    result: int = integer(-1, 2**31 - 1)(at, value)
+    return result if result > 0 else -1  # vLLM writes "every token" as 0 or -1
+
+
+def check_top_logprobs(at: Path, value: int, capabilities: EngineCapabilities) -> None:
+    """Refuse more alternatives than the engine reports.
+
+    Raises:
+        RequestError: 400.
+    """
+    most = capabilities.max_top_logprobs
+    if value > most:
+        raise wrong(at, f"is {value}, but this engine reports at most {most}")

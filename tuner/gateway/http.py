@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -14,11 +14,8 @@ from starlette.responses import Response
 from starlette.routing import Mount
 from starlette.types import Receive, Scope, Send
 
-from tuner.gateway.errors import RequestError
-from tuner.gateway.gateway import EVENT_STREAM, Events, StreamReply, dialect_of
-
-if TYPE_CHECKING:
-    from tuner.gateway.gateway import Gateway
+from tuner.gateway.request_error import RequestError
+from tuner.gateway.service import EVENT_STREAM, Answers, Events, Reply, StreamReply
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 STALLED_SECONDS = 60
@@ -32,7 +29,7 @@ class HttpDoor:
     what arrives before the server runs waits in the socket's queue.
     """
 
-    def __init__(self, gateway: Gateway, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, gateway: Answers, loop: asyncio.AbstractEventLoop) -> None:
         # asyncio turns Nagle's algorithm off only for sockets that say they are TCP; with it on,
         # answers wait 40 ms for the client's delayed acknowledgement.
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -71,7 +68,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-def gateway_app(gateway: Gateway) -> Starlette:
+def gateway_app(gateway: Answers) -> Starlette:
     """`Gateway.handle` as an ASGI application."""
     return Starlette(routes=[Mount("/", app=_Endpoint(gateway))])
 
@@ -79,7 +76,7 @@ def gateway_app(gateway: Gateway) -> Starlette:
 class _Endpoint:
     """Answers one request; a client that goes away cancels it."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Answers) -> None:
         self._gateway = gateway
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -92,8 +89,7 @@ class _Endpoint:
         try:
             body = await _body(receive)
         except RequestError as error:
-            body = dialect_of(scope["path"], headers).error(error)
-            await _send(error.status, body, scope, receive, send)
+            await _send(self._gateway.refusal(scope["path"], headers, error), scope, receive, send)
             return
         if body is None:
             return
@@ -108,7 +104,7 @@ class _Endpoint:
                 if isinstance(reply, StreamReply):
                     await _send_events(reply.events, gone, send)
                 else:
-                    await _send(reply.status, reply.body, scope, receive, send, reply.content_type)
+                    await _send(reply, scope, receive, send)
         finally:
             answer.cancel()
             gone.cancel()
@@ -146,15 +142,8 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _send(
-    status: int,
-    body: bytes,
-    scope: Scope,
-    receive: Receive,
-    send: Send,
-    media_type: str = "application/json",
-) -> None:
-    response = Response(body, status_code=status, media_type=media_type)
+async def _send(reply: Reply, scope: Scope, receive: Receive, send: Send) -> None:
+    response = Response(reply.body, status_code=reply.status, media_type=reply.content_type)
     await response(scope, receive, send)
 
 

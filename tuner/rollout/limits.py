@@ -69,7 +69,7 @@ class ToolTime:
     async def _watch(self, seconds: float, deadline: asyncio.Timeout) -> None:
         started = time.perf_counter()
         while True:
-            spent = time.perf_counter() - started - self._session.generation_seconds
+            spent = time.perf_counter() - started - self._session.in_flight.seconds
             if spent >= seconds:
                 self.exceeded = True
                 _expire(deadline)

@@ -187,7 +187,7 @@ class RolloutRunner:
             seconds={
                 "workflow": state.workflow_seconds,
                 "judge": state.judge_seconds,
-                "generation": session.generation_seconds,
+                "generation": session.in_flight.seconds,
             },
         )
 

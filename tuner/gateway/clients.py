@@ -1,0 +1,213 @@
+"""The door for Python agents: clients that reach the gateway without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+from collections.abc import AsyncIterator, Iterable
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pydantic
+from openai.resources.chat import AsyncChat, AsyncCompletions
+from openai.types.chat import ChatCompletion
+
+from tuner.errors import MissingDependencyError
+from tuner.gateway.service import EVENT_STREAM, Answers, Events, Reply, StreamReply
+
+if TYPE_CHECKING:
+    import anthropic
+
+_BASE_URL = "http://gateway.in-process/v1"
+
+
+def http_library(client_class: type) -> Any:
+    """The library that an HTTP client class is built on: httpx, or httpx2 in newer packages."""
+    client = next(base for base in client_class.__mro__ if base.__name__ == "AsyncClient")
+    return importlib.import_module(client.__module__.partition(".")[0])
+
+
+def in_process_http_client(gateway: Answers, client_class: type) -> Any:
+    """A client of the library that `client_class` is built on, whose requests go to `gateway`."""
+    library = http_library(client_class)
+    transport = _transport_class(library)(gateway)
+    return library.AsyncClient(transport=transport, trust_env=False, timeout=None)
+
+
+@cache
+def _transport_class(library: Any) -> type[Any]:
+    """The transport, as a class of `library`: its clients take no other."""
+
+    class InProcessTransport(library.AsyncBaseTransport):  # type: ignore[misc]  # httpx or httpx2
+        """Hands each request to the gateway in the caller's own task."""
+
+        def __init__(self, gateway: Answers) -> None:
+            self._gateway = gateway
+
+        async def handle_async_request(self, request: Any) -> Any:
+            body = await request.aread()
+            answer = self._gateway.handle(request.method, request.url.path, request.headers, body)
+            seconds = request.extensions.get("timeout", {}).get("read")
+            try:
+                async with asyncio.timeout(seconds):
+                    reply = await answer
+            except TimeoutError:
+                raise library.ReadTimeout(
+                    f"no answer within the client's timeout of {seconds} s", request=request
+                ) from None
+            if isinstance(reply, StreamReply):
+                return library.Response(
+                    200,
+                    headers={"content-type": EVENT_STREAM},
+                    stream=EventStream(reply.events, seconds, request),
+                    request=request,
+                )
+            return response(library, reply, request)
+
+    class EventStream(library.AsyncByteStream):  # type: ignore[misc]  # likewise
+        """The body of a streamed response."""
+
+        def __init__(self, events: Events, seconds: float | None, request: Any) -> None:
+            self._events = events
+            self._seconds = seconds
+            self._request = request
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            while True:
+                try:
+                    async with asyncio.timeout(self._seconds):
+                        event = await anext(self._events, None)
+                except TimeoutError:
+                    raise library.ReadTimeout(
+                        f"no event within the client's timeout of {self._seconds} s",
+                        request=self._request,
+                    ) from None
+                if event is None:
+                    return
+                yield event
+
+        async def aclose(self) -> None:
+            await self._events.aclose()
+
+    return InProcessTransport
+
+
+def response(library: Any, reply: Reply, request: Any) -> Any:
+    """A reply that is not a stream, as a response of `library`."""
+    return library.Response(
+        reply.status,
+        headers={"content-type": reply.content_type},
+        content=reply.body,
+        request=request,
+    )
+
+
+_http = http_library(openai.DefaultAsyncHttpxClient)
+
+
+def in_process_client(gateway: Answers, key: str) -> InProcessOpenAI:
+    """A client of the session behind `key`: no retries, no time limit unless asked for."""
+    return InProcessOpenAI(
+        gateway=gateway,
+        api_key=key,
+        base_url=_BASE_URL,
+        http_client=in_process_http_client(gateway, openai.DefaultAsyncHttpxClient),
+        max_retries=0,
+        timeout=None,
+    )
+
+
+def in_process_anthropic(gateway: Answers, key: str) -> anthropic.AsyncAnthropic:
+    """Anthropic's client of the session behind `key`: no retries, no time limit of its own.
+
+    Raises:
+        MissingDependencyError: The anthropic package is not installed.
+    """
+    try:
+        import anthropic
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"Anthropic's client does not import ({error}): pip install anthropic"
+        ) from error
+    return anthropic.AsyncAnthropic(
+        api_key=key,
+        base_url=_BASE_URL.removesuffix("/v1"),  # the client adds it itself
+        http_client=in_process_http_client(gateway, anthropic.DefaultAsyncHttpxClient),
+        max_retries=0,
+        timeout=None,
+    )
+
+
+class InProcessOpenAI(openai.AsyncOpenAI):
+    """`openai.AsyncOpenAI` with a short way through `chat.completions.create`.
+
+    Args:
+        gateway: Where the short way leads. A copy made with other options (`with_options`) has
+            none: it takes the library's own way, which honours them, to the same transport.
+        options: The library's.
+    """
+
+    def __init__(self, *, gateway: Answers | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.gateway = gateway
+
+    @cached_property
+    def chat(self) -> AsyncChat:
+        return _Chat(self)
+
+
+class _Chat(AsyncChat):
+    @cached_property
+    def completions(self) -> AsyncCompletions:
+        return _Completions(self._client)
+
+
+class _Completions(AsyncCompletions):
+    async def create(self, **params: Any) -> Any:
+        """The same request and answer, without building an HTTP message in between.
+
+        The library converts every message by its type annotations, parses URLs, merges headers
+        and builds the answer field by field: four times what the gateway itself needs. A call
+        that uses one of the options that this is good for takes the library's way.
+        """
+        client = self._client
+        gateway = getattr(client, "gateway", None)
+        params = {name: value for name, value in params.items() if not _omitted(value)}
+        if (
+            gateway is None
+            or client.timeout is not None
+            or client.max_retries
+            or params.get("stream")
+            or not _LIBRARY_ONLY.isdisjoint(params)
+            or not isinstance(params.get("messages"), list)
+        ):
+            return await super().create(**params)
+        params.update(params.pop("extra_body", None) or {})
+        reply = await gateway.handle(
+            "POST",
+            "/v1/chat/completions",
+            {"authorization": f"Bearer {client.api_key}"},
+            json.dumps(params, default=_jsonable).encode(),
+        )
+        if reply.status == 200:
+            return ChatCompletion.model_validate_json(reply.body)
+        request = _http.Request("POST", f"{_BASE_URL}/chat/completions")
+        raise client._make_status_error_from_response(response(_http, reply, request))
+
+
+_LIBRARY_ONLY = {"extra_headers", "extra_query", "timeout", "response_format"}
+
+
+def _omitted(value: object) -> bool:
+    return isinstance(value, (openai.NotGiven, openai.Omit))
+
+
+def _jsonable(value: Any) -> Any:
+    """A client's own object inside a request, such as an earlier answer's message, as JSON."""
+    if isinstance(value, pydantic.BaseModel):
+        return value.model_dump(exclude_unset=True, mode="json", by_alias=True)
+    if isinstance(value, Iterable):
+        return list(value)
+    raise TypeError(f"a {type(value).__name__} cannot be sent as JSON")

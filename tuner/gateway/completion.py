@@ -1,0 +1,368 @@
+"""One request on its way: prompt, engine, choices; committed before the caller sees its end.
+
+Every dialect comes through here. What differs between them is how a request is read and how the
+answer is written; see `tuner/gateway/dialects`.
+
+    request ──▶ prompt ids ──▶ engine ──▶ tokens ──▶ choices ──▶ commit ──▶ Answer
+                                            └──▶ deltas, for a stream
+
+Whatever ends a request early (a client that goes away, a session that is sealed, an engine that
+fails), the tokens sampled until then are in the trace, in calls marked `undelivered`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+from tuner.engines.base import Generation, SamplingParams
+from tuner.engines.grammar_text import GrammarError
+from tuner.errors import ContextLengthError
+from tuner.gateway.completion_request import Answer, Choice, CompletionRequest
+from tuner.gateway.conversations import Prompt
+from tuner.gateway.model.message_stream import MessageStream
+from tuner.gateway.model.parsing import Delta, ParsedMessage
+from tuner.gateway.request_error import RequestError
+from tuner.gateway.sessions import Session
+from tuner.traces import Call, Dialect
+
+
+class _Sampled:
+    """A choice while it is sampled: its settings, and every token so far."""
+
+    def __init__(self, prompt: Prompt, sampling: SamplingParams, wake: Callable[[], None]) -> None:
+        self.prompt = prompt
+        self.sampling = sampling
+        self.tokens: list[tuple[int, float, int]] = []
+        self._closed = False
+        self._lock = threading.Lock()  # the engine may push from another thread
+        self._wake = wake
+
+    def push(self, token_id: int, logprob: float, version: int) -> bool:
+        with self._lock:
+            if self._closed:
+                return False
+            self.tokens.append((token_id, logprob, version))
+        self._wake()
+        return True
+
+    def close(self) -> None:
+        """Take no more tokens."""
+        with self._lock:
+            self._closed = True
+
+
+class Completion:
+    """One request of a session.
+
+    Args:
+        session: Where its calls are committed.
+        role: The role that its key names, or None.
+        request: What is asked for.
+        dialect: Whose form it came in.
+        prefix: What that dialect's response ids begin with.
+
+    Attributes:
+        id: The id of the response.
+        committed: Whether its calls are in the trace.
+        started: Unix time, seconds.
+
+    Raises:
+        RequestError: The request cannot be honoured.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        role: str | None,
+        request: CompletionRequest,
+        *,
+        dialect: Dialect,
+        prefix: str,
+    ) -> None:
+        session.check_model(request.model)
+        self.session = session
+        self.service = session.service
+        self.request = request
+        self._role = role
+        self._dialect: Dialect = dialect
+        self.committed = False
+        self._arrived = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self.started = time.time()
+        self._clock = time.perf_counter()
+        renderer = self.service.renderer
+        prompts = self._prompts()
+        # First of all: what cannot be honoured is refused before anything is counted.
+        rooms = [self._room(prompt.ids) for prompt in prompts]
+        grammars = [renderer.grammar(request.constraints, prompt.ids) for prompt in prompts]
+        admission = session.admit([prompt.ids for prompt in prompts], request.n)
+        self.id = prefix + admission.id
+        self._sampled: list[_Sampled] = []
+        for prompt, room, grammar in zip(prompts, rooms, grammars, strict=True):
+            if admission.tokens is not None:
+                room = min(room, admission.tokens)
+            for choice in range(request.n):
+                seed = admission.seeds[len(self._sampled)]
+                sampling = self._sampling(room, seed, choice, grammar)
+                self._sampled.append(_Sampled(prompt, sampling, self._wake))
+
+    def _prompts(self) -> list[Prompt]:
+        if self.request.prompts is None:
+            return [chat_prompt(self.session, self.request)]
+        conversations = self.session.conversations
+        return [
+            conversations.prompt(prompt, 0)
+            if isinstance(prompt, str)
+            else conversations.raw(prompt)
+            for prompt in self.request.prompts
+        ]
+
+    def _room(self, prompt_ids: Sequence[int]) -> int:
+        """How many tokens may follow the prompt."""
+        limit = self.service.engine.capabilities.max_model_len
+        if len(prompt_ids) >= limit:
+            raise _too_long(
+                f"the prompt has {len(prompt_ids)} tokens, which leaves no room for an answer "
+                f"within the context of {limit}"
+            )
+        return limit - len(prompt_ids)
+
+    def _sampling(self, room: int, seed: int, choice: int, grammar: str) -> SamplingParams:
+        """The settings in force for one choice."""
+        request, defaults = self.request, self.session.defaults
+        limit = _given(request.max_tokens, defaults.max_tokens)
+        if request.seed is not None:
+            # Choices of one request differ; a single one has the very seed that was asked for.
+            mixed = hashlib.blake2b(repr((request.seed, choice)).encode(), digest_size=8).digest()
+            seed = request.seed if choice == 0 else int.from_bytes(mixed, "big")
+        return SamplingParams(
+            max_tokens=room if limit is None else min(limit, room),
+            temperature=_given(request.temperature, defaults.temperature),
+            top_p=_given(request.top_p, defaults.top_p),
+            top_k=_given(request.top_k, defaults.top_k),
+            stop=request.stop,
+            seed=seed & (2**63 - 1),
+            top_logprobs=request.top_logprobs,
+            grammar=grammar,
+        )
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompts, counted once for each choice."""
+        return sum(len(sampled.prompt.ids) for sampled in self._sampled)
+
+    def _wake(self) -> None:
+        if not self.request.stream:
+            return
+        if threading.get_ident() == self._thread:
+            self._arrived.set()
+        else:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody reads
+                self._loop.call_soon_threadsafe(self._arrived.set)
+
+    async def answer(self) -> Answer:
+        """Sample every choice and commit them.
+
+        Raises:
+            RequestError: The session was sealed meanwhile, or the prompt is too long.
+            EngineError: The engine failed.
+        """
+        with self.session.recording.carrying(self.abandoned):
+            generations = await self._generations()
+            return self._commit([self._choice(*one) for one in enumerate(generations)])
+
+    async def stream(self) -> AsyncGenerator[tuple[int, Delta] | Answer, None]:
+        """The choices' deltas as they are certain, and the answer once its calls are committed.
+
+        Raises:
+            As `answer`. Closing the iterator before the answer abandons the request.
+        """
+        streams = [
+            MessageStream(
+                self.service.renderer,
+                prompt_ids=sampled.prompt.ids,
+                tools=self.request.shown_tools,
+                stop=self.request.stop,
+                plain=self.request.prompts is not None,
+            )
+            for sampled in self._sampled
+        ]
+        seen = [0] * len(streams)
+        with self.session.recording.carrying(self.abandoned):
+            work = asyncio.ensure_future(self._generations())
+            work.add_done_callback(lambda _: self._arrived.set())
+            try:
+                while not work.done():
+                    await self._arrived.wait()
+                    self._arrived.clear()
+                    for index, sampled in enumerate(self._sampled):
+                        new = [token_id for token_id, _, _ in sampled.tokens[seen[index] :]]
+                        seen[index] += len(new)
+                        for delta in streams[index].push(new) if new else ():
+                            yield index, delta
+                generations = await work
+            finally:
+                work.cancel()
+            choices = [self._choice(*one) for one in enumerate(generations)]
+            for choice, stream in zip(choices, streams, strict=True):
+                for delta in stream.finish(choice.parsed):
+                    yield choice.index, delta
+            yield self._commit(choices)
+
+    async def _generations(self) -> list[Generation]:
+        try:
+            return await self.session.run(self._generate)
+        except ContextLengthError as error:
+            raise _too_long(str(error)) from error
+        except GrammarError as error:
+            raise RequestError(
+                f"{error}: simplify the schemas", path=self.request.constraints.path
+            ) from error
+
+    async def _generate(self) -> list[Generation]:
+        """One generation for each choice; if one fails the others are cancelled."""
+        generate, session = self.service.engine.generate, self.session.id
+        work = [generate(s.prompt.ids, s.sampling, session, s) for s in self._sampled]
+        if len(work) == 1:
+            return [await work[0]]
+        tasks = [asyncio.ensure_future(one) for one in work]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _choice(self, index: int, generation: Generation) -> Choice:
+        request, renderer = self.request, self.service.renderer
+        prompt_ids = self._sampled[index].prompt.ids
+        text, stop_string = renderer.completion_text(generation.completion_ids, request.stop)
+        parsed = ParsedMessage(text)
+        if request.prompts is None:
+            opened = renderer.opened_reasoning(prompt_ids)
+            parsed = renderer.parse_text(text, tools=request.shown_tools, opened=opened)
+        places = range(len(parsed.tool_calls))
+        called = places and generation.finish_reason == "stop"
+        return Choice(
+            index=index,
+            prompt_ids=prompt_ids,
+            generation=generation,
+            text=text,
+            stop_string=stop_string,
+            parsed=parsed,
+            tool_call_ids=tuple(self.tool_call_id(index, place) for place in places),
+            finish_reason="tool_calls" if called else generation.finish_reason,
+        )
+
+    def call_id(self, index: int) -> str:
+        """The id of the call that makes choice `index`, the same in every dialect."""
+        return f"{self.id}-{index}"
+
+    def tool_call_id(self, index: int, place: int) -> str:
+        """The id of the tool call at `place` in choice `index`."""
+        digest = self.session.digest("tool", self.call_id(index), place)
+        return self.service.renderer.tool_call_id(digest)
+
+    def _commit(self, choices: Sequence[Choice]) -> Answer:
+        """Add the choices to the trace, all or none.
+
+        Raises:
+            RequestError: 401: the session was sealed meanwhile.
+        """
+        calls = [
+            self._call(
+                choice.index,
+                choice.generation.completion_ids,
+                choice.generation.logprobs,
+                choice.generation.versions,
+                finish_reason=choice.finish_reason,
+                response=choice.message,
+                cached_tokens=choice.generation.cached_tokens,
+                malformed_tool_calls=choice.parsed.malformed_tool_calls,
+            )
+            for choice in choices
+        ]
+        self.session.commit(calls)
+        self.committed = True
+        if self.request.prompts is None:
+            for call, sampled in zip(calls, self._sampled, strict=True):
+                self.session.conversations.add(
+                    sampled.prompt, call.completion_ids, tools=self.request.shown_tools
+                )
+        return Answer(tuple(choices))
+
+    def abandoned(self) -> list[Call]:
+        """The calls of a request that ended before its commit: what was sampled until now."""
+        calls = []
+        for index, sampled in enumerate(() if self.committed else self._sampled):
+            sampled.close()
+            if sampled.tokens:
+                ids, logprobs, versions = zip(*sampled.tokens, strict=True)
+                said = {"role": "assistant", "content": self.service.renderer.decode(ids)}
+                ended = {"finish_reason": "abandoned", "response": said, "undelivered": True}
+                calls.append(self._call(index, ids, logprobs, versions, **ended))
+        return calls
+
+    def _call(
+        self,
+        index: int,
+        ids: tuple[int, ...],
+        logprobs: tuple[float, ...],
+        versions: tuple[int, ...],
+        **fields: Any,
+    ) -> Call:
+        request, sampled = self.request, self._sampled[index]
+        return Call(
+            id=self.call_id(index),
+            prompt_ids=sampled.prompt.ids,
+            completion_ids=ids,
+            logprobs=logprobs,
+            versions=versions,
+            sampling=sampled.sampling,
+            messages=request.messages,
+            tools=request.tools,
+            started=self.started,
+            seconds=time.perf_counter() - self._clock,
+            reused_ids=sampled.prompt.reused,
+            rerendered=sampled.prompt.rerendered,
+            reasoning_policy=self.service.reasoning,
+            kept_reasoning_ids=sampled.prompt.kept_reasoning,
+            recomputed_ids=sampled.prompt.recomputed,
+            dialect=self._dialect,
+            streamed=request.stream,
+            role=self._role,
+            **fields,
+        )
+
+
+def chat_prompt(session: Session, request: CompletionRequest) -> Prompt:
+    """The prompt of a request's messages, continued from what its session has sampled.
+
+    Raises:
+        RequestError: 400: the template or the tokenizer refuses the messages.
+    """
+    text = session.service.renderer.render_text(
+        request.messages,
+        request.shown_tools,
+        chat_template_kwargs=request.chat_template_kwargs,
+    )
+    turns = sum(message["role"] == "assistant" for message in request.messages)
+    return session.conversations.prompt(text, turns, request.messages)
+
+
+def _too_long(found: str) -> RequestError:
+    return RequestError(
+        f"{found}: raise model.max_model_len or shorten the messages",
+        path=("messages",),
+        code="context_length_exceeded",
+    )
+
+
+def _given(value: Any, default: Any) -> Any:
+    return default if value is None else value

@@ -1,0 +1,296 @@
+"""What a request asks for and what it came to, in no dialect; and what dialects read alike."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tuner.engines.base import Generation
+from tuner.gateway.fields import (
+    NO_EFFECT,
+    Reader,
+    array,
+    boolean,
+    name,
+    object_field,
+    only_keys,
+    string,
+)
+from tuner.gateway.model.grammars import AUTO, AnswerSchema, Constraints, ToolChoice
+from tuner.gateway.model.parsing import ParsedMessage
+from tuner.gateway.model.template import Message
+from tuner.gateway.request_error import FieldError, Path, kind, shown, wrong
+
+MAX_CHOICES = 128  # OpenAI's limit on n
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    """What a request asks for; None where it does not say.
+
+    Attributes:
+        messages: In the form of chat completions, well formed; as sent, where that is the dialect.
+        prompts: Texts or token ids to complete as they are, instead of messages.
+        tools: In the form of chat completions, and well formed.
+        shown_tools: Those the model is shown: none with `tool_choice: "none"`.
+        response_format: The JSON that an answer must be; None for any text.
+        constraints: What all of this demands of a completion's form.
+        stream: Whether the answer is a stream of server-sent events.
+        include_usage: Whether a stream of chunks ends with the token counts.
+    """
+
+    model: str
+    messages: list[Message]
+    prompts: tuple[str | tuple[int, ...], ...] | None = None
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    tool_choice: ToolChoice = AUTO
+    parallel_tool_calls: bool = True
+    response_format: AnswerSchema | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    n: int = 1
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int = 0
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    return_token_ids: bool = False
+    stream: bool = False
+    include_usage: bool = False
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]]:
+        return [] if self.tool_choice.mode == "none" else self.tools
+
+    @property
+    def constraints(self) -> Constraints:
+        return Constraints(
+            self.shown_tools, self.tool_choice, self.parallel_tool_calls, self.response_format
+        )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One finished completion as an answer shows it.
+
+    Attributes:
+        index: Its place in the answer.
+        prompt_ids: The prompt it follows, shape [P].
+        generation: As sampled.
+        text: Its text without the final special token, cut before a stop string.
+        stop_string: The stop string that ended it, if one did.
+        parsed: The message it spells.
+        tool_call_ids: One for each of `parsed.tool_calls`.
+        finish_reason: "stop", "length" or "tool_calls".
+    """
+
+    index: int
+    prompt_ids: tuple[int, ...]
+    generation: Generation
+    text: str
+    stop_string: str | None
+    parsed: ParsedMessage
+    tool_call_ids: tuple[str, ...]
+    finish_reason: str
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """As the assistant message of a chat completion."""
+        parsed = self.parsed
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
+        if parsed.reasoning is not None:
+            message["reasoning_content"] = parsed.reasoning
+        if parsed.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for id, call in zip(self.tool_call_ids, parsed.tool_calls, strict=True)
+            ]
+        return message
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a request came to, once its calls are committed."""
+
+    choices: tuple[Choice, ...]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompts; one that several choices share counts once."""
+        return sum(len(ids) for ids in {choice.prompt_ids for choice in self.choices})
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(len(choice.generation.completion_ids) for choice in self.choices)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the engine did not have to compute, at best."""
+        return max(choice.generation.cached_tokens for choice in self.choices)
+
+
+def read_fields(
+    body: bytes, table: Mapping[str, Reader], *, required: Iterable[str], what: str
+) -> dict[str, Any]:
+    """The fields of a JSON body that say something, checked by `table`.
+
+    For every optional field null means the same as leaving it out.
+
+    Args:
+        table: A reader for each field that is known.
+        required: Fields that must be there.
+        what: What the body is, for messages: "a chat completion request".
+
+    Raises:
+        RequestError: 400 that names the field, its value and what to do.
+    """
+    fields = json_object(body)
+    for key in required:
+        if fields.get(key) is None:
+            raise wrong((key,), "is missing: it is required")
+    values: dict[str, Any] = {}
+    for key, value in fields.items():
+        read = table.get(key)
+        if read is None:
+            near = difflib.get_close_matches(key, table, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "leave it out"
+            raise FieldError(f"{shown(key)} is not a field of {what}: {hint}", path=(key,))
+        if value is None:
+            continue
+        result = read((key,), value)
+        if result is not NO_EFFECT:
+            values[key] = result
+    return values
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in `body`.
+
+    Raises:
+        RequestError: 400: it is something else.
+    """
+    try:
+        # Decoded here, because `json.loads` lets half of a surrogate pair through in bytes.
+        fields = json.loads(
+            body.decode(), parse_constant=_refuse_constant, parse_float=_finite_number
+        )
+        if b"\\u" in body:  # half of a surrogate pair is JSON, but no text
+            json.dumps(fields, ensure_ascii=False).encode()
+    except RecursionError:
+        raise FieldError("the body is nested too deeply to be read") from None
+    except ValueError as error:
+        raise FieldError(f"the body is not valid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise FieldError(f"the body must be a JSON object, not {kind(fields)}")
+    return fields
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite_number(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{shown(text)} is too large for a number")
+    return value
+
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_COMMON = ("role", "content", "name")
+_BY_ROLE = {
+    "assistant": ("tool_calls", "reasoning_content", "reasoning", "refusal"),
+    "tool": ("tool_call_id",),
+}
+
+
+def check_messages(value: Any, at: Path = ("messages",)) -> list[Message]:
+    """Messages in the form of chat completions, known to be well formed.
+
+    Raises:
+        RequestError: 400 that names the message and the field.
+    """
+    if not array(at, value):
+        raise wrong(at, "is empty: send at least one message")
+    for index, message in enumerate(value):
+        _check_message(message, (*at, index))
+    return list(value)
+
+
+def _check_message(message: Any, at: Path) -> None:
+    role = object_field(at, message).get("role")
+    if role not in _ROLES:
+        raise wrong((*at, "role"), f"is {shown(role)}: use one of {', '.join(_ROLES)}")
+    known = _COMMON + _BY_ROLE.get(role, ())
+    only_keys(message, known, at, f"a message with role {role!r}")
+    for key in ("name", "tool_call_id", "reasoning_content", "reasoning"):
+        if message.get(key) is not None:
+            string((*at, key), message[key])
+    if message.get("refusal"):
+        raise wrong((*at, "refusal"), "cannot be shown to the model: put the text in content")
+    content = message.get("content")
+    if content is not None:
+        _check_text(content, (*at, "content"))
+    elif role != "assistant":
+        raise wrong((*at, "content"), "is missing: only an assistant message may have none")
+    if role == "tool" and message.get("tool_call_id") is None:
+        raise wrong((*at, "tool_call_id"), "is missing: name the call that this is the result of")
+    if message.get("tool_calls") is not None:
+        for index, call in enumerate(array((*at, "tool_calls"), message["tool_calls"])):
+            _check_call(call, (*at, "tool_calls", index))
+
+
+def _check_text(content: Any, at: Path) -> None:
+    if isinstance(content, str):
+        return
+    if not isinstance(content, list):
+        raise wrong(at, f"must be a string or an array of text parts, not {kind(content)}")
+    for index, part in enumerate(content):
+        here = (*at, index)
+        type_ = object_field(here, part).get("type")
+        if type_ != "text":
+            raise wrong((*here, "type"), f"is {shown(type_)}: this model reads text parts only")
+        string((*here, "text"), part.get("text"))
+
+
+def _check_call(call: Any, at: Path) -> None:
+    if not isinstance(call, dict) or call.get("type", "function") != "function":
+        raise wrong(at, 'must be {"id", "type": "function", "function": {"name", "arguments"}}')
+    function = object_field((*at, "function"), call.get("function"))
+    for key in ("name", "arguments"):
+        string((*at, "function", key), function.get(key))
+
+
+def check_tools(value: Any, at: Path = ("tools",)) -> list[dict[str, Any]]:
+    """Tools in the form of chat completions, known to be well formed.
+
+    Raises:
+        RequestError: 400 that names the tool and the field.
+    """
+    for index, tool in enumerate(array(at, value)):
+        if not isinstance(tool, dict) or tool.get("type") != "function":
+            raise wrong(
+                (*at, index),
+                'must be {"type": "function", "function": {...}}: only functions can be called',
+            )
+        here = (*at, index, "function")
+        function = object_field(here, tool.get("function"))
+        name((*here, "name"), function.get("name"))
+        for key, read in (
+            ("description", string),
+            ("parameters", object_field),
+            ("strict", boolean),
+        ):
+            if function.get(key) is not None:
+                read((*here, key), function[key])
+    return list(value)

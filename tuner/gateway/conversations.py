@@ -1,0 +1,398 @@
+r"""Conversations go on with the ids that were sampled, not with the ids that their text would get.
+
+A sampled text may be encoded differently when it comes back as history: the model wrote "an" and
+"swer", the tokenizer writes "answer". Then the engine computes the whole history again, and the
+model reads tokens that it did not write. So a session remembers each prompt and what was sampled
+after it, as alternating pieces of text, and finds them again in the next prompt's text:
+
+    text   <|im_start|>user\n2+40?<|im_end|>\n<|im_start|>assistant\n   the earlier prompt_ids
+           It is 42.<|im_end|>                                         its completion_ids
+           \n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n  encoded now
+
+A piece is found where the text the template rendered is the very text that was sampled. One more
+case counts as found: the rendered turn differs in the formatting of its tool calls alone, as when
+the model wrote `{"a":1}` and the template writes `{"a": 1}`. The parsers read the same message out
+of both texts, so the framework sent back what it was given, and the model reads its own tokens. A
+turn whose reasoning or words the template or the agent changed is another one: everything from
+there on is rendered afresh.
+
+Under the policy `keep` a third case counts: the rendered turn says the same, but its reasoning is
+missing. Whether the template or the agent left it out, the model reads what it wrote. The prompt
+before the turn may have opened the reasoning, which a history does not show: a piece that ends with
+the reasoning's tags is found without them, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+
+from tuner.gateway.model.parsing import Tools
+from tuner.gateway.model.renderer import ChatRenderer
+from tuner.gateway.model.same_turn import (
+    CONTEXT,
+    LONGEST_OPENER,
+    Turn,
+    comparable,
+    opener,
+    reasoning_ids,
+    same_but_for_reasoning,
+    sent_reasoning,
+    turn,
+)
+from tuner.gateway.model.template import Message
+from tuner.traces import ReasoningPolicy, Rerendered
+
+_REPLACEMENT = "\ufffd"  # what bytes that are no character decode to
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as text and ids.
+
+    Attributes:
+        ids: What the engine gets, shape [P].
+        reused: How many of `ids`, from the first on, were taken over from an earlier call.
+        rerendered: Why its latest assistant turn was not taken over; see `Call.rerendered`.
+        turns: Assistant turns in it.
+        after: The completion that it goes on from.
+        text: What the template rendered after that completion.
+        kept_reasoning: How many of `ids` are reasoning that the template's text does not hold.
+        recomputed: How many of `ids` are turns that "keep" would have taken over.
+    """
+
+    ids: tuple[int, ...]
+    reused: int
+    rerendered: Rerendered | None
+    turns: int
+    after: _Completion
+    text: str
+    kept_reasoning: int = 0
+    recomputed: int = 0
+
+
+@dataclass(eq=False)
+class _Completion:
+    """A committed completion, and the prompts that went on from it.
+
+    Attributes:
+        prompt_ids, ids: Prompt and completion, as sampled.
+        text: Of the completion; None if it holds parts of characters, "" at the root.
+        end: The special token that it ends with, if it does.
+        opened: Whether the prompt has opened the reasoning.
+        tools: Tools the model was shown, in whose terms its calls are read.
+        turns: Assistant turns in the conversation up to here.
+        asked: The completions of each prompt that went on from here, by the text it added.
+        parsed, message: What it says, once that was asked; see `comparable`.
+        turn: The same, cut behind its reasoning.
+    """
+
+    prompt_ids: tuple[int, ...] = ()
+    ids: tuple[int, ...] = ()
+    text: str | None = ""
+    end: int | None = None
+    opened: bool = False
+    tools: Tools = ()
+    turns: int = 0
+    asked: dict[str, list[_Completion]] = field(default_factory=dict)
+    parsed: bool = False
+    message: tuple[object, ...] | None = None
+    turn: Turn | None = None
+
+
+@dataclass(frozen=True)
+class _Match:
+    """A completion found in a text, which goes on at `position`.
+
+    Attributes:
+        kept: How many of its ids are in the text: all, or all but the end token.
+        end: The end token if it is in the text; the text after it is encoded in its context.
+        unseen: How many ids up to here are reasoning that is not in the text.
+        lacks_from: Where the first turn that lacks its reasoning begins.
+    """
+
+    completion: _Completion
+    position: int
+    kept: int
+    end: int | None
+    unseen: int = 0
+    lacks_from: int | None = None
+
+
+class Conversations:
+    """What one session has prompted and sampled, found again in the text of a later prompt.
+
+    The first prompts of a session cost nothing: completions are decoded when a prompt with an
+    assistant turn comes. Each lookup walks the one matching branch and compares its text once.
+
+    Args:
+        renderer: The chat form of the session's model.
+        reasoning: What becomes of reasoning that is missing from a rendered turn.
+    """
+
+    def __init__(self, renderer: ChatRenderer, reasoning: ReasoningPolicy = "template") -> None:
+        self.reasoning = reasoning
+        self._renderer = renderer
+        self._opener = cache(partial(opener, renderer))
+        self._root = _Completion()
+        self._unread: list[tuple[Prompt, tuple[int, ...], Tools]] = []
+
+    def prompt(self, text: str, turns: int, messages: Sequence[Message] = ()) -> Prompt:
+        """The prompt with this text, begun with the ids of an earlier call where that is exact.
+
+        Args:
+            text: As the template rendered it.
+            turns: Assistant turns in it.
+            messages: What it was rendered from. Under `keep`, reasoning that was sent back tells
+                apart completions that are otherwise the same.
+
+        Raises:
+            RequestError: 400: the text cannot be tokenized.
+        """
+        if not turns:
+            return Prompt(self._renderer.encode(text), 0, None, 0, self._root, text)
+        for call in self._unread:
+            self._read(*call)
+        self._unread.clear()
+        keep = self.reasoning == "keep"
+        sent = sent_reasoning(self._renderer, messages) if keep else []
+        match, obstacle = self._find(text, sent, keep=keep)
+        found = match.completion
+        rest = text[match.position :]
+        if found is not self._root:
+            ids = self._encode_rest(match, rest)
+            if ids is not None:
+                reused = (*found.prompt_ids, *found.ids[: match.kept])
+                why = None if found.turns == turns else obstacle
+                again = self._recomputed(text, messages) if why == "text" else 0
+                return Prompt(
+                    (*reused, *ids), len(reused), why, turns, found, rest, match.unseen, again
+                )
+            obstacle = "tokenizer"
+        again = self._recomputed(text, messages) if obstacle == "text" else 0
+        ids = self._renderer.encode(text)
+        return Prompt(ids, 0, obstacle, turns, self._root, text, recomputed=again)
+
+    def raw(self, ids: tuple[int, ...]) -> Prompt:
+        """The prompt with these very ids, shape [P]."""
+        return Prompt(ids, 0, None, 0, self._root, "")
+
+    def add(self, prompt: Prompt, completion_ids: tuple[int, ...], *, tools: Tools) -> None:
+        """Remember a committed call.
+
+        Args:
+            prompt: As `prompt` gave it.
+            completion_ids: What was sampled after it, shape [T].
+            tools: Tools the model was shown; without any, no tool calls are looked for.
+        """
+        self._unread.append((prompt, completion_ids, tools))
+
+    def _read(self, prompt: Prompt, ids: tuple[int, ...], tools: Tools) -> None:
+        siblings = prompt.after.asked.setdefault(prompt.text, [])
+        if any(known.ids == ids and known.prompt_ids == prompt.ids for known in siblings):
+            return
+        special = self._renderer.special_tokens
+        siblings.append(
+            _Completion(
+                prompt_ids=prompt.ids,
+                ids=ids,
+                text=self._text_of(prompt.ids, ids),
+                end=ids[-1] if ids and ids[-1] in special.ids else None,
+                opened=self._renderer.opened_reasoning(prompt.ids),
+                tools=tools,
+                turns=prompt.turns + 1,
+            )
+        )
+
+    def _text_of(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> str | None:
+        """The completion's text where it stands, or None where its bytes are no text."""
+        context = list(prompt_ids[-CONTEXT:])
+        before = self._renderer.decode(context)
+        whole = self._renderer.decode([*context, *ids])
+        # The context's own first token may be part of a character; the completion's must not be.
+        text = whole[len(before) :]
+        return text if whole.startswith(before) and _REPLACEMENT not in text else None
+
+    def _recomputed(self, text: str, messages: Sequence[Message]) -> int:
+        """Ids of the turns in `text` that lack nothing but reasoning: what `template` costs."""
+        if self.reasoning == "keep" or not self._renderer.reads_reasoning:
+            return 0
+        match, _ = self._find(text, sent_reasoning(self._renderer, messages), keep=True)
+        if match.lacks_from is None:
+            return 0
+        return len(self._renderer.encode(text[match.lacks_from : match.position]))
+
+    def _find(self, text: str, sent: Sequence[str], *, keep: bool) -> tuple[_Match, Rerendered]:
+        """The completion that reaches furthest into `text`; of equal ones the earliest committed.
+
+        Returns:
+            The match (the root at 0 where there is none), and why the search ended there.
+        """
+        best = _Match(self._root, 0, 0, None)
+        obstacle: Rerendered = "text"
+        frontier = [best]
+        for match in frontier:  # which grows by what is found: the way down the matching branch
+            for asked, completions in match.completion.asked.items():
+                if keep:
+                    found = self._said_again(match, asked, completions, text, sent)
+                else:
+                    found = self._rendered_again(match, asked, completions, text)
+                if found is None:
+                    continue
+                if not found and any(c.text is None for c in completions):
+                    obstacle = "characters"
+                frontier += found
+                for candidate in found:
+                    if candidate.position > best.position:
+                        best = candidate
+        return best, obstacle
+
+    def _rendered_again(
+        self, match: _Match, asked: str, completions: Sequence[_Completion], text: str
+    ) -> list[_Match] | None:
+        """Those of `completions` whose turn was rendered; None if `asked` is not before it."""
+        start = match.position + len(asked)
+        if not text.startswith(asked, match.position):
+            return None
+        exact = [m for c in completions if (m := self._exact(c, text, start)) is not None]
+        return exact or [
+            m for c in completions if (m := self._same_message(c, text, start)) is not None
+        ]
+
+    def _said_again(
+        self,
+        match: _Match,
+        asked: str,
+        completions: Sequence[_Completion],
+        text: str,
+        sent: Sequence[str],
+    ) -> list[_Match] | None:
+        """Those of `completions` whose turn was rendered, with or without its reasoning.
+
+        If the agent sent reasoning back, those that reasoned so; else first those whose very text
+        was rendered. None if `asked` is not before the turn.
+        """
+        tags = self._opener(asked[-LONGEST_OPENER:])
+        bare = asked.removesuffix(tags)
+        if not text.startswith(bare, match.position):
+            return None
+        start = match.position + len(bare)
+        index = completions[0].turns - 1
+        known = sent[index] if index < len(sent) else ""
+        exact: list[_Match] = []
+        if text.startswith(tags, start):
+            after = start + len(tags)
+            exact = [m for c in completions if (m := self._exact(c, text, after)) is not None]
+        kept = [m for c in completions if (m := self._reasoned(c, text, start, tags, known))]
+        if not (known and kept):
+            as_it_was = {m.completion for m in exact}
+            kept = exact + [m for m in kept if m.completion not in as_it_was]
+        return [
+            replace(
+                m,
+                unseen=match.unseen + m.unseen,
+                lacks_from=start if match.lacks_from is None and m.unseen else match.lacks_from,
+            )
+            for m in kept
+        ]
+
+    def _reasoned(
+        self, completion: _Completion, text: str, start: int, tags: str, known: str
+    ) -> _Match | None:
+        """The completion in place of the turn at `start`, if that lacks only its reasoning.
+
+        Args:
+            completion: One that followed a prompt which ended with `tags`.
+            text, start: The rendered turn, without those tags or with them.
+            tags: See `opener`.
+            known: The reasoning that the agent sent back with the turn, "" for none.
+        """
+        if completion.text is None:
+            return None
+        special = self._renderer.special_tokens
+        kept = len(completion.ids)
+        sampled = completion.text
+        if completion.end is not None:
+            kept -= 1
+            sampled = sampled.removesuffix(special.text(completion.end))
+        if completion.turn is None:
+            completion.turn = turn(self._renderer, sampled, opened=completion.opened)
+        ours = completion.turn
+        if known and known != ours.reasoning:
+            return None
+        for stop, end in self._ends(completion, text, start):
+            rendered = turn(self._renderer, text[start:stop])
+            if not same_but_for_reasoning(
+                self._renderer, ours, rendered, opened=bool(tags), tools=completion.tools
+            ):
+                continue
+            unseen = 0
+            if not rendered.reasoning:
+                before = len(sampled) - len(ours.answer)
+                unseen = reasoning_ids(
+                    self._renderer, completion.prompt_ids, completion.ids, before, tags
+                )
+            if end is None:
+                return _Match(completion, stop, kept, None, unseen)
+            past = stop + len(special.text(end))
+            return _Match(completion, past, len(completion.ids), end, unseen)
+        return None
+
+    def _ends(
+        self, completion: _Completion, text: str, start: int
+    ) -> Iterator[tuple[int, int | None]]:
+        """Where the turn that begins at `start` may end, with the end token if it was sampled.
+
+        A turn that was cut off, or that the model ended with another token, ends at the template's.
+        """
+        for token in dict.fromkeys((completion.end, self._renderer.turn_end)):
+            if token is not None:
+                stop = text.find(self._renderer.special_tokens.text(token), start)
+                if stop >= 0:
+                    yield stop, token if token == completion.end else None
+
+    def _exact(self, completion: _Completion, text: str, start: int) -> _Match | None:
+        """The completion in `text` at `start`, word for word, if its turn ends there."""
+        sampled = completion.text
+        if sampled is None:
+            return None
+        special = self._renderer.special_tokens
+        kept = len(completion.ids)
+        if completion.end is not None:
+            if text.startswith(sampled, start):
+                return _Match(completion, start + len(sampled), kept, completion.end)
+            sampled = sampled.removesuffix(special.text(completion.end))
+            kept -= 1
+        # Cut off, or ended by another token than the template writes: the template's own token
+        # ends the turn, and was not sampled.
+        position = start + len(sampled)
+        if text.startswith(sampled, start) and special.at(text, position) is not None:
+            return _Match(completion, position, kept, None)
+        return None
+
+    def _same_message(self, completion: _Completion, text: str, start: int) -> _Match | None:
+        """The completion in place of the turn at `start`, if both texts spell one message."""
+        if completion.text is None or completion.end is None:
+            return None
+        end = self._renderer.special_tokens.text(completion.end)
+        stop = text.find(end, start)
+        if stop < 0:
+            return None
+        if not completion.parsed:
+            completion.parsed = True
+            completion.message = self._message(completion, completion.text.removesuffix(end))
+        message = completion.message
+        if message is None or message != self._message(completion, text[start:stop]):
+            return None
+        return _Match(completion, stop + len(end), len(completion.ids), completion.end)
+
+    def _message(self, completion: _Completion, text: str) -> tuple[object, ...] | None:
+        parsed = self._renderer.parse_text(text, tools=completion.tools, opened=completion.opened)
+        return comparable(parsed, text)
+
+    def _encode_rest(self, match: _Match, rest: str) -> tuple[int, ...] | None:
+        special = self._renderer.special_tokens
+        if match.end is not None:
+            return special.encode_after(match.end, rest)
+        return special.encode_from(rest)

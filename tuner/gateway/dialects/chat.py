@@ -1,0 +1,394 @@
+"""OpenAI's chat completions: a request read, and its answer written, whole or as chunks.
+
+`CHAT_FIELDS` is the whole table: a field is honoured, without effect, or refused by name. One that
+is not in it is unknown and refused too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from tuner.engines.base import EngineCapabilities, Generation
+from tuner.gateway.completion import Completion
+from tuner.gateway.completion_request import (
+    MAX_CHOICES,
+    Answer,
+    Choice,
+    CompletionRequest,
+    check_messages,
+    check_tools,
+    read_fields,
+)
+from tuner.gateway.fields import (
+    Reader,
+    boolean,
+    check_top_logprobs,
+    integer,
+    name,
+    number,
+    object_field,
+    only,
+    stop_strings,
+    string,
+    top_k,
+    without_effect,
+)
+from tuner.gateway.model.grammars import AnswerSchema, ToolChoice
+from tuner.gateway.model.parsing import Delta
+from tuner.gateway.model.renderer import ChatRenderer
+from tuner.gateway.request_error import FieldError, Path, RequestError, shown, wrong
+from tuner.gateway.service import sse
+from tuner.gateway.sessions import Session
+
+LOWEST_LOGPROB = -9999.0  # what OpenAI's API reports for "almost impossible"; JSON has no -inf
+DONE = b"data: [DONE]\n\n"
+
+
+def read_chat_request(body: bytes, capabilities: EngineCapabilities) -> CompletionRequest:
+    """The chat completion request in `body`.
+
+    Raises:
+        RequestError: 400 that names the field, its value and what to do.
+    """
+    values = read_fields(
+        body, CHAT_FIELDS, required=("model", "messages"), what="a chat completion request"
+    )
+    limits = [values.pop(key, None) for key in ("max_tokens", "max_completion_tokens")]
+    if None not in limits and limits[0] != limits[1]:
+        raise FieldError(
+            f"max_tokens is {limits[0]} and max_completion_tokens is {limits[1]}: send one",
+            path=("max_completion_tokens",),
+        )
+    values["max_tokens"] = limits[0] if limits[1] is None else limits[1]
+    values["include_usage"] = with_usage(values)
+    request = CompletionRequest(**values)
+    at = ("top_logprobs",)
+    if request.top_logprobs and not request.logprobs:
+        raise wrong(at, f"is {request.top_logprobs} without logprobs: send logprobs: true too")
+    check_top_logprobs(at, request.top_logprobs, capabilities)
+    request.constraints.check(capabilities)
+    return request
+
+
+def with_usage(values: dict[str, Any]) -> bool:
+    """Take `stream_options` out of a request's values: whether a stream ends with the counts.
+
+    Raises:
+        RequestError: 400: they are given without a stream.
+    """
+    include_usage = values.pop("stream_options", None)
+    if include_usage is not None and not values.get("stream"):
+        raise wrong(
+            ("stream_options",), "is given without stream: leave it out or send stream: true"
+        )
+    return bool(include_usage)
+
+
+def _stream_options(at: Path, value: Any) -> bool:
+    """Whether the stream is to end with the token counts."""
+    options = object_field(at, value)
+    for key in options:
+        if key not in ("include_usage", "include_obfuscation"):
+            raise wrong((*at, key), "is not known: leave it out")
+    if options.get("include_obfuscation"):
+        raise wrong(
+            (*at, "include_obfuscation"), "is true: streams are not padded here; send false"
+        )
+    return boolean((*at, "include_usage"), options.get("include_usage") or False)
+
+
+def read_tool_choice(at: Path, value: Any) -> ToolChoice:
+    """Whether tools are called.
+
+    Raises:
+        RequestError: 400 that says which values there are.
+    """
+    if value in ("none", "auto", "required"):
+        return ToolChoice(value)
+    if isinstance(value, dict) and value.get("type") == "function":
+        _only(value, ("type", "function"), at)
+        return ToolChoice("required", (_function_name(value, at),), once=True)
+    if isinstance(value, dict) and value.get("type") == "allowed_tools":
+        _only(value, ("type", "allowed_tools"), at)
+        at = (*at, "allowed_tools")
+        form = object_field(at, value.get("allowed_tools"))
+        _only(form, ("mode", "tools"), at)
+        check_mode((*at, "mode"), form.get("mode"))
+        names = []
+        tools = some_tools((*at, "tools"), form.get("tools"))
+        for index, tool in enumerate(tools):
+            here = (*at, "tools", index)
+            if not isinstance(tool, dict) or tool.get("type") != "function":
+                raise wrong(here, 'must be {"type": "function", "function": {"name": ...}}')
+            names.append(_function_name(tool, here))
+        return ToolChoice(form["mode"], tuple(dict.fromkeys(names)))
+    raise wrong(
+        at,
+        f"is {shown(value)}: send 'auto', 'required', 'none', "
+        '{"type": "function", "function": {"name": ...}} or {"type": "allowed_tools", ...}',
+    )
+
+
+def check_mode(at: Path, value: Any) -> None:
+    """Refuse a mode of allowed tools that there is not."""
+    if value not in ("auto", "required"):
+        raise wrong(at, f"is {shown(value)}: send 'auto' or 'required'")
+
+
+def some_tools(at: Path, value: Any) -> list[Any]:
+    """The tools that are allowed, of which there are some."""
+    if not isinstance(value, list) or not value:
+        raise wrong(at, "must be an array of at least one tool")
+    return value
+
+
+def _function_name(value: dict[str, Any], at: Path) -> str:
+    at, function = (*at, "function"), value.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise wrong(at, f'must be {{"name": ...}}, not {shown(function)}')
+    _only(function, ("name",), at)
+    found: str = function["name"]
+    return found
+
+
+def read_response_format(at: Path, value: Any) -> AnswerSchema | None:
+    """The JSON that an answer must be; None for any text.
+
+    Raises:
+        RequestError: 400 that names what is wrong.
+    """
+    type_ = object_field(at, value).get("type")
+    if type_ not in ("text", "json_object", "json_schema"):
+        raise wrong(
+            (*at, "type"), f"is {shown(type_)}: send 'text', 'json_object' or 'json_schema'"
+        )
+    _only(value, ("type", "json_schema") if type_ == "json_schema" else ("type",), at)
+    if type_ == "json_schema":
+        return read_schema((*at, "json_schema"), value.get("json_schema"))
+    return AnswerSchema({"type": "object"}, at) if type_ == "json_object" else None
+
+
+def read_schema(at: Path, value: Any) -> AnswerSchema:
+    """A schema with its name.
+
+    Raises:
+        RequestError: 400 that names what is wrong.
+    """
+    form = object_field(at, value)
+    _only(form, ("name", "schema", "strict", "description"), at)
+    name((*at, "name"), form.get("name"))
+    object_field((*at, "schema"), form.get("schema"))
+    for key, read in (("strict", boolean), ("description", string)):
+        if form.get(key) is not None:
+            read((*at, key), form[key])
+    return AnswerSchema(form["schema"], (*at, "schema"))
+
+
+def _only(value: dict[str, Any], known: Sequence[str], at: Path) -> None:
+    for key, item in value.items():
+        if key not in known and item is not None:
+            raise wrong((*at, key), f"is not a field of it ({', '.join(known)}): leave it out")
+
+
+_NO_PENALTY = (
+    "a penalty changes the distribution in a way that training cannot recompute from the trace"
+)
+_USE_TOOLS = "functions became tools: use tools and tool_choice"
+_TEXT_ONLY = "the model writes text only"
+_IN_TEMPLATE = "what the chat template reads goes into chat_template_kwargs (extra_body)"
+
+CHAT_FIELDS: dict[str, Reader] = {
+    # Honoured.
+    "model": string,
+    "messages": lambda at, value: check_messages(value),
+    "tools": lambda at, value: check_tools(value),
+    "tool_choice": read_tool_choice,
+    "parallel_tool_calls": boolean,
+    "response_format": read_response_format,
+    "temperature": number(0, 2),
+    "top_p": number(0, 1, above=True),
+    "top_k": top_k,
+    "n": integer(1, MAX_CHOICES),
+    "seed": integer(-(2**63), 2**63 - 1),
+    "stop": stop_strings,
+    "max_tokens": integer(1),
+    "max_completion_tokens": integer(1),
+    "logprobs": boolean,
+    "top_logprobs": integer(0, 20),
+    "chat_template_kwargs": object_field,
+    "return_token_ids": boolean,
+    "stream": boolean,
+    "stream_options": _stream_options,
+    # Accepted: bookkeeping of OpenAI's service, which changes nothing about the completion.
+    "user": without_effect(string),
+    "metadata": without_effect(object_field),
+    "safety_identifier": without_effect(string),
+    "prompt_cache_key": without_effect(string),
+    "prompt_cache_options": without_effect(object_field),
+    "prompt_cache_retention": without_effect(string),
+    "service_tier": without_effect(string),
+    # Accepted at the values that change nothing.
+    "store": only(False, because="answers are kept in the rollout's trace only"),
+    "logit_bias": only({}, because="single tokens cannot be biased here"),
+    "presence_penalty": only(0, because=_NO_PENALTY),
+    "frequency_penalty": only(0, because=_NO_PENALTY),
+    "repetition_penalty": only(1, because=_NO_PENALTY),
+    "min_p": only(0, because="use top_p or top_k"),
+    "min_tokens": only(0, because="the end of a turn cannot be put off here"),
+    "ignore_eos": only(False, because="the end of a turn cannot be put off here"),
+    "modalities": only(["text"], because=_TEXT_ONLY),
+    # Refused.
+    "audio": only(because=_TEXT_ONLY),
+    "prediction": only(because="predicted outputs are not used here"),
+    "moderation": only(because="there is no moderation here"),
+    "web_search_options": only(because="there is no search here; give the model a tool"),
+    "functions": only(because=_USE_TOOLS),
+    "function_call": only(because=_USE_TOOLS),
+    "reasoning_effort": only(because=_IN_TEMPLATE),
+    "enable_thinking": only(because=_IN_TEMPLATE),
+    "verbosity": only(because=_IN_TEMPLATE),
+}
+
+
+class ChatExchange:
+    """`POST /v1/chat/completions`.
+
+    A stream's chunks carry text as it is certain and each tool call whole. Log-probs and token ids,
+    if asked for, come with the last chunk of their choice: a token is not always a piece of text.
+
+    Args:
+        session: Whose request it is.
+        role: The role that its key names, or None.
+        body: What was sent.
+
+    Raises:
+        RequestError: The request cannot be read, or not be honoured.
+    """
+
+    def __init__(self, session: Session, role: str | None, body: bytes) -> None:
+        request = read_chat_request(body, session.service.engine.capabilities)
+        self.completion = Completion(session, role, request, dialect="chat", prefix="chatcmpl-")
+
+    def answer(self, answer: Answer) -> dict[str, Any]:
+        choices = [
+            {
+                "index": choice.index,
+                "message": choice.message,
+                "finish_reason": choice.finish_reason,
+                **self._details(choice),
+            }
+            for choice in answer.choices
+        ]
+        body: dict[str, Any] = {
+            "id": self.completion.id,
+            "object": "chat.completion",
+            "created": int(self.completion.started),
+            "model": self.completion.service.model_name,
+            "choices": choices,
+            "usage": usage(answer),
+        }
+        if self.completion.request.return_token_ids:
+            body["prompt_token_ids"] = answer.choices[0].prompt_ids
+        return body
+
+    def opening(self) -> Sequence[bytes]:
+        start = {"role": "assistant", "content": ""}
+        return [self._chunk(index, start) for index in range(self.completion.request.n)]
+
+    def delta(self, index: int, delta: Delta) -> Sequence[bytes]:
+        if delta.tool_call is not None:
+            place, call = delta.tool_call
+            tool_call = {
+                "index": place,
+                "id": self.completion.tool_call_id(index, place),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            return [self._chunk(index, {"tool_calls": [tool_call]})]
+        if delta.reasoning is not None:
+            return [self._chunk(index, {"reasoning_content": delta.reasoning})]
+        return [self._chunk(index, {"content": delta.content})]
+
+    def closing(self, answer: Answer) -> Sequence[bytes]:
+        events = [
+            self._chunk(choice.index, {}, choice.finish_reason, **self._details(choice))
+            for choice in answer.choices
+        ]
+        if self.completion.request.include_usage:
+            events.append(sse({**self._frame(), "choices": [], "usage": usage(answer)}))
+        return [*events, DONE]
+
+    def failure(self, error: RequestError) -> bytes:
+        return sse(json.loads(self.error(error)))
+
+    @staticmethod
+    def error(error: RequestError) -> bytes:
+        return error.body()
+
+    def _details(self, choice: Choice) -> dict[str, Any]:
+        details: dict[str, Any] = {"logprobs": None}
+        if self.completion.request.logprobs:
+            details["logprobs"] = chat_logprobs(self.completion.service.renderer, choice.generation)
+        if self.completion.request.return_token_ids:
+            details["token_ids"] = choice.generation.completion_ids
+        return details
+
+    def _chunk(
+        self, index: int, delta: dict[str, Any], finish_reason: str | None = None, **details: Any
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "finish_reason": finish_reason, **details}
+        return sse({**self._frame(), "choices": [choice]})
+
+    def _frame(self) -> dict[str, Any]:
+        return {
+            "id": self.completion.id,
+            "object": "chat.completion.chunk",
+            "created": int(self.completion.started),
+            "model": self.completion.service.model_name,
+        }
+
+
+def models(model_name: str) -> dict[str, Any]:
+    """The body of the list of models, which holds the one."""
+    model = {"id": model_name, "object": "model", "created": 0, "owned_by": "tuner"}
+    return {"object": "list", "data": [model]}
+
+
+def chat_logprobs(renderer: ChatRenderer, generation: Generation) -> dict[str, Any]:
+    """The log-probs of a completion as chat completions report them."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": renderer.token_text(token_id),
+            "logprob": reported(logprob),
+            "bytes": renderer.token_bytes(token_id),
+        }
+
+    tops = generation.top_logprobs or ((),) * len(generation.completion_ids)
+    return {
+        "content": [
+            {**entry(token_id, logprob), "top_logprobs": [entry(*pair) for pair in top]}
+            for token_id, logprob, top in zip(
+                generation.completion_ids, generation.logprobs, tops, strict=True
+            )
+        ],
+        "refusal": None,
+    }
+
+
+def reported(logprob: float) -> float:
+    """A log-prob as JSON can hold it."""
+    return logprob if math.isfinite(logprob) else LOWEST_LOGPROB
+
+
+def usage(answer: Answer) -> dict[str, Any]:
+    """Token counts in the form of chat completions."""
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": answer.completion_tokens,
+        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
+    }

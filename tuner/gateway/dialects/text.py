@@ -1,0 +1,260 @@
+"""OpenAI's completions: text or token ids in, text out, without a chat template.
+
+And the door for agents that own their tokens: ids in, calls out, without a body in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tuner.engines.base import Generation
+from tuner.gateway.completion import Completion
+from tuner.gateway.completion_request import (
+    MAX_CHOICES,
+    Answer,
+    Choice,
+    CompletionRequest,
+    read_fields,
+)
+from tuner.gateway.dialects.chat import CHAT_FIELDS, ChatExchange, reported, usage, with_usage
+from tuner.gateway.fields import Reader, check_top_logprobs, integer, only
+from tuner.gateway.model.parsing import Delta
+from tuner.gateway.request_error import FieldError, Path, RequestError, kind, wrong
+from tuner.gateway.service import Service, sse
+from tuner.gateway.sessions import Session
+
+_MAX_PROMPTS = 64
+
+
+def read_text_request(body: bytes, service: Service) -> CompletionRequest:
+    """The completion request in `body`.
+
+    Raises:
+        RequestError: 400 that names the field, its value and what to do.
+    """
+    values = read_fields(body, _FIELDS, required=("model", "prompt"), what="a completion request")
+    prompts = values.pop("prompt")
+    vocabulary = len(service.renderer.tokenizer)
+    for prompt in prompts:
+        if not isinstance(prompt, str) and not all(0 <= i < vocabulary for i in prompt):
+            raise wrong(
+                ("prompt",),
+                f"holds a token id that the model does not know: ids are 0 to {vocabulary - 1}",
+            )
+    n = values.get("n", 1)
+    if values.pop("best_of", n) != n:
+        raise wrong(
+            ("best_of",), "differs from n: every completion is returned here, so send n alone"
+        )
+    if len(prompts) * n > MAX_CHOICES:
+        raise FieldError(
+            f"{len(prompts)} prompts with n = {n} are more than {MAX_CHOICES} completions",
+            path=("n",),
+        )
+    alternatives = values.pop("logprobs", None)
+    check_top_logprobs(("logprobs",), alternatives or 0, service.engine.capabilities)
+    decode = service.renderer.decode
+    texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts]
+    return CompletionRequest(
+        messages=[{"role": "prompt", "content": text} for text in texts],
+        prompts=prompts,
+        logprobs=alternatives is not None,
+        top_logprobs=alternatives or 0,
+        include_usage=with_usage(values),
+        **values,
+    )
+
+
+class TextExchange(ChatExchange):
+    """`POST /v1/completions`.
+
+    Token ids as prompt go to the engine as they are; text is encoded once, without special tokens
+    of the tokenizer's own. In the trace the call's one message has the role "prompt".
+    """
+
+    def __init__(self, session: Session, role: str | None, body: bytes) -> None:
+        request = read_text_request(body, session.service)
+        self.completion = Completion(session, role, request, dialect="completions", prefix="cmpl-")
+
+    def answer(self, answer: Answer) -> dict[str, Any]:
+        return {
+            **self._frame(),
+            "choices": [
+                {
+                    "index": choice.index,
+                    "text": choice.text,
+                    "finish_reason": choice.finish_reason,
+                    **self._details(choice),
+                }
+                for choice in answer.choices
+            ],
+            "usage": usage(answer),
+        }
+
+    def opening(self) -> Sequence[bytes]:
+        return ()
+
+    def delta(self, index: int, delta: Delta) -> Sequence[bytes]:
+        return [self._chunk(index, {"text": delta.content or ""}, logprobs=None)]
+
+    def _details(self, choice: Choice) -> dict[str, Any]:
+        details: dict[str, Any] = {"logprobs": None}
+        if self.completion.request.logprobs:
+            details["logprobs"] = self._logprobs(choice)
+        if self.completion.request.return_token_ids:
+            details["token_ids"] = choice.generation.completion_ids
+            details["prompt_token_ids"] = choice.prompt_ids
+        return details
+
+    def _logprobs(self, choice: Choice) -> dict[str, Any]:
+        generation, text_of = choice.generation, self.completion.service.renderer.token_text
+        tokens = [text_of(token_id) for token_id in generation.completion_ids]
+        offsets, end = [], 0
+        for token in tokens:
+            offsets.append(end)
+            end += len(token)
+        tops = [
+            {text_of(token_id): reported(logprob) for token_id, logprob in pairs}
+            for pairs in generation.top_logprobs
+        ]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [reported(logprob) for logprob in generation.logprobs],
+            "top_logprobs": tops or None,
+            "text_offset": offsets,
+        }
+
+    def _chunk(
+        self, index: int, delta: dict[str, Any], finish_reason: str | None = None, **details: Any
+    ) -> bytes:
+        said = {"index": index, "text": "", **delta, "finish_reason": finish_reason, **details}
+        return sse({**self._frame(), "choices": [said]})
+
+    def _frame(self) -> dict[str, Any]:
+        return {
+            "id": self.completion.id,
+            "object": "text_completion",
+            "created": int(self.completion.started),
+            "model": self.completion.service.model_name,
+        }
+
+
+def _prompt(at: Path, value: Any) -> tuple[str | tuple[int, ...], ...]:
+    """One prompt or several, each text or token ids."""
+    if isinstance(value, str) or _are_ids(value):
+        value = [value]
+    if not isinstance(value, list):
+        raise wrong(
+            at,
+            "must be a string, an array of strings, token ids, or an array of arrays of token "
+            f"ids, not {kind(value)}",
+        )
+    if not value or len(value) > _MAX_PROMPTS:
+        raise wrong(at, f"has {len(value)} prompts: send 1 to {_MAX_PROMPTS}")
+    for index, item in enumerate(value):
+        if not (isinstance(item, str) or _are_ids(item)) or not item:
+            raise wrong((*at, index), "must be text or token ids, and not empty")
+    return tuple(item if isinstance(item, str) else tuple(item) for item in value)
+
+
+def _are_ids(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(item, int) and not isinstance(item, bool) for item in value)
+    )
+
+
+# What a completion request shares with chat completions means the same there.
+_SHARED = (
+    "model",
+    "temperature",
+    "top_p",
+    "top_k",
+    "n",
+    "seed",
+    "stop",
+    "max_tokens",
+    "user",
+    "return_token_ids",
+    "stream",
+    "stream_options",
+    "logit_bias",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_p",
+    "min_tokens",
+    "ignore_eos",
+)
+_FIELDS: dict[str, Reader] = {
+    **{name: CHAT_FIELDS[name] for name in _SHARED},
+    "prompt": _prompt,
+    "best_of": integer(1, MAX_CHOICES),
+    "logprobs": integer(0, 20),
+    "echo": only(False, because="the prompt is not repeated here"),
+    "suffix": only("", because="text cannot be inserted here"),
+    "add_special_tokens": only(False, because="text is encoded as it is; send token ids"),
+}
+
+
+async def complete_tokens(
+    session: Session,
+    prompt_ids: Sequence[int],
+    *,
+    n: int = 1,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    max_tokens: int | None = None,
+    stop: Sequence[str] = (),
+    role: str | None = None,
+) -> tuple[Generation, ...]:
+    """Sample `n` completions of a prompt and commit them to the session, one call each.
+
+    The same as `POST /v1/completions` with these ids, and the same tokens as a chat completion
+    whose messages render to them: seeds depend on the session and the prompt alone. May be called
+    from any event loop.
+
+    Args:
+        session: Whose calls they are.
+        prompt_ids: Shape [P], at least one.
+        temperature, top_p, top_k, max_tokens: None is what the session's requests default to.
+        stop: Strings that end a completion; the tokens that spell them stay in the ids.
+        role: The agent that calls, where there are several.
+
+    Raises:
+        RequestError: The session was sealed or has used up its limits, the prompt has an id that
+            the model does not know, or leaves no room for an answer.
+        ConfigError: A sampling setting is out of its range.
+        EngineError: The engine failed.
+    """
+    service, ids = session.service, tuple(prompt_ids)
+    vocabulary = len(service.renderer.tokenizer)
+    unknown = next((i for i in ids if not 0 <= i < vocabulary), None)
+    if not ids or unknown is not None:
+        found = "is empty" if not ids else f"has token id {unknown}"
+        raise RequestError(
+            f"the prompt {found}: send at least one id, each from 0 to {vocabulary - 1}",
+            path=("prompt",),
+        )
+    if not 1 <= n <= MAX_CHOICES:
+        raise RequestError(f"n is {n}: ask for 1 to {MAX_CHOICES} completions", path=("n",))
+    request = CompletionRequest(
+        model=service.model_name,
+        messages=[{"role": "prompt", "content": service.renderer.decode(ids)}],
+        prompts=(ids,),
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        n=n,
+        stop=tuple(stop),
+        max_tokens=max_tokens,
+    )
+
+    async def answer() -> tuple[Generation, ...]:
+        completion = Completion(session, role, request, dialect="completions", prefix="cmpl-")
+        return tuple(choice.generation for choice in (await completion.answer()).choices)
+
+    return await session.at_home(answer())

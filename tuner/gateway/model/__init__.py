@@ -1,0 +1,1 @@
+"""A model family's chat form: template, special tokens, parsers, grammars."""

@@ -1,0 +1,197 @@
+"""What a chat template wants of messages, and whether the parser reads the calls that it writes.
+
+The latter is tried once on a canonical conversation when a model's chat form is made: a parser that
+cannot read the model's calls would leave every one of them in the text, and no rollout would use a
+tool.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tuner.errors import ConfigError
+from tuner.gateway.model.parsing import TOOL_CALL_PARSERS, Tools
+
+Message = dict[str, Any]
+"""A message in the form of chat completions."""
+
+
+def text_of(content: str | list[dict[str, Any]]) -> str:
+    """A message's text; parts are joined with a newline, as vLLM joins them for such templates."""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def said(message: Message) -> tuple[str | None, str]:
+    """The reasoning that a message holds in a field of its own, and its text."""
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    return reasoning, text_of(message.get("content") or "")
+
+
+def for_template(
+    messages: list[Message],
+    *,
+    developer_role: bool,
+    arguments_as_text: bool = False,
+    content_always: bool = False,
+) -> list[Message]:
+    """Checked messages as chat templates expect them.
+
+    Text parts become one string and fields without a value go. Arguments of earlier tool calls
+    become the object they spell, because templates write them with `tojson`; text that is not a
+    JSON object stays as it is. "developer" becomes "system" unless the template knows it.
+
+    Args:
+        messages: Well formed.
+        developer_role: The template knows the role "developer".
+        arguments_as_text: The template writes arguments as they are, so they stay text.
+        content_always: The template reads content that is not there; it becomes "".
+    """
+    shaped = []
+    for message in messages:
+        copy = {key: value for key, value in message.items() if value is not None and value != []}
+        if "content" in copy:
+            copy["content"] = text_of(copy["content"])
+        elif message.get("content") == [] or content_always:
+            copy["content"] = ""
+        if copy["role"] == "developer" and not developer_role:
+            copy["role"] = "system"
+        if "tool_calls" in copy and not arguments_as_text:
+            copy["tool_calls"] = [_call_for_template(call) for call in copy["tool_calls"]]
+        shaped.append(copy)
+    return shaped
+
+
+def _call_for_template(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": _decoded(function["arguments"])}}
+
+
+def _decoded(arguments: str) -> Any:
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+_NAME = "look_up_weather"
+_ARGUMENTS = {"city": "Paris", "days": 3}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "The weather of the next days.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "description": "Name of the city."},
+                "days": {"type": "integer", "description": "How many days."},
+            },
+            "required": ["city", "days"],
+        },
+    },
+}
+_USER: Message = {"role": "user", "content": "What will the weather be?"}
+_CALL: Message = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [
+        {
+            "id": "abc123def",  # nine letters and digits: every template accepts them
+            "type": "function",
+            "function": {"name": _NAME, "arguments": json.dumps(_ARGUMENTS)},
+        }
+    ],
+}
+
+
+class Apply(Protocol):
+    """Renders messages in the template's shape; raises whatever the template does."""
+
+    def __call__(
+        self, shaped: list[Message], tools: Tools, *, add_generation_prompt: bool
+    ) -> str: ...
+
+
+@dataclass(frozen=True)
+class TemplateForm:
+    """What the template wants of an assistant turn with tool calls; see `for_template`.
+
+    Attributes:
+        arguments_as_text: Arguments as JSON text, not as an object.
+        content_always: Content also where there is none.
+    """
+
+    arguments_as_text: bool = False
+    content_always: bool = False
+
+
+def template_form(apply: Apply, tool_call_parser: str) -> TemplateForm:
+    """How the template takes tool calls; it is checked that the parser reads them.
+
+    A template that renders no tool calls, or not this conversation, is taken as it is.
+
+    Raises:
+        ConfigError: The template writes tool calls that the parser cannot read.
+    """
+    turns: dict[TemplateForm, str] = {}
+    for content_always, arguments_as_text in itertools.product((False, True), repeat=2):
+        form = TemplateForm(arguments_as_text, content_always)
+        turn = _turn(apply, form)
+        if turn is not None and _NAME in turn:
+            turns[form] = turn
+    # Where the template takes text and objects, it writes what is read back as it was.
+    for form, turn in turns.items():
+        if _reads(tool_call_parser, turn):
+            return form
+    if not turns or tool_call_parser == "none":
+        return next(iter(turns), TemplateForm())
+    for name in TOOL_CALL_PARSERS:
+        if any(_reads(name, turn) for turn in turns.values()):
+            raise ConfigError(
+                "the model's chat template writes tool calls that tool_call_parser "
+                f"{tool_call_parser!r} cannot read; set it to {name!r}"
+            )
+    known = ", ".join(name for name in TOOL_CALL_PARSERS if name != "none")
+    raise ConfigError(
+        f"the model's chat template writes tool calls that tool_call_parser {tool_call_parser!r} "
+        f"cannot read, nor any other ({known}); set it to null to leave them in the text"
+    )
+
+
+def _turn(apply: Apply, form: TemplateForm) -> str | None:
+    """The assistant turn as the template writes it; None where it refuses the conversation."""
+
+    def render(*messages: Message, prompt: bool) -> str:
+        shaped = for_template(
+            list(messages),
+            developer_role=False,
+            arguments_as_text=form.arguments_as_text,
+            content_always=form.content_always,
+        )
+        return apply(shaped, [_TOOL], add_generation_prompt=prompt)
+
+    try:
+        before = render(_USER, prompt=True)
+        whole = render(_USER, _CALL, prompt=False)
+    except Exception:
+        # A template refuses by raising anything at all, and is asked again for each request.
+        return None
+    if not whole.startswith(before):
+        # The prompt opens or closes the reasoning, which the turn does not repeat.
+        pairs = enumerate(zip(before, whole, strict=False))
+        before = before[: next((at for at, (a, b) in pairs if a != b), len(whole))]
+        before = before[: max(before.rfind(end) for end in "\n>]") + 1]
+    return whole.removeprefix(before)
+
+
+def _reads(name: str, turn: str) -> bool:
+    _, calls, _ = TOOL_CALL_PARSERS[name](turn, [_TOOL])
+    try:
+        found: list[Any] = [(call.name, json.loads(call.arguments)) for call in calls]
+    except ValueError:
+        return False
+    return found == [(_NAME, _ARGUMENTS)]

@@ -1,0 +1,115 @@
+"""What a caller is told when a request cannot be answered: what was found, where, what to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+Path = tuple[str | int, ...]
+"""A place in a request: `("messages", 0, "content")`."""
+
+
+def dotted(path: Path) -> str:
+    """A place as OpenAI names it: `messages[0].content`."""
+    first, *rest = path
+    return f"{first}" + "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in rest)
+
+
+class RequestError(Exception):
+    """A request that gets an error status instead of a completion.
+
+    What goes wrong behind the readers has a place in the `CompletionRequest`, and the dialect of
+    the request names it in its own words. A `FieldError` has a place in the body that was sent.
+
+    Args:
+        problem: What was found, and what to do about it.
+        path: The field, or None.
+        begins: Whether the sentence begins with the field's name, and goes on with `problem`.
+
+    Attributes:
+        status: HTTP status.
+        path: The field, or None.
+        code: A word for programs, as OpenAI uses them ("context_length_exceeded"), or None.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        path: Path | None = None,
+        begins: bool = False,
+        status: int = 400,
+        code: str | None = None,
+    ) -> None:
+        self._problem = problem
+        self._begins = begins
+        self.status = status
+        self.path = path
+        self.code = code
+        super().__init__(self.message)
+
+    @property
+    def message(self) -> str:
+        """The sentence for a person."""
+        return self.told()[0]
+
+    @property
+    def param(self) -> str | None:
+        """The field's name."""
+        return self.told()[1]
+
+    def told(self, named: Callable[[Path], str] = dotted) -> tuple[str, str | None]:
+        """The sentence, and the field, as `named` calls it."""
+        if self.path is None:
+            return self._problem, None
+        name = named(self.path)
+        return f"{name}{self._problem}" if self._begins else self._problem, name
+
+    def body(self, named: Callable[[Path], str] = dotted) -> bytes:
+        """The response body in OpenAI's form, ASCII JSON."""
+        message, param = self.told(named)
+        error = {
+            "message": message,
+            "type": _TYPES.get(self.status, "invalid_request_error"),
+            "param": param,
+            "code": self.code,
+        }
+        return json.dumps({"error": error}).encode()
+
+
+_TYPES = {401: "authentication_error", 500: "server_error"}
+
+
+class FieldError(RequestError):
+    """A field of the body that cannot be read; it has the name that it was sent under."""
+
+    def told(self, named: Callable[[Path], str] = dotted) -> tuple[str, str | None]:
+        return super().told()
+
+
+def wrong(at: Path, problem: str) -> FieldError:
+    """What is wrong with the field at `at` of a body, in a sentence that begins with its name."""
+    return FieldError(f" {problem}", path=at, begins=True)
+
+
+def shown(value: Any, limit: int = 80) -> str:
+    """`value` as it is quoted in a message: JSON, cut to `limit` characters."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def kind(value: Any) -> str:
+    """The JSON name of a value's type, for messages."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "a boolean"
+    if isinstance(value, (int, float)):
+        return "a number"
+    if isinstance(value, str):
+        return "a string"
+    return "an array" if isinstance(value, list) else "an object"

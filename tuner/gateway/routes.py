@@ -1,0 +1,385 @@
+"""The gateway: finds the session behind a key and answers its requests, from whichever door."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tuner.engines.base import Engine
+from tuner.gateway.completion import Completion
+from tuner.gateway.completion_request import Answer
+from tuner.gateway.dialects import Exchange, anthropic, chat
+from tuner.gateway.dialects.responses import ResponsesExchange
+from tuner.gateway.dialects.text import TextExchange
+from tuner.gateway.model.renderer import ChatRenderer
+from tuner.gateway.request_error import FieldError, RequestError
+from tuner.gateway.service import EVENT_STREAM, Events, Reply, Service, StreamReply, in_loop
+from tuner.gateway.sessions import ROLE, SamplingDefaults, Session, SessionLimits
+from tuner.traces import ReasoningPolicy
+
+if TYPE_CHECKING:
+    from tuner.gateway.http import HttpDoor
+
+logger = logging.getLogger(__name__)
+
+IDEMPOTENCY_HEADER = "idempotency-key"
+_REMEMBERED_KEYS = 100_000  # sealed keys that still get a sentence of their own
+
+
+_EXCHANGES: dict[str, type[Exchange]] = {
+    "/v1/chat/completions": chat.ChatExchange,
+    "/v1/completions": TextExchange,
+    "/v1/messages": anthropic.MessagesExchange,
+    "/v1/responses": ResponsesExchange,
+}
+_COUNT_TOKENS = "/v1/messages/count_tokens"
+
+
+@dataclass
+class Replay:
+    """What an idempotency key stands for: the request, and its answer once there is one."""
+
+    request: bytes
+    answer: Reply | None = None
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(frozen=True)
+class _Open:
+    """A session that takes calls, and its replies that are kept for retries, by their keys."""
+
+    session: Session
+    replays: dict[str, Replay] = field(default_factory=dict)
+
+
+class Gateway:
+    """Speaks OpenAI to agents and token ids to one engine, and records calls.
+
+    It belongs to the event loop that it is made in, or that first uses it: the engine is called
+    there, also for clients in other threads and loops.
+
+    Args:
+        engine: What generates.
+        renderer: The model family's chat form.
+        model_name: What requests must give as `model`.
+        reasoning: What becomes of earlier reasoning that is missing from a rendered prompt:
+            "template" leaves it out, "keep" puts it back as it was sampled.
+
+    Attributes:
+        service: The four of them.
+        warned: The settings that `Session.warn_once` has warned of.
+
+    Raises:
+        ConfigError: `reasoning` is "keep", and the renderer cannot tell what reasoning is.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        renderer: ChatRenderer,
+        *,
+        model_name: str,
+        reasoning: ReasoningPolicy = "template",
+    ) -> None:
+        self.service = Service(engine, renderer, model_name, reasoning)
+        self.warned: set[str] = set()
+        self._sessions: dict[str, _Open] = {}
+        self._ended: OrderedDict[str, RequestError] = OrderedDict()
+        self._door: HttpDoor | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        with contextlib.suppress(RuntimeError):
+            self._loop = asyncio.get_running_loop()
+
+    @property
+    def engine(self) -> Engine:
+        return self.service.engine
+
+    @property
+    def renderer(self) -> ChatRenderer:
+        return self.service.renderer
+
+    def open_session(
+        self,
+        session_id: str,
+        *,
+        seed: int = 0,
+        recorded: bool = True,
+        defaults: SamplingDefaults | None = None,
+        limits: SessionLimits | None = None,
+    ) -> Session:
+        """A new session with a key of its own, open until it is sealed.
+
+        Args:
+            session_id: A name for people, unique among the caller's; ids of calls depend on it.
+            seed: Equal seeds, ids and requests give equal completions on equal weights.
+            recorded: Whether its calls are kept.
+            defaults: What a request that does not say is sampled with.
+            limits: What it may ask for; None is anything.
+        """
+        session = Session(
+            self.service,
+            self,
+            session_id,
+            seed=seed,
+            recorded=recorded,
+            defaults=defaults or SamplingDefaults(),
+            limits=limits or SessionLimits(),
+        )
+        self._sessions[session.key] = _Open(session)
+        return session
+
+    def forget(self, key: str, sealed: RequestError) -> None:
+        """Take a session's key out of service; from now on it gets the error."""
+        if (ended := self._sessions.pop(key, None)) is not None:
+            ended.replays.clear()
+        self._ended[key] = sealed
+        if len(self._ended) > _REMEMBERED_KEYS:
+            self._ended.popitem(last=False)
+
+    @property
+    def base_url(self) -> str:
+        """Where HTTP clients find this gateway; the first use opens the door.
+
+        Raises:
+            RuntimeError: The gateway has no event loop yet to serve from.
+        """
+        if self._door is None:
+            from tuner.gateway.http import HttpDoor
+
+            self._door = HttpDoor(self, self.home())
+        return self._door.base_url
+
+    async def aclose(self) -> None:
+        """Seal every session and close the HTTP door."""
+        for opened in list(self._sessions.values()):
+            opened.session.seal()
+        if self._door is not None:
+            door, self._door = self._door, None
+            await door.aclose()
+
+    async def handle(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes
+    ) -> Reply | StreamReply:
+        """Answer one request; every door leads here. Never raises, unless it is cancelled.
+
+        Args:
+            method: "GET" or "POST".
+            path: Below the base URL's host, e.g. "/v1/chat/completions".
+            headers: By lower-case name.
+            body: The whole body.
+        """
+        home = self.home()
+        reply = await in_loop(home, self._answer(method, path, headers, body))
+        if isinstance(reply, StreamReply) and asyncio.get_running_loop() is not home:
+            return StreamReply(_from_elsewhere(reply.events, home))
+        return reply
+
+    def refusal(self, path: str, headers: Mapping[str, str], error: RequestError) -> Reply:
+        """The reply to a request that could not be taken in whole."""
+        return Reply(error.status, _dialect(_served(path), headers).error(error))
+
+    def home(self) -> asyncio.AbstractEventLoop:
+        """The event loop that the engine is called in.
+
+        Raises:
+            RuntimeError: There is none yet, and none is running.
+        """
+        if self._loop is None:
+            try:
+                self._loop = asyncio.get_running_loop()
+            except RuntimeError:
+                raise RuntimeError(
+                    "the gateway was made outside an event loop and has none to serve from: "
+                    "make it, or call it first, inside the loop that the engine runs in"
+                ) from None
+        return self._loop
+
+    async def _answer(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes
+    ) -> Reply | StreamReply:
+        session: Session | None = None
+        path = _served(path)
+        kind = _dialect(path, headers)
+        try:
+            opened, role = self._session(headers)
+            session = opened.session
+            if method == "POST" and path in _EXCHANGES:
+                key = headers.get(IDEMPOTENCY_HEADER)
+                if key:
+                    return await _once(kind, opened, role, body, key)
+                return await _complete(kind(session, role, body))
+            if (method, path) == ("GET", "/v1/models"):
+                form = anthropic if kind is anthropic.MessagesExchange else chat
+                return Reply(200, json.dumps(form.models(self.service.model_name)).encode())
+            if (method, path) == ("POST", _COUNT_TOKENS):
+                return Reply(200, json.dumps(anthropic.count_tokens(session, body)).encode())
+            raise RequestError(
+                f"{method} {path} is not served here: this gateway answers GET /v1/models and "
+                f"POST {', '.join((*_EXCHANGES, _COUNT_TOKENS))}",
+                status=404,
+            )
+        except RequestError as error:
+            return Reply(error.status, kind.error(error))
+        except Exception as error:
+            failure = _failure(session, error)
+            return Reply(failure.status, kind.error(failure))
+
+    def _session(self, headers: Mapping[str, str]) -> tuple[_Open, str | None]:
+        """The session behind the request's key, and the role that the key names."""
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            given = headers.get("x-api-key", "")
+        key, _, role = given.strip().partition(".")
+        opened = self._sessions.get(key)
+        if opened is not None and (not role or ROLE.fullmatch(role)):
+            return opened, role or None
+        if key in self._ended:
+            raise self._ended[key]
+        raise RequestError(
+            "the API key belongs to no open session: use the api_key and base_url of the model "
+            "that the workflow was given",
+            status=401,
+            code="invalid_api_key",
+        )
+
+
+def _served(path: str) -> str:
+    """Anthropic's client adds "/v1/messages" to a base URL, which ends in "/v1" already here."""
+    return path.removeprefix("/v1") if path.startswith("/v1/v1/") else path
+
+
+def _dialect(path: str, headers: Mapping[str, str]) -> type[Exchange]:
+    """The dialect that a request is answered in, also where its path is not served.
+
+    Args:
+        path: As `_served` gives it.
+        headers: By lower-case name; Anthropic's clients name their version in one.
+    """
+    claude = path == _COUNT_TOKENS or "anthropic-version" in headers
+    return _EXCHANGES.get(path, anthropic.MessagesExchange if claude else chat.ChatExchange)
+
+
+async def _complete(exchange: Exchange) -> Reply | StreamReply:
+    if exchange.completion.request.stream:
+        return StreamReply(_events(exchange))
+    answer = await exchange.completion.answer()
+    return Reply(200, json.dumps(exchange.answer(answer)).encode())
+
+
+async def _events(exchange: Exchange) -> AsyncGenerator[bytes, None]:
+    """A completion as the server-sent events of its dialect."""
+    try:
+        for event in exchange.opening():
+            yield event
+        async with contextlib.aclosing(exchange.completion.stream()) as parts:
+            async for part in parts:
+                if isinstance(part, Answer):
+                    for event in exchange.closing(part):
+                        yield event
+                else:
+                    for event in exchange.delta(*part):
+                        yield event
+    except RequestError as error:
+        yield exchange.failure(error)
+    except Exception as error:
+        yield exchange.failure(_failure(exchange.completion.session, error))
+
+
+async def _once(
+    kind: type[Exchange], opened: _Open, role: str | None, body: bytes, key: str
+) -> Reply | StreamReply:
+    """The answer to a request with an idempotency key: sampled once, then replayed."""
+    while (known := opened.replays.get(key)) is not None:
+        if known.request != body:
+            raise FieldError(
+                f"the idempotency key {key!r} was used for another request before: send each "
+                "request with a key of its own",
+                path=("Idempotency-Key",),
+            )
+        if known.answer is not None:
+            return known.answer
+        await known.done.wait()  # a retry that overtook the first attempt
+    replay = opened.replays[key] = Replay(body)
+
+    def settle() -> None:
+        if replay.answer is None:
+            opened.replays.pop(key, None)
+        replay.done.set()
+
+    reply: Reply | StreamReply | None = None
+    try:
+        exchange = kind(opened.session, role, body)
+        reply = await _complete(exchange)
+        if isinstance(reply, Reply):
+            replay.answer = reply
+            return reply
+        return StreamReply(_Kept(reply.events, exchange.completion, replay, settle))
+    finally:
+        if not isinstance(reply, StreamReply):
+            settle()
+
+
+class _Kept:
+    """A stream's events; they become the replay's answer when they have ended well."""
+
+    def __init__(
+        self, events: Events, completion: Completion, replay: Replay, settle: Callable[[], None]
+    ) -> None:
+        self._events = events
+        self._completion = completion
+        self._replay = replay
+        self._settle = settle
+        self._seen: list[bytes] = []
+
+    def __aiter__(self) -> _Kept:
+        return self
+
+    async def __anext__(self) -> bytes:
+        try:
+            event = await anext(self._events)
+        except BaseException:
+            if self._completion.committed:
+                self._replay.answer = Reply(200, b"".join(self._seen), EVENT_STREAM)
+            self._settle()
+            raise
+        self._seen.append(event)
+        return event
+
+    async def aclose(self) -> None:
+        await self._events.aclose()
+        self._settle()
+
+
+def _failure(session: Session | None, error: Exception) -> RequestError:
+    """What a caller is told of a failure that is not its own; the session keeps the cause."""
+    logger.exception("a call of session %s failed", session.id if session else None)
+    if session is not None:
+        session.errors.append(error)
+    return RequestError(
+        f"the call failed inside the engine or the gateway: {type(error).__name__}: {error}",
+        status=500,
+    )
+
+
+async def _from_elsewhere(
+    events: Events, home: asyncio.AbstractEventLoop
+) -> AsyncGenerator[bytes, None]:
+    """The items of a generator that runs in another loop."""
+    ended = False
+
+    async def next_item() -> bytes | None:
+        return await anext(events, None)
+
+    try:
+        while (event := await in_loop(home, next_item())) is not None:
+            yield event
+        ended = True
+    finally:
+        if not ended:
+            asyncio.run_coroutine_threadsafe(events.aclose(), home)

@@ -1,0 +1,118 @@
+"""What the gateway's parts share: whom requests are answered with, and what its doors lead to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from tuner.engines.base import Engine
+from tuner.errors import ConfigError
+from tuner.gateway.model.renderer import ChatRenderer
+from tuner.gateway.request_error import RequestError
+from tuner.traces import ReasoningPolicy
+
+T = TypeVar("T")
+
+EVENT_STREAM = "text/event-stream"
+
+
+@dataclass(frozen=True)
+class Service:
+    """Whom a gateway's requests are answered with.
+
+    Attributes:
+        engine: What generates.
+        renderer: The model family's chat form.
+        model_name: What requests must give as `model`.
+        reasoning: What becomes of earlier reasoning that is missing from a rendered prompt:
+            "template" leaves it out, "keep" puts it back as it was sampled.
+
+    Raises:
+        ConfigError: `reasoning` is "keep", and the renderer cannot tell what reasoning is.
+    """
+
+    engine: Engine
+    renderer: ChatRenderer
+    model_name: str
+    reasoning: ReasoningPolicy
+
+    def __post_init__(self) -> None:
+        if self.reasoning == "keep" and not self.renderer.reads_reasoning:
+            raise ConfigError(
+                "reasoning is 'keep', but the renderer has no reasoning_parser to tell reasoning "
+                "from the rest of an answer: give it one, or set reasoning to 'template'"
+            )
+
+
+class Events(Protocol):
+    """Server-sent events as they come; closing them early abandons the request."""
+
+    def __aiter__(self) -> AsyncIterator[bytes]: ...
+
+    async def __anext__(self) -> bytes: ...
+
+    async def aclose(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An HTTP response, wherever it goes."""
+
+    status: int
+    body: bytes
+    content_type: str = "application/json"
+
+
+@dataclass(frozen=True)
+class StreamReply:
+    """A response with status 200 whose server-sent events come one by one.
+
+    Nothing is sampled until the first is asked for; closing `events` early abandons the request.
+    """
+
+    events: Events
+
+
+class Answers(Protocol):
+    """What a door leads to."""
+
+    async def handle(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes
+    ) -> Reply | StreamReply: ...
+
+    def refusal(self, path: str, headers: Mapping[str, str], error: RequestError) -> Reply:
+        """The reply to a request that could not be taken in whole."""
+        ...
+
+
+class Host(Answers, Protocol):
+    """What a session knows of the gateway that it is open at.
+
+    Attributes:
+        warned: Settings of the user's agents that were warned of.
+    """
+
+    warned: set[str]
+
+    @property
+    def base_url(self) -> str: ...
+
+    def home(self) -> asyncio.AbstractEventLoop: ...
+
+    def forget(self, key: str, sealed: RequestError) -> None: ...
+
+
+def sse(data: Any, event: str | None = None) -> bytes:
+    """One server-sent event with a JSON payload."""
+    head = f"event: {event}\n" if event else ""
+    return f"{head}data: {json.dumps(data)}\n\n".encode()
+
+
+async def in_loop(home: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, done in the loop `home`, whichever loop it is awaited in."""
+    if asyncio.get_running_loop() is home:
+        return await work
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, home))

@@ -1,0 +1,400 @@
+"""A rollout's identity at the gateway: its key, what it may ask for, its end; and what it keeps."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import re
+import secrets
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tuner.gateway.conversations import Conversations
+from tuner.gateway.credit import Credits, RecordedCall
+from tuner.gateway.model.template import Message
+from tuner.gateway.request_error import RequestError
+from tuner.gateway.service import Host, Service, in_loop
+from tuner.traces import Call
+
+if TYPE_CHECKING:
+    import anthropic
+    import openai
+
+T = TypeVar("T")
+
+ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """What a request that does not say is sampled with.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_p: Nucleus mass in (0, 1].
+        top_k: Keep the k most probable tokens; -1 keeps every token.
+        max_tokens: Limit of a completion; None is the room left in the context.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class SessionLimits:
+    """What one rollout may ask for; None is no limit.
+
+    Attributes:
+        calls: Completions.
+        tokens: Sampled tokens, looked at when a call begins: the call is cut off where they end,
+            and calls in parallel may together go beyond.
+    """
+
+    calls: int | None = None
+    tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What a request got when it began.
+
+    Attributes:
+        id: 24 hex digits, for the id of the response.
+        tokens: How many tokens each choice may sample at most; None is no limit.
+        seeds: One for each choice of each prompt, in order.
+    """
+
+    id: str
+    tokens: int | None
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class KeptResponse:
+    """A response of the Responses API that a session can go on from.
+
+    Attributes:
+        messages: The conversation with the answer, without instructions, which are not carried on.
+        items: The answer's items by id.
+    """
+
+    messages: list[Message]
+    items: dict[str, dict[str, Any]]
+
+
+class Recording:
+    """The calls of a session, in order of commitment.
+
+    Args:
+        session_id: The session's.
+        kept: Whether calls are kept; False for models that are not trained.
+    """
+
+    def __init__(self, session_id: str, *, kept: bool) -> None:
+        self._credits = Credits(session_id)
+        self.kept = kept
+        self._calls: list[Call] = []
+        self.carried: list[Callable[[], list[Call]]] = []
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """Undelivered ones too, with what the workflow said; empty where calls are not kept."""
+        return tuple(map(self._credits.given_to, self._calls))
+
+    @property
+    def tokens(self) -> int:
+        """Sampled tokens of all calls."""
+        return sum(len(call.completion_ids) for call in self._calls)
+
+    def for_workflow(self) -> list[RecordedCall]:
+        """The calls so far that were delivered."""
+        return [RecordedCall(self._credits, call) for call in self._calls if not call.undelivered]
+
+    def add(self, calls: list[Call]) -> None:
+        """Keep calls, all or none."""
+        if self.kept:
+            self._calls.extend(calls)
+
+    @contextmanager
+    def carrying(self, abandoned: Callable[[], list[Call]]) -> Iterator[None]:
+        """While the block runs a request is on its way.
+
+        Args:
+            abandoned: What it has sampled, if it ends before its calls are added.
+        """
+        self.carried.append(abandoned)
+        try:
+            yield
+        finally:
+            self._let_go(abandoned)
+
+    def seal(self) -> None:
+        """Add no more calls but those that are abandoned by this."""
+        for abandoned in list(self.carried):
+            self._let_go(abandoned)
+        self._credits.sealed = True
+
+    def _let_go(self, abandoned: Callable[[], list[Call]]) -> None:
+        if abandoned in self.carried:
+            self.carried.remove(abandoned)
+            self.add(abandoned())
+
+
+class InFlight:
+    """What of a session is being generated, and how long that took so far."""
+
+    def __init__(self) -> None:
+        self.tasks: set[asyncio.Task[Any]] = set()
+        self._since = 0.0
+        self._seconds = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Wall time during which at least one task was running."""
+        return self._seconds + (time.perf_counter() - self._since if self.tasks else 0.0)
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, as a task that can be cancelled."""
+        task = asyncio.get_running_loop().create_task(work)
+        if not self.tasks:
+            self._since = time.perf_counter()
+        self.tasks.add(task)
+        try:
+            return await task
+        finally:
+            self.tasks.discard(task)
+            if not self.tasks:
+                self._seconds += time.perf_counter() - self._since
+
+    def cancel(self) -> None:
+        """Cancel every task, from any thread."""
+        for task in list(self.tasks):
+            task.get_loop().call_soon_threadsafe(task.cancel)
+
+
+class Session:
+    """One attempt at a rollout: who it is and what it may ask for. `Gateway.open_session` makes it.
+
+    Attributes:
+        service: Whom its requests are answered with.
+        id: The caller's name for it.
+        key: The API key that stands for it; cannot be guessed.
+        seed: Where the seeds of its calls come from.
+        defaults: What a request that does not say is sampled with.
+        limits: What it may ask for.
+        other_names: What requests may give as `model` besides the gateway's name for it.
+        errors: What went wrong inside its calls that was not the caller's fault.
+        sealed: Whether it has ended.
+        recording: Its calls.
+        in_flight: What is being generated.
+        conversations: What it has prompted and sampled, for the prompts that go on from there.
+        responses: Answers of the Responses API that can be continued by their id.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        host: Host,
+        session_id: str,
+        *,
+        seed: int,
+        recorded: bool,
+        defaults: SamplingDefaults,
+        limits: SessionLimits,
+    ) -> None:
+        self.service = service
+        self._host = host
+        self.id = session_id
+        self.key = f"sk-tuner-{secrets.token_urlsafe(24)}"
+        self.seed = seed
+        self.defaults = defaults
+        self.limits = limits
+        self.other_names: tuple[str, ...] = ()
+        self.errors: list[Exception] = []
+        self.recording = Recording(session_id, kept=recorded)
+        self.in_flight = InFlight()
+        self.conversations = Conversations(service.renderer, service.reasoning)
+        self.responses: dict[str, KeptResponse] = {}
+        self._admitted = 0
+        self._asked: Counter[bytes] = Counter()
+        self.sealed = False
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """As `recording` has them."""
+        return self.recording.calls
+
+    @property
+    def model_name(self) -> str:
+        """The name that requests give as `model`."""
+        return self.service.model_name
+
+    @property
+    def base_url(self) -> str:
+        """Where HTTP clients find the gateway; the first use opens the door."""
+        return self._host.base_url
+
+    def key_of(self, role: str | None) -> str:
+        """The API key that names `role` as the agent that calls; None is the session's own.
+
+        Raises:
+            ValueError: `role` is not a name.
+        """
+        if role is None:
+            return self.key
+        if not ROLE.fullmatch(role):
+            raise ValueError(f"role {role!r} must be 1 to 64 letters, digits, '_' or '-'")
+        return f"{self.key}.{role}"
+
+    def async_client(self, role: str | None = None) -> openai.AsyncOpenAI:
+        """An OpenAI client of this session that reaches the gateway without a socket."""
+        from tuner.gateway.clients import in_process_client
+
+        return in_process_client(self._host, self.key_of(role))
+
+    def async_anthropic(self, role: str | None = None) -> anthropic.AsyncAnthropic:
+        """Anthropic's client of this session, which reaches the gateway without a socket.
+
+        Raises:
+            MissingDependencyError: The anthropic package is not installed.
+        """
+        from tuner.gateway.clients import in_process_anthropic
+
+        return in_process_anthropic(self._host, self.key_of(role))
+
+    def http_client(self, client_class: type) -> Any:
+        """A client of the library that `client_class` is built on, which needs no socket."""
+        from tuner.gateway.clients import in_process_http_client
+
+        return in_process_http_client(self._host, client_class)
+
+    async def at_home(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, done in the event loop that the engine is called in."""
+        return await in_loop(self._host.home(), work)
+
+    def warn_once(self, setting: str, sentence: str) -> None:
+        """Log that a setting of the user's agent is unsafe, once for all sessions of a gateway."""
+        if setting not in self._host.warned:
+            self._host.warned.add(setting)
+            logger.warning("%s %s", setting, sentence)
+
+    def seal(self) -> tuple[Call, ...]:
+        """End the session: cancel what is in flight, refuse what comes later.
+
+        Returns:
+            Its calls; none is added afterwards.
+        """
+        if not self.sealed:
+            self.recording.seal()
+            self.sealed = True
+            self._host.forget(self.key, self.sealed_error())
+            self.conversations = Conversations(self.service.renderer, self.service.reasoning)
+            self.responses.clear()
+            self.in_flight.cancel()
+        return self.calls
+
+    def sealed_error(self) -> RequestError:
+        return RequestError(
+            f"this key's rollout ({self.id}) has ended: its session takes no more calls",
+            status=401,
+            code="session_sealed",
+        )
+
+    def check_model(self, model: str) -> None:
+        """Refuse a request for another model than the session's.
+
+        Raises:
+            RequestError: 404.
+        """
+        if model not in (self.model_name, *self.other_names):
+            raise RequestError(
+                f"model is {model!r}, but this key's model is {self.model_name!r}",
+                status=404,
+                path=("model",),
+                code="model_not_found",
+            )
+
+    def admit(self, prompts: Sequence[tuple[int, ...]], n: int) -> Admission:
+        """Count the choices of a request that begins.
+
+        Equal seeds, names and requests in an equal order get equal ids and seeds.
+
+        Args:
+            prompts: Token ids, shape [P] each.
+            n: Choices of each.
+
+        Raises:
+            RequestError: 401: the session was sealed; 403: it has used up its limits.
+        """
+        if self.sealed:
+            raise self.sealed_error()
+        choices = len(prompts) * n
+        limits, budget = self.limits, None
+        if limits.calls is not None and self._admitted + choices > limits.calls:
+            raise _limit(
+                f"this rollout ({self.id}) has asked for {self._admitted} completions and may ask "
+                f"for {limits.calls} (tuner.max_calls)"
+            )
+        if limits.tokens is not None:
+            sampled = self.recording.tokens
+            budget = (limits.tokens - sampled) // choices
+            if budget < 1:
+                raise _limit(
+                    f"this rollout ({self.id}) has sampled {sampled} tokens and may sample "
+                    f"{limits.tokens} (tuner.max_tokens)"
+                )
+        self._admitted += choices
+        asked, seeds = [], []
+        for prompt in prompts:
+            digest = hashlib.blake2b(array("q", prompt).tobytes(), digest_size=16).digest()
+            before = self._asked[digest]  # equal prompts are separate samples
+            self._asked[digest] += 1
+            asked.append((digest, before))
+            drawn = (self.digest("seed", digest, before, choice) for choice in range(n))
+            seeds += [int.from_bytes(seed[:8], "big") for seed in drawn]
+        return Admission(self.digest("id", self.id, *asked).hex()[:24], budget, tuple(seeds))
+
+    def digest(self, *parts: object) -> bytes:
+        """32 bytes that depend on the session's seed and `parts` alone: equal runs, equal bytes."""
+        return hashlib.blake2b(repr((self.seed, *parts)).encode(), digest_size=32).digest()
+
+    async def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Await `work()`, which `seal` cancels.
+
+        Raises:
+            RequestError: 401: the session was sealed before or meanwhile.
+        """
+        if self.sealed:
+            raise self.sealed_error()
+        try:
+            return await self.in_flight.run(work())
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            # Only the task inside was cancelled, and not the one that waits for it.
+            if self.sealed and not (caller and caller.cancelling()):
+                raise self.sealed_error() from None
+            raise
+
+    def commit(self, calls: list[Call]) -> None:
+        """Add completed calls to the trace, all or none.
+
+        Raises:
+            RequestError: 401: the session was sealed meanwhile.
+        """
+        if self.sealed:
+            raise self.sealed_error()
+        self.recording.add(calls)
+
+
+def _limit(found: str) -> RequestError:
+    return RequestError(f"{found}: end the rollout here", status=403, code="rollout_limit")
