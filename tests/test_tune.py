@@ -26,6 +26,7 @@ from tuner import (
 from tuner.cli import app
 from tuner.config import RunConfig
 from tuner.errors import ConfigError, DatasetError, FunctionError
+from tuner.tune import leave_report
 
 ROWS = [{"question": str(i)} for i in range(40)]
 
@@ -79,6 +80,7 @@ def test_three_things_by_position_are_enough(backend):
         "judge": judge,
         "train_tasks": ROWS,
         "eval_tasks": {},
+        "report": leave_report,
     }
     assert backend.config.name.startswith("Experiment-2")
     assert backend.config.explorer.runner_per_model == 16

@@ -60,7 +60,7 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
 
     workflow, judge, backend = _functions(config, overrides or [])
     if backend == "trinity":
-        from tuner.trinity.check import check_trinity
+        from tuner.trinity.preparation import check_trinity
 
         found = check_trinity(config, overrides or [], workflow=workflow, judge=judge)
         typer.echo(found.text)
@@ -141,9 +141,9 @@ def _functions(
     load = load_function
     layers = read_layers(path, overrides=overrides)
     if layers.backend == "trinity":
-        from tuner.trinity.config import resolve
-        from tuner.trinity.functions import load  # type: ignore[assignment]  # its own parameters
-        from tuner.trinity.modes import ROLLS_OUT
+        from tuner.trinity.handover import resolve
+        from tuner.trinity.stage import ROLLS_OUT
+        from tuner.trinity.workers import load  # type: ignore[assignment]  # its own parameters
 
         settings = resolve(layers)
         names, rolls_out = settings.tuner, settings.mode in ROLLS_OUT

@@ -23,7 +23,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -36,7 +35,7 @@ from tuner.errors import TrainingError
 from tuner.gateway import SamplingDefaults
 from tuner.result import TuneResult
 from tuner.rollout import Rollouts, StepPlan
-from tuner.run.directory import TRAINER_STATE, RunDirectory
+from tuner.run.directory import TRAINER_STATE, Report, reported
 from tuner.run.record import RunRecord, finished_result, open_directory
 from tuner.sources import RolloutSource, RowSource, Source, read_examples
 from tuner.traces import Outcome, Trace, TraceStore
@@ -54,7 +53,7 @@ def run_local(
     judge: Callable[..., Any] | None,
     train_tasks: list[Task],
     eval_tasks: Mapping[str, list[Task]],
-    report: Callable[[RunDirectory, str | None], Path | None] = lambda directory, stopped: None,
+    report: Report = lambda directory, stopped: None,
 ) -> TuneResult:
     """Train until `total_steps`, or go on with a run that was interrupted.
 
@@ -65,8 +64,7 @@ def run_local(
         workflow, judge: The user's functions; without a workflow nothing is rolled out.
         train_tasks: Tasks, or with `mode: train` the rows of the recorded data.
         eval_tasks: Rows of each evaluation set, by its name.
-        report: Leaves a report of the run's directory however the run ends, and says where; where
-            it stops before its end, it is told why, and a note of the error says where it is.
+        report: Leaves a report of the run however it ends.
 
     Raises:
         TrainingError: Nothing could be learned, or training failed; the message is the diagnosis.
@@ -82,19 +80,9 @@ def run_local(
         logger.warning("%s is complete; returning its result", directory.path)
         return finished
     record = RunRecord(config, directory, total_steps)
-    try:
-        with deterministic_torch(config.tuner.deterministic):
-            data = train_tasks if examples is None else examples
-            result = asyncio.run(_run(config, record, workflow, judge, data, eval_tasks))
-    except (Exception, KeyboardInterrupt) as error:
-        stopped = f"{type(error).__name__}: {error}"
-        if isinstance(error, KeyboardInterrupt):
-            stopped = "interrupted"
-        if directory.has_begun() and (left := report(directory, stopped)):
-            error.add_note(f"what the run did until then: {left}")
-        raise
-    report(directory, None)
-    return result
+    data = train_tasks if examples is None else examples
+    with reported(directory, report), deterministic_torch(config.tuner.deterministic):
+        return asyncio.run(_run(config, record, workflow, judge, data, eval_tasks))
 
 
 async def _run(

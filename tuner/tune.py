@@ -128,7 +128,7 @@ def tune(
         overrides=overrides,
     )
     if layers.backend == "trinity":
-        from tuner.trinity.run import run_trinity
+        from tuner.trinity.launch import run_trinity
 
         return outside_event_loop(
             lambda: run_trinity(
@@ -137,6 +137,7 @@ def tune(
                 judge=judge_func,
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
+                report=leave_report,
             )
         )
     run = _prepared(layers, workflow_func, judge_func, train_dataset, eval_dataset)

@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
+from tuner.algorithms.table import ALGORITHMS, Recorded
 from tuner.config.conflicts import conflicts
 from tuner.config.foreign import find_foreign
 from tuner.config.keys import nearest, schema_paths, split_keys
@@ -40,8 +41,12 @@ TOTAL_STEPS = "buffer.total_steps"
 OTHER_TOTAL_STEPS = "trainer.total_steps"
 
 Backend = Literal["local", "trinity"]
-# Trinity-RFT's algorithms that train on recorded data, and make no rollouts.
-RECORDED = ("sft", "cpt", "dpo")
+# Algorithms that train on recorded data and make no rollouts, with what a row of it is: of `cpt`,
+# which Trinity-RFT alone has, text without turns.
+RECORDED: Mapping[str, Recorded | None] = {
+    "cpt": None,
+    **{name: row.recorded for name, row in ALGORITHMS.items() if row.recorded},
+}
 
 
 @dataclass(frozen=True)

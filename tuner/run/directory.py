@@ -10,14 +10,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from tuner.config import RunConfig, load_config
 from tuner.errors import ConfigError, TunerError
 
 TRAINER_STATE = "trainer_state.pt"
+# Leaves a report of a run, which stopped for a reason, or None where it came to its end; says where
+# the report is, if it could be written.
+Report = Callable[["RunDirectory", str | None], Path | None]
 
 
 class RunDirectory:
@@ -109,22 +113,15 @@ def free_name(path: Path) -> Path:
     return candidate
 
 
-# What may change between the parts of a run: where it lies, what it reports and how long it is,
-# nothing else that changes what is learned.
+# What may change between the parts of a run on every backend: where it lies, what it reports and
+# how it is spread over machines, nothing that changes what is learned. `*` is any part of a key.
 MAY_CHANGE = (
     "checkpoint_root_dir",
     "continue_from_checkpoint",
-    "buffer.total_epochs",
-    "buffer.total_steps",
     "explorer.eval_interval",
     "explorer.eval_on_startup",
-    "explorer.max_retry_times",
     "explorer.max_timeout",
-    "explorer.over_rollout",
-    "explorer.rollout_model.enforce_eager",
     "explorer.rollout_model.engine_num",
-    "explorer.rollout_model.engine_type",
-    "explorer.rollout_model.extra_engine_args",
     "explorer.rollout_model.gpu_memory_utilization",
     "explorer.rollout_model.tensor_parallel_size",
     "explorer.runner_per_model",
@@ -133,61 +130,71 @@ MAY_CHANGE = (
     "project",
     "trainer.max_checkpoints_to_keep",
     "trainer.max_token_len_per_gpu",
-    "trainer.optimizer_offload",
     "trainer.save_interval",
+)
+# And on the local backend.
+MAY_CHANGE_HERE = (
+    *MAY_CHANGE,
+    "explorer.max_retry_times",
+    "explorer.over_rollout",
+    "explorer.rollout_model.enforce_eager",
+    "explorer.rollout_model.engine_type",
+    "explorer.rollout_model.extra_engine_args",
+    "trainer.optimizer_offload",
     "tuner.activation_checkpointing",
+    "tuner.auxiliary_models.*.max_concurrent",
+    "tuner.backend",
     "tuner.device",
     "tuner.engine",
     "tuner.layout",
     "tuner.max_slots",
     "tuner.max_tool_seconds",
     "tuner.placement",
-    "tuner.backend",
     "tuner.signal_patience",
     "tuner.trinity",
 )
+# How long a run is. A schedule that ends at the last step would bend for the steps already taken.
+_LENGTH = ("buffer.total_epochs", "buffer.total_steps", "trainer.total_steps")
+_SCHEDULE = "algorithm.optimizer.lr_scheduler_type"
 
 
 def check_same_run(
-    directory: RunDirectory, config: RunConfig, fingerprint: Mapping[str, str]
+    directory: RunDirectory,
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    fingerprint: Mapping[str, str],
+    *,
+    may_change: Sequence[str],
+    lists: bool = False,
 ) -> None:
     """Compare with what the directory's run was started with.
+
+    Args:
+        directory: A run that has begun; the rows it was started with are in its `data.json`.
+        before, now: The settings that it was started with, and those it is to go on with.
+        fingerprint: What tells the rows of each dataset from others, by its name.
+        may_change: Keys that may differ, with all below them.
+        lists: Whether the items of lists are settings of their own.
 
     Raises:
         ConfigError: A setting or dataset that decides what is learned has changed; names them.
     """
-    before = dict(_leaves(load_config(directory.config).model_dump(mode="json")))
-    now = dict(_leaves(config.model_dump(mode="json")))
+    old, new = dict(_leaves(before, lists)), dict(_leaves(now, lists))
+    if (new.get(_SCHEDULE) or "constant") == "constant":
+        may_change = (*may_change, *_LENGTH)
     changes = [
-        f"{key} was {before.get(key)!r} and is {now.get(key)!r}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not _may_change(key, now)
+        f"{key} was {old.get(key)!r} and is {new.get(key)!r}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+        and not any(fnmatchcase(key, one) or fnmatchcase(key, f"{one}.*") for one in may_change)
     ]
-    refuse_changes(directory, changes, fingerprint)
-
-
-def refuse_changes(
-    directory: RunDirectory, changes: Sequence[str], fingerprint: Mapping[str, str]
-) -> None:
-    """Stop where settings have changed, or the rows of a dataset since `data.json` was written.
-
-    Args:
-        changes: One phrase for each setting.
-        fingerprint: What tells the rows of each dataset from others, by its name.
-
-    Raises:
-        ConfigError: Something has; names all of it.
-    """
     data_file = directory.path / "data.json"
     if data_file.exists():
-        old_data = json.loads(data_file.read_text(encoding="utf-8"))
-        changes = [
-            *changes,
-            *(
-                f"the rows of dataset {name!r} have changed"
-                for name in sorted(old_data.keys() | fingerprint.keys())
-                if old_data.get(name) != fingerprint.get(name)
-            ),
+        data = json.loads(data_file.read_text(encoding="utf-8"))
+        changes += [
+            f"the rows of dataset {name!r} have changed"
+            for name in sorted(data.keys() | fingerprint.keys())
+            if data.get(name) != fingerprint.get(name)
         ]
     if changes:
         raise ConfigError(
@@ -197,18 +204,32 @@ def refuse_changes(
         )
 
 
-def _may_change(key: str, now: Mapping[str, Any]) -> bool:
-    if key in ("buffer.total_steps", "buffer.total_epochs"):
-        # A schedule that ends at the last step would bend for the steps already taken.
-        return bool(now["algorithm.optimizer.lr_scheduler_type"] == "constant")
-    if key.startswith("tuner.auxiliary_models."):
-        return key.endswith(".max_concurrent")
-    return any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE)
+def _leaves(tree: Any, lists: bool, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, Mapping) and tree:
+        items: Iterable[tuple[Any, Any]] = tree.items()
+    elif lists and isinstance(tree, list) and tree:
+        items = enumerate(tree)
+    else:
+        yield prefix.removesuffix("."), tree
+        return
+    for name, value in items:
+        yield from _leaves(value, lists, f"{prefix}{name}.")
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+@contextmanager
+def reported(directory: RunDirectory, report: Report) -> Iterator[None]:
+    """Leave a report of a run however the block ends, once anything was recorded.
+
+    Where the run stops before its end, a note of the error says where the report is.
+    """
+    stopped = None
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        stopped = "interrupted" if interrupted else f"{type(error).__name__}: {error}"
+        if directory.has_begun() and (left := report(directory, stopped)):
+            error.add_note(f"what the run did until then: {left}")
+        raise
+    if directory.has_begun():
+        report(directory, None)

@@ -52,6 +52,23 @@ def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
     return metrics
 
 
+def evaluation_metrics(name: str, traces: Sequence[Trace]) -> dict[str, float]:
+    """Mean reward on an evaluation set, and how many rollouts failed, which have none.
+
+    Args:
+        name: The set's.
+        traces: Of its rollouts; none where it was not evaluated.
+    """
+    final = [trace for trace in traces if trace.final]
+    rewards = [trace.reward for trace in final if trace.reward is not None]
+    metrics: dict[str, float] = {}
+    if rewards:
+        metrics[f"eval/{name}/reward"] = _mean(rewards)
+    if final:
+        metrics[f"eval/{name}/failed"] = float(len(final) - len(rewards))
+    return metrics
+
+
 def batch_metrics(batch: Batch, *, compared: bool = True) -> dict[str, float]:
     """Where the step's tokens went, and how many groups have something to tell.
 

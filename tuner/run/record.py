@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tuner.config import RunConfig
+from tuner.config import RunConfig, load_config
 from tuner.result import TokenCounts, TuneResult
 from tuner.run.console import ConsoleMonitor
 from tuner.run.directory import (
+    MAY_CHANGE_HERE,
     TRAINER_STATE,
     RunDirectory,
     check_same_run,
@@ -27,7 +27,6 @@ from tuner.run.timeline import Timeline
 from tuner.traces import Outcome
 from tuner.training import PolicyTrainer
 
-logger = logging.getLogger("tuner")
 Task = dict[str, Any]
 
 
@@ -133,8 +132,12 @@ class RunRecord:
             updates: Updates of the weights.
             rows: Of recorded data, how many rows are used and left out; empty for rollouts.
         """
-        result = summarize(self.history, self.directory, self.total_steps)
-        result.steps = updates
+        result = summarize(
+            self.history,
+            self.directory,
+            steps=updates,
+            checkpoint=self.directory.checkpoint(self.total_steps),
+        )
         result.rows = dict(rows)
         if "tensorboard" in self.config.monitor.monitor_type:
             result.tensorboard = self.directory.tensorboard
@@ -157,7 +160,13 @@ def open_directory(config: RunConfig, data: Mapping[str, list[Task]]) -> RunDire
     directory = RunDirectory(path)
     fingerprint = {name: fingerprint_of(tasks) for name, tasks in data.items()}
     if directory.has_begun():
-        check_same_run(directory, config, fingerprint)
+        check_same_run(
+            directory,
+            load_config(directory.config).model_dump(mode="json"),
+            config.model_dump(mode="json"),
+            fingerprint,
+            may_change=MAY_CHANGE_HERE,
+        )
     directory.create()
     write_atomically(path / "data.json", json.dumps(fingerprint, indent=2))
     write_atomically(directory.config, config.to_yaml())
@@ -243,9 +252,21 @@ def advice(history: Sequence[Mapping[str, float]], config: RunConfig) -> tuple[s
 
 
 def summarize(
-    history: Sequence[Mapping[str, float]], directory: RunDirectory, step: int
+    history: Sequence[Mapping[str, float]],
+    directory: RunDirectory,
+    *,
+    steps: int,
+    checkpoint: Path | None,
 ) -> TuneResult:
-    """The result of a run from the metrics of its steps."""
+    """The result of a run from the metrics of its steps.
+
+    Args:
+        history: A row for each step, as in `metrics.jsonl`.
+        directory: Where the run is.
+        steps: Updates of the weights.
+        checkpoint: The last weights.
+    """
+    evaluated = [row for row in history if any(name.startswith("eval/") for name in row)]
     outcomes: Counter[str] = Counter()
     dropped: Counter[str] = Counter()
     for row in history:
@@ -255,9 +276,9 @@ def summarize(
             if name.startswith("tokens/dropped/"):
                 dropped[name.removeprefix("tokens/dropped/")] += int(value)
     return TuneResult(
-        steps=step,
+        steps=steps,
         eval_before=_eval_rewards(history[0]) if history and history[0]["step"] == 0 else {},
-        eval_after=_eval_rewards(history[-1]) if history else {},
+        eval_after=_eval_rewards(evaluated[-1]) if evaluated else {},
         rewards=[row["reward/mean"] for row in history if "reward/mean" in row],
         history=[dict(row) for row in history],
         outcomes={name: count for name, count in outcomes.items() if count},
@@ -266,9 +287,9 @@ def summarize(
             trained=int(sum(row.get("tokens/trained", 0) for row in history)),
             dropped=dict(dropped),
         ),
-        seconds=sum(row["time/step"] for row in history),
+        seconds=sum(row.get("time/step", 0.0) for row in history),
         run_dir=directory.path,
-        checkpoint=directory.checkpoint(step),
+        checkpoint=checkpoint,
         traces=directory.traces,
     )
 

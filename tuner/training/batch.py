@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from tuner.engines.base import SamplingParams
 from tuner.traces import Call, Outcome, RolloutId, Trace
 from tuner.training.selection import Selection, alike
 
+K = TypeVar("K", bound=Hashable)
 # An outcome that leaves calls behind and may be given a penalty instead of being dropped.
 PENALIZABLE = frozenset(
     {
@@ -112,6 +113,19 @@ class Batch:
         return sum(len(row) for row in self.rows)
 
 
+def untrainable(call: Call) -> str | None:
+    """Why a call of a rollout that is used is not trained, or None."""
+    if call.invalid is not None:
+        return "invalid_call"
+    if call.undelivered:
+        return "undelivered_call"
+    if call.excluded:
+        return "excluded_call"
+    if call.sampling.temperature == 0:
+        return "greedy_call"
+    return None
+
+
 def build_batch(
     traces: Iterable[Trace],
     *,
@@ -119,6 +133,7 @@ def build_batch(
     selection: Selection = AS_GIVEN,
     oldest: int = 0,
     unfinished: Collection[tuple[int, int]] = (),
+    left_out: Callable[[Call], str | None] = untrainable,
 ) -> Batch:
     """Choose what is trained; count, by reason, what is not.
 
@@ -133,6 +148,7 @@ def build_batch(
         oldest: Tokens that were sampled by earlier weights than this version are not trained; the
             rewards of their rollouts count all the same.
         unfinished: Groups, as (step, task), that were ended early and are not to be used.
+        left_out: Why a call of a rollout that is used is not trained, or None.
 
     Returns:
         The batch. `sampled_tokens == trained_tokens + sum(dropped_tokens.values())` holds.
@@ -145,7 +161,7 @@ def build_batch(
     rollouts: Counter[str] = Counter()
     groups: dict[tuple[int, int], list[tuple[Trace, float]]] = defaultdict(list)
     for trace in attempts:
-        reward = _reward(trace, penalty, needed=selection.needs_reward)
+        reward = reward_of(trace, penalty, needed=selection.needs_reward)
         if not trace.final:
             tokens["retried_attempt"] += trace.sampled_tokens
         elif reward is None:
@@ -174,14 +190,22 @@ def build_batch(
         kept_groups += 1
 
     rows: list[Row] = []
-    peers = _peers(used, least=1 if selection.lone_rewards else 2)
+    peers = peer_sets(
+        (
+            ((group, call.role), index)
+            for index, (trace, _, group) in enumerate(used)
+            for call in trace.calls
+            if call.reward is not None and left_out(call) is None
+        ),
+        least=1 if selection.lone_rewards else 2,
+    )
     for index, (trace, _, group) in enumerate(used):
         before = len(rows), tokens["stale"]
         told = selection.needs_reward and any(c.gained is not None for c in trace.calls)
         for call in trace.calls:
             reward = call.reward if selection.needs_reward else None
             own = peers.get((group, call.role)) if reward is not None else None
-            reason = untrainable(call)
+            reason = left_out(call)
             if reason is None and reward is not None and own is None:
                 reason = "reward_without_peer"
             if reason is not None:
@@ -234,34 +258,29 @@ def fresh(call: Call, oldest: int) -> tuple[list[tuple[int, int]], int]:
     return stretches, sum(stop - start for start, stop in call.stretches) - kept
 
 
-def untrainable(call: Call) -> str | None:
-    """Why a call of a rollout that is used is not trained, or None."""
-    if call.invalid is not None:
-        return "invalid_call"
-    if call.undelivered:
-        return "undelivered_call"
-    if call.excluded:
-        return "excluded_call"
-    if call.sampling.temperature == 0:
-        return "greedy_call"
-    return None
+def peer_sets(calls: Iterable[tuple[K, Hashable]], *, least: int = 2) -> dict[K, int]:
+    """An index for each set of calls whose rewards of their own are compared: a set in which fewer
+    than `least` rollouts have such calls has nothing to compare with.
 
-
-def _peers(
-    used: Sequence[tuple[Trace, float, int]], *, least: int
-) -> dict[tuple[int, str | None], int]:
-    """An index for each role of each group in which at least `least` rollouts have calls with
-    rewards of their own."""
-    rollouts: dict[tuple[int, str | None], set[int]] = defaultdict(set)
-    for index, (trace, _, group) in enumerate(used):
-        for call in trace.calls:
-            if call.reward is not None and untrainable(call) is None:
-                rollouts[group, call.role].add(index)
+    Args:
+        calls: The set of each call (its group and role), and its rollout.
+    """
+    rollouts: dict[K, set[Hashable]] = defaultdict(set)
+    for key, rollout in calls:
+        rollouts[key].add(rollout)
     shared = [key for key, members in rollouts.items() if len(members) >= least]
     return {key: index for index, key in enumerate(shared)}
 
 
-def _reward(trace: Trace, penalty: float | None, *, needed: bool) -> float | None:
+def reward_of(trace: Trace, penalty: float | None, *, needed: bool = True) -> float | None:
+    """The reward that a rollout counts with, or None where it is left out: its own if it completed,
+    the penalty if it failed after at least one call and there is one.
+
+    Args:
+        trace: Its last attempt.
+        penalty: Reward of a failed rollout; None drops it.
+        needed: Whether one that completed without a reward is left out, or has 0.
+    """
     if trace.outcome is Outcome.COMPLETED:
         return 0.0 if trace.reward is None and not needed else trace.reward
     return penalty if trace.outcome in PENALIZABLE and trace.calls else None

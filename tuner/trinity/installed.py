@@ -1,10 +1,23 @@
-"""Whether Trinity-RFT is here."""
+"""What there is: Trinity-RFT in which version, with which keys, peft, and Tinker's service.
+
+And settings as nested dicts, by dotted keys.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib import metadata
+from importlib.util import find_spec
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from tuner.errors import MissingDependencyError
+import httpx
+
+from tuner.config.keys import nearest
+from tuner.errors import ConfigError, MissingDependencyError
 
 SUPPORTED = "0.6"
 _TOO_NEW_PEFT = (0, 21)
@@ -54,3 +67,172 @@ def refuse_peft_without_weights() -> None:
             "model.lora_configs trains an adapter, which Trinity-RFT 0.6 saves with peft: with "
             f"0.21 it would have no weights, and {found}; pip install 'peft>=0.18,<0.21'"
         )
+
+
+def unknown_keys(tree: dict[str, Any]) -> Iterator[tuple[str, str | None]]:
+    """(dotted key, the key that was probably meant) of everything that Trinity-RFT has no key for.
+
+    Raises:
+        MissingDependencyError: Trinity-RFT is not installed in a version that works.
+    """
+    yield from _unknown(tree, _root(), "")
+
+
+def without_empty_sections(tree: dict[str, Any]) -> dict[str, Any]:
+    """`tree` without sections that have nothing under them: `cluster:` says nothing."""
+    return _without_empty(tree, _root())
+
+
+@cache
+def known_keys() -> tuple[str, ...]:
+    """Every key of Trinity-RFT's, dotted; `*` is an index or a name."""
+    return tuple(path for path in _paths(_root(), "") if not path.startswith("stages."))
+
+
+def _root() -> type[Any]:
+    require_trinity()
+    from trinity.common.config import Config
+
+    return Config  # type: ignore[no-any-return]  # untyped
+
+
+def _types(section: type[Any]) -> dict[str, Any]:
+    hints = get_type_hints(section)
+    return {field.name: hints[field.name] for field in dataclasses.fields(section)}
+
+
+def _section(hint: Any) -> tuple[type[Any] | None, bool]:
+    """(the section that a field holds or None, whether it holds many of them)."""
+    if dataclasses.is_dataclass(hint):
+        return hint, False  # type: ignore[return-value]  # is_dataclass() admits instances
+    many = get_origin(hint) in (list, dict)
+    if many or get_origin(hint) in (Union, UnionType):
+        for argument in get_args(hint):
+            found, inner_many = _section(argument)
+            if found is not None:
+                return found, many or inner_many
+    return None, False
+
+
+def _unknown(
+    tree: dict[str, Any], section: type[Any], prefix: str
+) -> Iterator[tuple[str, str | None]]:
+    types = _types(section)
+    for name, value in tree.items():
+        if name not in types:
+            yield f"{prefix}{name}", nearest(f"{prefix}{name}", known_keys())
+            continue
+        inner, many = _section(types[name])
+        if inner is None:
+            continue
+        if many and isinstance(value, list):
+            items: Any = enumerate(value)
+        elif many and isinstance(value, dict):
+            items = value.items()
+        else:
+            items = [("", value)]
+        for key, item in items:
+            if isinstance(item, dict):
+                below = f"{prefix}{name}.{key}." if key != "" else f"{prefix}{name}."
+                yield from _unknown(item, inner, below)
+
+
+def _without_empty(tree: dict[str, Any], section: type[Any]) -> dict[str, Any]:
+    types = _types(section)
+    kept = {}
+    for name, value in tree.items():
+        inner, many = _section(types[name]) if name in types else (None, False)
+        if inner is None or many:
+            kept[name] = value
+        elif value is not None:
+            kept[name] = _without_empty(value, inner) if isinstance(value, dict) else value
+    return kept
+
+
+def _paths(section: type[Any], prefix: str, depth: int = 0) -> Iterator[str]:
+    for name, hint in _types(section).items():
+        yield f"{prefix}{name}"
+        inner, many = _section(hint)
+        if inner is not None and depth < 6:
+            yield from _paths(
+                inner, f"{prefix}{name}.*." if many else f"{prefix}{name}.", depth + 1
+            )
+
+
+def lookup(tree: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """The value of a dotted key, `default` where it is not set or null."""
+    value: Any = tree
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return default
+        value = value[part]
+    return default if value is None else value
+
+
+def set_default(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key that is not set, or null or empty."""
+    *sections, last = key.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+    if tree.get(last) in (None, ""):
+        tree[last] = value
+
+
+def tasksets(inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every set of tasks of `buffer.explorer_input`, those of evaluations last."""
+    if inputs.get("taskset"):
+        yield inputs["taskset"]
+    yield from inputs.get("tasksets") or ()
+    yield from inputs.get("eval_tasksets") or ()
+
+
+def training_sets(tree: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The sets of tasks that are trained on."""
+    one = lookup(tree, "buffer.explorer_input.taskset")
+    return [one] if one else list(lookup(tree, "buffer.explorer_input.tasksets", ()))
+
+
+SERVICE = "https://tinker.thinkingmachines.dev/services/tinker-prod"
+# What a checkpoint's folder holds: the service's path of weights and optimizer.
+TINKERS_CHECKPOINT = "remote_checkpoint_path.txt"
+_KEY = "TINKER_API_KEY"
+_SECONDS_TO_ANSWER = 30.0
+
+
+def uses_tinker(tree: Mapping[str, Any]) -> bool:
+    """Whether a configuration trains with Tinker's service."""
+    return bool(lookup(tree, "model.tinker.enable"))
+
+
+def require_service(tree: Mapping[str, Any]) -> None:
+    """Refuse to go on without Tinker's client, a key, and a service that answers.
+
+    Raises:
+        MissingDependencyError: The package `tinker` is not installed.
+        ConfigError: There is no key, or nothing answers; Tinker's client would try for minutes.
+    """
+    if find_spec("tinker") is None:
+        raise MissingDependencyError(
+            "model.tinker.enable is true, and the package tinker is not installed: "
+            "pip install 'tinker>=0.20,<0.25'"
+        )
+    if not os.environ.get(_KEY):
+        raise ConfigError(f"model.tinker.enable is true, and {_KEY} is not set in the environment")
+    url = lookup(tree, "model.tinker.base_url") or os.environ.get("TINKER_BASE_URL") or SERVICE
+    try:
+        answer = httpx.get(f"{url.rstrip('/')}/api/v1/healthz", timeout=_SECONDS_TO_ANSWER)
+    except httpx.HTTPError as error:
+        raise ConfigError(
+            f"model.tinker.enable is true, and nothing answers at {url} "
+            f"(model.tinker.base_url): {type(error).__name__}: {error}"
+        ) from error
+    if answer.is_server_error:
+        raise ConfigError(
+            f"model.tinker.enable is true, and Tinker's service at {url} is not well: it answers "
+            f"{answer.status_code}"
+        )
+
+
+def environment(tree: Mapping[str, Any]) -> dict[str, str]:
+    """What the workers need besides the address, which Trinity-RFT gives them: the key."""
+    return {_KEY: os.environ[_KEY]} if uses_tinker(tree) else {}

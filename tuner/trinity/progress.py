@@ -1,27 +1,118 @@
-"""A Trinity-RFT run as steps with metrics: what its processes reported, and what its traces say."""
+"""What is written down of a run on Trinity-RFT, and what follows: steps, metrics, result."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tuner.algorithms.table import ALGORITHMS
+from tuner.errors import FunctionError, TrainingError
+from tuner.result import TokenCounts
 from tuner.run.directory import RunDirectory, write_atomically
-from tuner.run.metrics import rollout_metrics, time_split
+from tuner.run.metrics import evaluation_metrics, rollout_metrics, time_split
 from tuner.traces import Trace, TraceStore
-from tuner.training.batch import PENALIZABLE
-from tuner.trinity.journal import report_file
+from tuner.training.batch import build_batch, reward_of
+from tuner.training.selection import Selection
+from tuner.trinity.experience import left_out
+
+
+class Journal:
+    """The folder of one run as its workers and its driver see it.
+
+    Several workers append to the traces of one step, so each takes the folder's lock while it does.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._directory = RunDirectory(run_dir)
+        self.folder = run_dir / "tuner"
+
+    def write(self, traces: Sequence[Trace]) -> None:
+        """Append every attempt of a rollout."""
+        with self._lock():
+            store = TraceStore(self._directory.traces)
+            for trace in traces:
+                store.append(trace)
+
+    def stop(self, error: BaseException) -> None:
+        """Say that the run must not go on; the driver ends it. The first reason stays."""
+        with self._lock():
+            if self.reason() is None:
+                reason = {"error": type(error).__name__, "message": str(error)}
+                write_atomically(self.folder / "stop.json", json.dumps(reason))
+
+    def reason(self) -> dict[str, Any] | None:
+        """Why the run must not go on: its error's class and message, or None."""
+        path = self.folder / "stop.json"
+        if not path.exists():
+            return None
+        reason: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return reason
+
+    def raise_reason(self) -> None:
+        """Nothing, unless the run must not go on.
+
+        Raises:
+            FunctionError: A function returned something of the wrong type.
+            TrainingError: A rollout failed, and none may.
+        """
+        if (reason := self.reason()) is not None:
+            kind = FunctionError if reason["error"] == FunctionError.__name__ else TrainingError
+            raise kind(reason["message"])
+
+    def traces(self, step: int) -> Path:
+        """The file with the traces of a training step."""
+        return TraceStore(self._directory.traces).path("train", step)
+
+    def replay(self, files: Sequence[Path]) -> None:
+        """Say which files of traces a run that goes on has from before, and trains again."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        names = sorted(file.name for file in files)
+        write_atomically(self.folder / "replay.json", json.dumps(names))
+
+    def recorded(self, split: str, step: int) -> list[Trace]:
+        """What a run that goes on has of a step from before; empty for a new step."""
+        path = self.folder / "replay.json"
+        store = TraceStore(self._directory.traces)
+        if not path.exists() or store.path(split, step).name not in json.loads(path.read_text()):
+            return []
+        return store.read(split, step)
+
+    def forget_reason(self) -> None:
+        """A run that is started again begins without it."""
+        (self.folder / "stop.json").unlink(missing_ok=True)
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "lock").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def report_file(run_dir: Path, role: str) -> Path:
+    """Where the Trinity-RFT process with this name writes its metrics, a line per report."""
+    return run_dir / "tuner" / f"{role}.jsonl"
+
 
 # What a turn of the trainer's loop is made of: waiting for rollouts, and the rest.
 _WAITING = "time/read_experience"
 _WORKING = ("time/train_step", "time/save_checkpoint")
 _HANDING_OVER = "time/sync_weight"
-# Algorithms that learn from the differences between the rewards of a group.
+# Algorithms that learn from the differences between the rewards of a group; `grpo_verl` is the
+# trainer's copy of grpo.
 COMPARE_GROUPS = frozenset(
-    {"multi_step_grpo", "grpo", "grpo_verl", "dapo", "gspo", "cispo", "sapo", "rloo"}
+    {"grpo_verl"}
+    | {
+        name
+        for name, row in ALGORITHMS.items()
+        if row.advantage_fn in ("step_wise_grpo", "grpo", "rloo")
+    }
 )
 
 
@@ -95,9 +186,7 @@ class Progress:
         for trace in traces:
             if trace.final and any(call.reward is not None for call in trace.calls):
                 return True  # calls are compared among each other
-            reward = trace.reward
-            if reward is None and trace.outcome in PENALIZABLE and trace.calls:
-                reward = self._penalty
+            reward = reward_of(trace, self._penalty)
             if trace.final and reward is not None:
                 rewards[trace.id.task].append(reward)
         if self._compared and any(len(group) > 1 for group in rewards.values()):
@@ -129,21 +218,31 @@ class Progress:
             row["signal"] = float(self.signal(traces))
             row |= _times(traces, explorer, trainer)
         for name in self._evaluations:
-            row |= self._evaluation(name, step)
+            row |= evaluation_metrics(name, TraceStore(self._directory.traces).read(name, step))
         row |= {f"explorer/{name}": value for name, value in explorer.items()}
         row |= {f"trainer/{name}": value for name, value in trainer.items()}
         return row
 
-    def _evaluation(self, name: str, step: int) -> dict[str, float]:
-        store = TraceStore(self._directory.traces)
-        final = [trace for trace in store.read(name, step) if trace.final]
-        if not final:
-            return {}
-        rewards = [trace.reward for trace in final if trace.reward is not None]
-        row = {f"eval/{name}/failed": float(len(final) - len(rewards))}
-        if rewards:
-            row[f"eval/{name}/reward"] = sum(rewards) / len(rewards)
-        return row
+    def token_counts(self, *, needs_group: bool) -> TokenCounts:
+        """Where sampled tokens went; "trained" are those that Trinity-RFT was given.
+
+        Args:
+            needs_group: Whether a rollout that is alone in its group teaches nothing.
+        """
+        counts = TokenCounts()
+        dropped: Counter[str] = Counter()
+        for step in sorted({*self.reports("explorer"), *self.reports("trainer")}):
+            batch = build_batch(
+                self.traces(step),
+                penalty=self._penalty,
+                selection=Selection(needs_group=needs_group),
+                left_out=left_out,
+            )
+            counts.sampled += batch.sampled_tokens
+            counts.trained += batch.trained_tokens
+            dropped.update(batch.dropped_tokens)
+        counts.dropped = dict(dropped)
+        return counts
 
 
 def _times(
@@ -206,3 +305,18 @@ class _Report:
                 if line.endswith(b"\n"):
                     self._place += len(line)
                     yield json.loads(line)
+
+
+def latest_checkpoint(run_dir: Path) -> Path | None:
+    """The Hugging Face folder of the newest checkpoint that has one."""
+    found = [
+        folder
+        for folder in run_dir.glob("global_step_*/actor/huggingface")
+        if any(folder.glob("*.safetensors"))
+    ]
+    return max(found, key=lambda folder: step_of(folder.parents[1]), default=None)
+
+
+def step_of(folder: Path) -> int:
+    """The trainer's step that a folder `global_step_<n>` is of."""
+    return int(folder.name.removeprefix("global_step_"))

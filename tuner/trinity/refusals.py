@@ -1,6 +1,7 @@
 """What Trinity-RFT would read as something else, or cannot do: refused by name, or warned of.
 
-The tables of these are also what docs/capabilities.md says of this backend.
+`python -m tuner.trinity.refusals` writes the tables of both backends into docs/capabilities.md,
+from the code that checks them.
 """
 
 from __future__ import annotations
@@ -8,11 +9,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from tuner.config.problems import Problem
-from tuner.trinity.tinker import uses_tinker
-from tuner.trinity.tree import lookup, training_sets
+from pydantic import ValidationError
+
+from tuner.algorithms.table import ALGORITHMS, NOT_HERE
+from tuner.config.document import accepted
+from tuner.config.foreign import FOREIGN
+from tuner.config.keys import fields, nearest, schema_paths, section_of, split_keys
+from tuner.config.problems import Problem, describe
+from tuner.config.schema import TunerSection
+from tuner.trinity.installed import lookup, training_sets, uses_tinker
+from tuner.trinity.stage import MODES
 
 logger = logging.getLogger("tuner")
 
@@ -226,6 +235,59 @@ def _conflicts(tree: Mapping[str, Any]) -> Iterator[Problem]:
         )
 
 
+# Keys of `tuner:` that this backend reads, and those that only say how the local one computes.
+USED = frozenset(
+    {
+        "workflow",
+        "judge",
+        "backend",
+        "device",
+        "seed",
+        "on_failure",
+        "max_calls",
+        "max_tokens",
+        "reasoning",
+        "signal_patience",
+        "auxiliary_models",
+        "trinity",
+    }
+)
+WITHOUT_EFFECT = frozenset({"max_slots", "layout"})
+
+
+def tuner_section(section: Any, problems: list[Problem]) -> TunerSection | None:
+    """Our own section, checked; what only the local backend does is refused."""
+    split = split_keys({"tuner": section or {}})
+    known = [path for path in schema_paths() if path.startswith("tuner.")]
+    for key in split.unknown:
+        meant = nearest(key, known)
+        hint = f"did you mean {meant}?" if meant else "see docs/configuration.md for the keys"
+        problems.append(Problem(key, f"unknown key {key}; {hint}"))
+    try:
+        tuner = TunerSection.model_validate(split.own["tuner"])
+    except ValidationError as error:
+        paths = [path.removeprefix("tuner.") for path in known]
+        for problem in describe(error, TunerSection, paths):
+            problems.append(Problem(f"tuner.{problem.path}", f"tuner.{problem.text}"))
+        return None
+    for name, info in TunerSection.model_fields.items():
+        value = getattr(tuner, name)
+        if name not in USED | WITHOUT_EFFECT and value != info.default:
+            shown = _changed(value) if hasattr(value, "model_fields_set") else repr(value)
+            problems.append(
+                Problem(
+                    f"tuner.{name}",
+                    f"tuner.{name} is {shown}: only the local backend does this; remove it, or set "
+                    "tuner.backend to local",
+                )
+            )
+    return tuner
+
+
+def _changed(section: Any) -> str:
+    return str({name: getattr(section, name) for name in sorted(section.model_fields_set)})
+
+
 def warn_of_truncated_sampling(tree: Mapping[str, Any]) -> None:
     """Say that the trainer does not know of a nucleus that the tasks are sampled from."""
     top_p, top_k = lookup(tree, "model.top_p", 1.0), lookup(tree, "model.top_k", -1)
@@ -239,3 +301,99 @@ def warn_of_truncated_sampling(tree: Mapping[str, Any]) -> None:
             top_p,
             top_k,
         )
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "capabilities.md"
+BEGIN = "<!-- begin: python -m tuner.trinity.refusals -->\n"
+END = "<!-- end -->\n"
+
+
+# Keys that this backend sets by itself, whatever the file says.
+_OWN_WORKFLOW = "replaced by `TunerWorkflow`, which runs the workflow and the judge"
+OURS = {
+    "default_workflow_type": _OWN_WORKFLOW,
+    "default_eval_workflow_type": _OWN_WORKFLOW,
+    "default_reward_fn_type": "no effect",
+    "reward_fn_args": "no effect",
+}
+
+
+def table() -> str:
+    """The tables, as they stand between the marks of docs/capabilities.md."""
+    parts = (*_algorithms(), "", *_settings(), "", *_with_tinker())
+    return "\n".join((BEGIN.rstrip(), *parts, END))
+
+
+def page() -> str:
+    """docs/capabilities.md with the tables as they have to be."""
+    text = PAGE.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    return before + table() + rest.partition(END)[2]
+
+
+def _algorithms() -> Iterator[str]:
+    yield "| algorithm | `local` | `trinity` |"
+    yield "|---|---|---|"
+    for name in sorted({*ALGORITHMS, *NOT_HERE}):
+        local = f"no: {NOT_HERE[name]}" if name in NOT_HERE else "yes"
+        there = f"no: {ALGORITHMS_REFUSED[name]}" if name in ALGORITHMS_REFUSED else "yes"
+        yield f"| `{name}` | {local} | {there} |"
+
+
+def _settings() -> Iterator[str]:
+    """The settings that are not the same on both; the others are read by both."""
+    yield "| setting | `local` | `trinity` |"
+    yield "|---|---|---|"
+    refusals = {row.key: f"{_not(row.values)}: {row.why}" for row in REFUSALS}
+    rows = {"mode": ("`both`, `train`", ", ".join(f"`{mode}`" for mode in MODES))}
+    for path, info in fields():
+        if section_of(info.annotation) is None or info.description:
+            rows.setdefault(path, ("yes", refusals.pop(path, _of_ours(path))))
+    for row in FOREIGN:
+        key = row.path.removesuffix(".**")
+        there = OURS.get(row.path.rpartition(".")[2], "yes")
+        rows[row.path] = (_local(accepted(row)), refusals.pop(key, there))
+    # What is left is a key inside one that the local backend takes no other values of.
+    rows |= {key: ("no", why) for key, why in refusals.items()}
+    folded: dict[tuple[str, str, str], list[str]] = {}
+    for path, (local, there) in rows.items():
+        section, _, name = path.removesuffix(".**").rpartition(".")
+        if local != there:
+            folded.setdefault((section, local, there), []).append(name)
+    for (section, local, there), names in folded.items():
+        known = ", ".join(f"`{name}`" for name in names)
+        cells = (f"`{section}.` {known}" if section else known, local, there)
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _with_tinker() -> Iterator[str]:
+    """What Tinker's service has not, besides."""
+    yield "| with `model.tinker.enable` also refused | |"
+    yield "|---|---|"
+    for row in WITH_TINKER:
+        yield f"| `{row.key}` {row.values} | {row.why} |"
+    whys: dict[str, list[str]] = {}
+    for name, why in ALGORITHMS_WITHOUT_TINKER.items():
+        whys.setdefault(why, []).append(f"`{name}`")
+    for why, names in whys.items():
+        yield f"| `algorithm.algorithm_type` {', '.join(names)} | {why} |"
+
+
+def _not(values: str) -> str:
+    return "no" if values == "anything" else f"not {values}"
+
+
+def _local(values: str) -> str:
+    return {"anything": "no effect", "nothing": "no"}.get(values, f"only {values}")
+
+
+def _of_ours(path: str) -> str:
+    section, _, rest = path.partition(".")
+    if section != "tuner":
+        return "yes"
+    name = rest.partition(".")[0]
+    return "yes" if name in USED else "no effect" if name in WITHOUT_EFFECT else "no"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -12,54 +12,39 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.run.directory import RunDirectory, refuse_changes, write_atomically
+from tuner.run.directory import MAY_CHANGE, RunDirectory, check_same_run, write_atomically
 from tuner.traces import Outcome, Trace, read_traces
 from tuner.traces.store import trace_to_json
-from tuner.trinity.journal import Journal
-from tuner.trinity.progress import Progress
-from tuner.trinity.summary import step_of
-from tuner.trinity.tinker import TINKERS_CHECKPOINT
+from tuner.trinity.handover import named_now
+from tuner.trinity.installed import TINKERS_CHECKPOINT
+from tuner.trinity.progress import Journal, Progress, step_of
 
 if TYPE_CHECKING:
     from trinity.common.config import Config
 
-# What may change between the parts of a run: where it lies and runs, what it reports and how long
-# it is, nothing else that changes what is learned.
-MAY_CHANGE = (
-    "checkpoint_root_dir",
-    "cluster",
-    "continue_from_checkpoint",
-    "buffer.total_epochs",
-    "buffer.total_steps",
+# What may change between the parts of a run. Of a set of tasks the rows are compared by themselves,
+# and functions may be mended.
+MAY_CHANGE_THERE = (
+    *MAY_CHANGE,
+    "*.path",
+    "*.split",
+    "*.subset_name",
+    "*.workflow_args.tuner.judge",
+    "*.workflow_args.tuner.max_retries",
+    "*.workflow_args.tuner.timeout",
+    "*.workflow_args.tuner.workflow",
     "buffer.trainer_input.experience_buffer.max_read_timeout",
-    "explorer.eval_interval",
-    "explorer.eval_on_startup",
-    "explorer.max_timeout",
-    "explorer.rollout_model.engine_num",
-    "explorer.rollout_model.gpu_memory_utilization",
-    "explorer.rollout_model.tensor_parallel_size",
-    "explorer.runner_per_model",
+    "cluster",
     "log",
     "model.tinker.base_url",
-    "monitor",
-    "name",
-    "project",
     "ray_namespace",
     "synchronizer.sync_timeout",
-    "trainer.max_checkpoints_to_keep",
-    "trainer.max_token_len_per_gpu",
     "trainer.save_hf_checkpoint",
-    "trainer.save_interval",
-    "trainer.total_steps",
-)
-# Of a set of tasks: its rows are compared by themselves, and functions may be mended.
-_OF_A_TASKSET = re.compile(
-    r"\.(path|split|subset_name|workflow_args\.tuner\.(workflow|judge|timeout|max_retries))$"
 )
 _STEP_FILE = re.compile(r"^(?:(?P<split>.+)_)?step_(?P<step>\d+)\.jsonl$")
 
@@ -90,32 +75,20 @@ class Start:
         return f"going on after step {self.trained or self.explored} in {run_dir}{again}"
 
 
-def check_same_run(
+def require_same_run(
     directory: RunDirectory, tree: Mapping[str, Any], fingerprint: Mapping[str, str]
 ) -> None:
-    """Compare with what the directory's run was started with.
-
-    Args:
-        directory: A run that has begun.
-        tree: What Trinity-RFT is given now.
-        fingerprint: Of each dataset's rows, by its name.
+    """Compare what Trinity-RFT is given now with what it was given when the run was started.
 
     Raises:
         ConfigError: A setting or dataset that decides what is learned has changed; names them.
     """
     from omegaconf import OmegaConf
 
-    if not directory.config.exists():
-        return
-    before = dict(_leaves(OmegaConf.to_container(OmegaConf.load(directory.config))))
-    now = dict(_leaves(tree))
-    schedule = now.get("algorithm.optimizer.lr_scheduler_type") or "constant"
-    changes = [
-        f"{key} was {before.get(key)!r:.60} and is {now.get(key)!r:.60}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not _may_change(key, str(schedule))
-    ]
-    refuse_changes(directory, changes, fingerprint)
+    if directory.config.exists():
+        before = named_now(OmegaConf.to_container(OmegaConf.load(directory.config)))
+        may_change = MAY_CHANGE_THERE
+        check_same_run(directory, before, tree, fingerprint, may_change=may_change, lists=True)
 
 
 def rewind(config: Config, progress: Progress, sizes: Sequence[int]) -> Start:
@@ -279,25 +252,3 @@ def _set_failed_aside(path: Path, run_dir: Path, *, keep: bool) -> int:
 
 def _lines(traces: Iterable[Trace]) -> str:
     return "".join(json.dumps(trace_to_json(trace)) + "\n" for trace in traces)
-
-
-def _may_change(key: str, schedule: str) -> bool:
-    if key in ("buffer.total_steps", "buffer.total_epochs", "trainer.total_steps"):
-        # A schedule that ends at the last step would bend for the steps already taken.
-        return schedule == "constant"
-    if _OF_A_TASKSET.search(key):
-        return True
-    return any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE)
-
-
-def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    items: Any
-    if isinstance(tree, Mapping) and tree:
-        items = tree.items()
-    elif isinstance(tree, list) and tree:
-        items = enumerate(tree)
-    else:
-        yield prefix.removesuffix("."), tree
-        return
-    for name, value in items:
-        yield from _leaves(value, f"{prefix}{name}.")

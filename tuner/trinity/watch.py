@@ -1,28 +1,30 @@
-"""What somebody who looks at a run on Trinity-RFT would do: show each step, and end what is stuck.
+"""What somebody who looks at a run on Trinity-RFT would do: show each step, end what is stuck, and
+say why.
 
 Trinity-RFT's processes wait for each other, each with a time limit of its own of half an hour and
 more. Three of these waits cannot end well and are seen here at once: an actor has died, the
 rollouts give nothing to learn from, and the explorer waits for weights which the trainer cannot
 make because rollouts failed and its batch is not full. The last one is no failure: the explorer is
-told to go on.
+told to go on. What the dead said last is in Ray's and in Trinity-RFT's logs.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
+import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.errors import FunctionError, TrainingError
+from tuner.errors import TrainingError
 from tuner.run.console import ConsoleMonitor
 from tuner.run.metrics import diagnosis
-from tuner.trinity import modes
-from tuner.trinity.actors import Death
-from tuner.trinity.journal import Journal
-from tuner.trinity.progress import Progress
+from tuner.trinity.progress import Journal, Progress
+from tuner.trinity.stage import answers, server_url
 
 if TYPE_CHECKING:
     from trinity.common.config import Config
@@ -88,9 +90,7 @@ class Watch:
             FunctionError: A function returned something of the wrong type.
             TrainingError: An actor has died, or there is nothing to learn; says which and why.
         """
-        if (reason := self._journal.reason()) is not None:
-            kind = FunctionError if reason["error"] == FunctionError.__name__ else TrainingError
-            raise kind(reason["message"])
+        self._journal.raise_reason()
         self.say()
         self._check_signal()
         if time.monotonic() - self._asked < _ASK_RAY_EVERY:
@@ -104,8 +104,8 @@ class Watch:
     def say(self) -> None:
         """Show the steps that were done since the last time, and add them to `metrics.jsonl`."""
         if self._config.mode == "serve" and not self._said["explorer"]:
-            url = modes.server_url(self._config)
-            if url and modes.answers(url):
+            url = server_url(self._config)
+            if url and answers(url):
                 self._said["explorer"].add(0)
                 self._console.say(f"serving {url}/v1  Ctrl-C ends it")
         role = "trainer" if self._config.mode in ("both", "colocate", "train") else "explorer"
@@ -214,3 +214,180 @@ def synchronizer_of(config: Config) -> Synchronizer | None:
     if config.synchronizer.sync_method == SyncMethod.NCCL:
         return None
     return Synchronizer(config.ray_namespace)
+
+
+_LINES = 20
+_PID = re.compile(r"\(pid=(\d+)[,)]")
+# What ends an actor that nobody needs or that we ended: no failure.
+_ON_PURPOSE = ("RAY_KILL", "OUT_OF_SCOPE", "REF_DELETED", "OWNER_DIED")
+
+
+@dataclass(frozen=True)
+class Death:
+    """An actor that ended and was not meant to.
+
+    Attributes:
+        name: Its name, or its class where it has none.
+        pid: Its process.
+        node: Address of its machine.
+        cause: Ray's words, on one line.
+        quote: The last lines of what its process printed, where they can be read.
+    """
+
+    name: str
+    pid: int
+    node: str
+    cause: str
+    quote: str = ""
+
+    def __str__(self) -> str:
+        text = f"the actor {self.name} (process {self.pid} on {self.node}) died: {self.cause}"
+        return f"{text}\nIt printed last:\n{self.quote}" if self.quote else text
+
+
+def deaths(session: Path | None, keep: Path) -> list[Death]:
+    """The actors of this process's job that died of themselves, the first of them first.
+
+    Args:
+        session: Ray's session folder, where it is on this machine; what the dead printed is there.
+        keep: Where that is copied to, a file per actor; the session's folder ends with the cluster.
+    """
+    import ray
+    from ray._private.state import actors
+
+    ours = ray.get_runtime_context().get_job_id()
+    dead = actors(actor_state_name="DEAD").values()
+    found = [i for i in dead if i["JobID"] == ours and _cause(i["DeathCause"]) is not None]
+    found.sort(key=lambda info: info["EndTime"])
+    return [_death(info, session, keep) for info in found]
+
+
+def _death(info: Mapping[str, Any], session: Path | None, keep: Path) -> Death:
+    name = info["Name"] or info["ActorClassName"]
+    pid = int(info["Pid"])
+    quotes = _kept(name, pid, session, keep)
+    for path in [] if quotes else keep.parent.rglob(f"{name}.log"):
+        quotes += _end(path)  # its machine is another one, and it had printed nothing
+    return Death(
+        name=name,
+        pid=pid,
+        node=str(info["Address"]["IPAddress"]),
+        cause=_cause(info["DeathCause"]) or "",
+        quote="\n".join(quotes),
+    )
+
+
+def printed_by(said: str, session: Path | None, keep: Path) -> str:
+    """The last lines of what processes printed that errors of Ray's name, as in `(pid=123, ip=...`:
+    an actor whose call failed may live on, and the cause be in the output of a child of it. What a
+    dead actor printed is kept and quoted with its death.
+
+    Args:
+        said: The errors.
+        session, keep: As for `deaths`.
+    """
+    named = dict.fromkeys(int(pid) for pid in _PID.findall(said))
+    pids = [pid for pid in named if not any(keep.glob(f"*_{pid}.*"))]
+    return "\n".join(line for pid in pids for line in _kept("process", pid, session, keep))
+
+
+def _kept(name: str, pid: int, session: Path | None, keep: Path) -> list[str]:
+    """Copy what a process printed; its last lines."""
+    quotes = []
+    for path in _printed(session, pid) if session is not None and pid else ():
+        keep.mkdir(parents=True, exist_ok=True)
+        copy = keep / f"{name.replace('/', '_')}_{pid}{path.suffix}"
+        shutil.copyfile(path, copy)
+        quotes += _end(copy)
+    return quotes
+
+
+def _end(path: Path) -> list[str]:
+    """The last lines of a file with its name above them; empty where it says nothing."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    # Ray begins each file with lines like ":job_id:01000000" for itself.
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith(":")]
+    return [f"  {path}:", *(f"    {line}" for line in lines[-_LINES:])] if lines else []
+
+
+def _printed(session: Path, pid: int) -> Iterator[Path]:
+    """What a worker printed: Ray names the files `worker-<id>-<job>-<pid>.out` and `.err`."""
+    for suffix in ("err", "out"):
+        yield from (session / "logs").glob(f"worker-*-{pid}.{suffix}")
+
+
+def _cause(cause: Any) -> str | None:
+    """Why an actor died; None where that was meant."""
+    kind = cause.WhichOneof("context")
+    if kind is None:
+        return None
+    context = getattr(cause, kind)
+    if kind == "actor_died_error_context":
+        reasons = context.DESCRIPTOR.fields_by_name["reason"].enum_type.values_by_number
+        if reasons[context.reason].name in _ON_PURPOSE or _left_by_itself(context.error_message):
+            return None
+        return _one_line(context.error_message)
+    if kind == "creation_task_failure_context":
+        return _one_line(context.formatted_exception_string) or "it could not be made"
+    message = getattr(context, "error_message", "") or str(context)
+    return _one_line(message) or kind
+
+
+def _left_by_itself(message: str) -> bool:
+    """`exit_actor()`, as Trinity-RFT's synchronizer ends when nobody needs it any more."""
+    return "INTENDED" in message or "exit_actor" in message
+
+
+def _one_line(text: str) -> str:
+    """Ray's words without what it guesses of the causes."""
+    return " ".join(text.partition("Some common causes")[0].split())
+
+
+_LINE = re.compile(r"^(DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d [\d:]+ \[[^\]]+\] ?(.*)$")
+_LONGEST = 30
+
+
+def last_errors(folder: Path, *, newer_than: float = 0.0) -> str:
+    """The end of the last error in each log, most recent log first; empty where there is none.
+
+    Args:
+        folder: `<run directory>/log`.
+        newer_than: Unix time; logs that were not written since are those of another run.
+    """
+    parts = []
+    logs = [path for path in folder.rglob("*.log") if path.stat().st_mtime >= newer_than]
+    for path in sorted(logs, key=lambda path: -path.stat().st_mtime):
+        if block := _last_error(path):
+            parts.append(f"{path}:\n" + "\n".join(f"    {line}" for line in block))
+    return "\n".join(parts)
+
+
+def _last_error(path: Path) -> list[str]:
+    block: list[str] = []
+    inside = False
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        found = _LINE.match(line.strip("\r"))
+        if found is None or found[1] not in ("ERROR", "CRITICAL"):
+            inside = False
+            continue
+        if not inside:
+            block, inside = [], True
+        block.append(found[2])
+    return block[-_LONGEST:]
+
+
+def advice(said: str, config: Config) -> Iterator[str]:
+    """What to try, from what an error says."""
+    if "OutOfMemory" in said or "out of memory" in said or "unexpectedly exits" in said:
+        yield (
+            "Where memory ran out (of a killed process the kernel's log says so): lower "
+            "trainer.max_token_len_per_gpu, explorer.rollout_model.gpu_memory_utilization, or "
+            "model.max_model_len."
+        )
+    if "wait_new_model_state_dict" in said or "TimeoutError" in said:
+        yield (
+            "Where one of the two waited for the other longer than it may: raise "
+            f"synchronizer.sync_timeout ({config.synchronizer.sync_timeout} s), "
+            "explorer.max_timeout or buffer.trainer_input.experience_buffer.max_read_timeout "
+            f"({config.buffer.trainer_input.experience_buffer.max_read_timeout} s)."
+        )

@@ -25,14 +25,13 @@ from tuner.errors import FunctionError, TrainingError
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults, SessionLimits
 from tuner.rollout import RolloutRunner, RolloutSettings
 from tuner.traces import Outcome, RolloutId, Trace
-from tuner.training.batch import PENALIZABLE
+from tuner.training.batch import reward_of
 from tuner.training.selection import alike
-from tuner.trinity.dataset import task_of
-from tuner.trinity.engine import ServedEngine
+from tuner.trinity.datafiles import task_of
+from tuner.trinity.endpoints import ServedEngine, TinkerEngine
 from tuner.trinity.experience import TrainedSequence, left_out, merged, one_per_call
-from tuner.trinity.functions import load
-from tuner.trinity.journal import Journal
-from tuner.trinity.tinker import TinkerEngine
+from tuner.trinity.progress import Journal
+from tuner.trinity.workers import load
 
 if TYPE_CHECKING:
     from trinity.common.models.model import ModelWrapper
@@ -126,9 +125,10 @@ class TunerWorkflow(Workflow):  # type: ignore[misc]  # untyped
         if self.task.is_eval:
             experiences = [e for trace in traces for e in _measured(trace)]
         else:
-            used = [
-                (trace, reward) for trace in traces if (reward := self._reward(trace)) is not None
-            ]
+            policy = self._settings["on_failure"]
+            penalty = policy["penalize"] if isinstance(policy, Mapping) else None
+            found = ((trace, reward_of(trace, penalty)) for trace in traces)
+            used = [(trace, reward) for trace, reward in found if reward is not None]
             whole = self.repeat_times == self.task.repeat_times and self.repeat_times > 1
             if whole and len(used) < 2:
                 used = []  # nothing to compare with
@@ -138,15 +138,6 @@ class TunerWorkflow(Workflow):  # type: ignore[misc]  # untyped
         if not experiences:
             raise TrainingError(f"this group has nothing to train on: {_failures(traces)}")
         return experiences
-
-    def _reward(self, trace: Trace) -> float | None:
-        """What a rollout is trained with, or None where it is left out."""
-        if trace.reward is not None:
-            return trace.reward
-        policy = self._settings["on_failure"]
-        if isinstance(policy, Mapping) and trace.outcome in PENALIZABLE and trace.calls:
-            return float(policy["penalize"])
-        return None
 
     def _trained(self, trace: Trace, reward: float) -> list[Experience]:
         calls = [call for call in trace.calls if left_out(call) is None]

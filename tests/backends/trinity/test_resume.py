@@ -10,9 +10,9 @@ from tests.builders import call, trace
 from tuner.errors import ConfigError
 from tuner.run.directory import RunDirectory
 from tuner.traces import Outcome, TraceStore
-from tuner.trinity.journal import Journal, report_file
-from tuner.trinity.progress import Progress
-from tuner.trinity.resume import Start, check_same_run, positions, rewind
+from tuner.trinity.handover import CALL_REWARDS, restored
+from tuner.trinity.progress import Journal, Progress, report_file
+from tuner.trinity.resume import Start, positions, require_same_run, rewind
 
 UPDATE = {"actor/grad_norm": 0.5}
 HANDED = {"experience_pipeline/experience_count": 4, "rollout/finished_task_count": 2}
@@ -234,7 +234,7 @@ def changed(**changes):
 
 
 def test_a_longer_run_with_a_mended_workflow_goes_on(begun):
-    check_same_run(begun, changed(total_steps=9), {"train": "1"})
+    require_same_run(begun, changed(total_steps=9), {"train": "1"})
 
 
 @pytest.mark.parametrize(
@@ -247,4 +247,39 @@ def test_a_longer_run_with_a_mended_workflow_goes_on(begun):
 )
 def test_what_decides_what_is_learned_may_not_change(begun, changes, data, message):
     with pytest.raises(ConfigError, match=message):
-        check_same_run(begun, changed(**changes), {"train": data})
+        require_same_run(begun, changed(**changes), {"train": data})
+
+
+# As a version of tuner wrote it in whose tree our classes were elsewhere.
+OLD = "tuner.backends.trinity"
+NOTE = {"trackers": ["wandb"], "limits": {"timeout": 1.0, "max_retries": 0}, "section": {}}
+
+
+def test_a_run_goes_on_that_was_started_where_our_classes_had_other_names(begun):
+    tree = changed()
+    tree["algorithm"]["advantage_fn"] = f"{OLD}.advantages.CallRewards"
+    yaml = pytest.importorskip("omegaconf").OmegaConf.to_yaml(tree)
+    begun.config.write_text(yaml)
+    tree["algorithm"]["advantage_fn"] = CALL_REWARDS
+    require_same_run(begun, tree, {"train": "1"})
+    tree["algorithm"]["advantage_fn"] = "rloo"
+    with pytest.raises(ConfigError, match=r"advantage_fn was 'tuner\.trinity\..* and is 'rloo'"):
+        require_same_run(begun, tree, {"train": "1"})
+
+
+def test_its_configuration_can_be_given_again():
+    own = restored(
+        {
+            "algorithm": {"advantage_fn": f"{OLD}.advantages.CallRewards"},
+            "buffer": {
+                "explorer_input": {"default_workflow_type": f"{OLD}.workflow.TunerWorkflow"}
+            },
+            "monitor": {
+                "monitor_type": f"{OLD}.monitor.TunerMonitor",
+                "monitor_args": {"tuner": {**NOTE, "reasoning_parser": None}},
+            },
+        }
+    )
+    assert own["algorithm"]["advantage_fn"] == "step_wise_grpo"
+    assert own["buffer"]["explorer_input"] == {}
+    assert own["monitor"]["monitor_type"] == ["wandb"]

@@ -9,7 +9,7 @@ from tests.integration.trinity.conftest import REPOSITORY, TINY
 from tuner import WorkflowOutput
 from tuner.cli import app
 from tuner.errors import ConfigError, DatasetError, FunctionError
-from tuner.trinity.check import check_trinity
+from tuner.trinity.preparation import check_trinity
 
 ROWS = [{"question": f"{n}?"} for n in range(8)]
 

@@ -10,9 +10,8 @@ from tuner import AlgorithmConfig, Dataset, TunerModelConfig
 from tuner.config.load import read_layers
 from tuner.errors import ConfigError, MissingDependencyError
 from tuner.settings import settings_of
-from tuner.trinity.config import checked, install, resolve
-from tuner.trinity.engine import ENGINE_ARGS
-from tuner.trinity.saved import CALL_REWARDS, WORKFLOW
+from tuner.trinity.endpoints import ENGINE_ARGS
+from tuner.trinity.handover import CALL_REWARDS, WORKFLOW, checked, install, resolve
 from tuner.trinity.workflow import _adapter_folder
 
 CLUSTER = ["cluster.node_num=1", "cluster.gpu_per_node=2"]

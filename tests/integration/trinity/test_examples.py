@@ -14,9 +14,9 @@ from tests.integration.trinity.conftest import TINY
 from tests.integration.trinity.examples import ALL, FOR_AGENTS
 from tests.test_tutorial import COMPLETE_EXAMPLE
 from tuner.config.load import read_layers
-from tuner.trinity import cluster, run
-from tuner.trinity.config import checked, install, resolve
-from tuner.trinity.saved import WORKFLOW
+from tuner.trinity import launch as run
+from tuner.trinity import workers as cluster
+from tuner.trinity.handover import WORKFLOW, checked, install, resolve
 
 TUTORIAL = f"""
 project: AgentScope-ReAct

@@ -19,8 +19,8 @@ from tests.training.exact import all_float64
 from tests.training.test_trainer import VOCABULARY, gradient_of, tiny_model
 from tuner.algorithms.spec import GRPOAdvantage, KLLoss
 from tuner.training import PolicyTrainer, TrainerSettings
-from tuner.trinity.advantages import CallRewards
 from tuner.trinity.experience import left_out, merged, one_per_call
+from tuner.trinity.plugins import CallRewards
 from tuner.trinity.workflow import _experience
 
 TURNS = 6

@@ -14,7 +14,7 @@ from tests.integration.trinity.conftest import TINY
 from tuner.engines.grammar import Grammars
 from tuner.engines.grammar_text import with_head
 from tuner.gateway.model.grammars import Constraints, ToolChoice, grammar_of
-from tuner.trinity.engine import ENGINE_ARGS
+from tuner.trinity.endpoints import ENGINE_ARGS
 
 OBJECT = (
     '%json {"type":"object","properties":{"a":{"type":"integer"},"b":{"type":"string"}},'

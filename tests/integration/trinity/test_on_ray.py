@@ -170,7 +170,7 @@ def test_a_dataset_smaller_than_a_batch_is_refused_before_ray_starts(tmp_path):
 @pytest.fixture
 def without_ray(monkeypatch):
     """A stage that does nothing, and a cluster that is none."""
-    from tuner.trinity import cluster
+    from tuner.trinity import workers as cluster
     from tuner.trinity.stage import Stage
 
     @contextlib.contextmanager
@@ -181,14 +181,14 @@ def without_ray(monkeypatch):
         monkeypatch.setattr(Stage, "run", lambda self: run(self._config))
 
     monkeypatch.setattr(cluster, "joined", joined)
-    monkeypatch.setattr("tuner.trinity.run.deaths", lambda *_: [])
+    monkeypatch.setattr("tuner.trinity.launch.deaths", lambda *_: [])
     return stage
 
 
 @pytest.mark.parametrize("reason", [None, FunctionError("judge returned None")])
 def test_a_dead_actor_is_told_from_a_mistake(reason, tmp_path, without_ray):
     """What Trinity-RFT raises when an actor is gone."""
-    from tuner.trinity.journal import Journal
+    from tuner.trinity.progress import Journal
 
     def died(config):
         if reason is not None:

@@ -5,8 +5,8 @@ from omegaconf import OmegaConf
 
 from tests.integration.trinity.conftest import TINY
 from tuner.config.load import read_layers
-from tuner.trinity.config import checked, install, resolve
-from tuner.trinity.prepared import to_yaml
+from tuner.trinity.handover import checked, install, resolve
+from tuner.trinity.preparation import to_yaml
 
 GIVEN = [
     f"model.model_path={TINY}",

@@ -14,9 +14,9 @@ from trinity.common.constants import SyncMethod
 
 from tests.integration.trinity.on_ray import RUN, none_is_left
 from tuner.errors import TrainingError
-from tuner.trinity import cluster
-from tuner.trinity.actors import deaths
+from tuner.trinity import workers as cluster
 from tuner.trinity.stage import Stage
+from tuner.trinity.watch import deaths
 
 
 @ray.remote(num_cpus=0, max_concurrency=4)

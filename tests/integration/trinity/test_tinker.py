@@ -13,9 +13,9 @@ from tuner import tune
 from tuner.config.load import read_layers
 from tuner.engines.base import EngineError, SamplingParams
 from tuner.errors import ConfigError
-from tuner.trinity.check import check_trinity
-from tuner.trinity.config import resolve
-from tuner.trinity.tinker import TinkerEngine
+from tuner.trinity.endpoints import TinkerEngine
+from tuner.trinity.handover import resolve
+from tuner.trinity.preparation import check_trinity
 
 pytestmark = pytest.mark.usefixtures("tinker_key")
 

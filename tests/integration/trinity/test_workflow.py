@@ -22,7 +22,7 @@ from tuner.assembly.models import load_model, load_tokenizer
 from tuner.engines.transformers.engine import TransformersEngine
 from tuner.traces import Outcome, TraceStore
 from tuner.trinity import workflow as adapter
-from tuner.trinity.journal import Journal
+from tuner.trinity.progress import Journal
 from tuner.trinity.workflow import TunerWorkflow
 
 SETTINGS = {

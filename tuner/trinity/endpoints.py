@@ -1,12 +1,17 @@
-"""Trinity-RFT's inference engine behind our gateway: token ids in, token ids and log-probs out.
+"""What Trinity-RFT samples with behind our gateway: token ids in, token ids and log-probs out.
 
-vLLM's completions API takes prompts as token ids, returns the sampled ids (`return_token_ids`), and
-names alternatives by id (`return_tokens_as_token_ids`). Trinity-RFT starts it with
-`logprobs_mode="processed_logprobs"`: log-probs of the distribution that was sampled from. Every
-completion is streamed, so that what was sampled is known even if it is cut off.
+Its inference engine is vLLM, whose completions API takes prompts as token ids, returns the sampled
+ids (`return_token_ids`), and names alternatives by id (`return_tokens_as_token_ids`). Trinity-RFT
+starts it with `logprobs_mode="processed_logprobs"`: log-probs of the distribution that was sampled
+from. Every completion is streamed, so that what was sampled is known even if it is cut off.
 
 A form travels as it is: vLLM's backend `guidance` is the library that our own grammars are written
 for, and it cuts the logits before anything else, so the log-probs are those within the form.
+
+Or it is Tinker's service. Trinity-RFT's own way to it takes messages without their tools and
+returns text. The service itself takes ids, so it is asked here, with Tinker's client: one sampler
+for each version of the weights. What tells the versions apart is the name under which Trinity-RFT's
+trainer saves each.
 """
 
 from __future__ import annotations
@@ -14,9 +19,10 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
@@ -31,6 +37,10 @@ from tuner.engines.base import (
 )
 from tuner.engines.grammar_text import GrammarError, with_head
 from tuner.errors import ContextLengthError
+
+if TYPE_CHECKING:
+    from tinker import SamplingClient
+    from tinker.types import SampledSequence
 
 _TOKEN_ID = "token_id:"
 # How vLLM is to be started; it may not have a reasoning parser of its own, which would leave a
@@ -265,3 +275,122 @@ def _refusal(status: int, body: bytes) -> Exception:
 def _message(answer: dict[str, Any]) -> str:
     error = answer.get("error", answer)
     return str(error.get("message", error)) if isinstance(error, dict) else str(error)
+
+
+_SAVED_WEIGHTS = re.compile(r"^tinker://.*-sampler-(?P<step>\d+)$")
+# A group that is behind the newest weights may still sample from the ones before.
+_SAMPLERS_KEPT = 2
+
+
+class TinkerEngine(TrinitysEngine):
+    """An `Engine` over Tinker's service, with the weights that Trinity-RFT's trainer saved there.
+
+    It streams nothing: a completion that is cancelled leaves nothing of what the service sampled.
+
+    Args:
+        base_model: What the service calls the model before training.
+        max_model_len: Tokens of prompt and completion together.
+        weights: Asks Trinity-RFT for the weights to sample from: `base_model`, or the
+            `tinker://` path of weights that were saved.
+    """
+
+    def __init__(
+        self, base_model: str, *, max_model_len: int, weights: Callable[[], Awaitable[str]]
+    ) -> None:
+        self._base_model = base_model
+        self._weights = weights
+        self._version = 0
+        self._capabilities = EngineCapabilities(max_model_len=max_model_len, max_top_logprobs=0)
+        self._service: Any = None
+        self._samplers: dict[str, SamplingClient] = {}
+        self._asking = asyncio.Lock()
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        session: str,
+        sink: TokenSink | None = None,
+    ) -> Generation:
+        """As `Engine.generate`. All tokens are of one version of the weights."""
+        from tinker import types
+
+        path = await self._weights()
+        version = self._version = self._version_of(path)
+        try:
+            sampler = await self._sampler(path)
+            response = await sampler.sample_async(
+                prompt=types.ModelInput.from_ints(list(prompt_ids)),
+                num_samples=1,
+                sampling_params=types.SamplingParams(
+                    max_tokens=sampling.max_tokens,
+                    temperature=sampling.temperature,
+                    top_p=sampling.top_p,
+                    top_k=sampling.top_k,
+                    seed=sampling.seed,
+                    stop=list(sampling.stop) or None,
+                ),
+            )
+        except Exception as error:  # the client raises its own, httpx's and ValueErrors
+            raise EngineError(
+                f"Tinker's service did not complete a prompt of {len(prompt_ids)} tokens with "
+                f"{path}: {type(error).__name__}: {error}"
+            ) from error
+        generation = _generation(response.sequences[0], sampling, version)
+        if sink is not None:
+            for token_id, logprob in zip(
+                generation.completion_ids, generation.logprobs, strict=True
+            ):
+                if not sink.push(token_id, logprob, version):
+                    raise asyncio.CancelledError
+        return generation
+
+    def _version_of(self, path: str) -> int:
+        if path == self._base_model:
+            return 0
+        if (found := _SAVED_WEIGHTS.match(path)) is None:
+            raise EngineError(
+                f"Trinity-RFT samples from {path}, which does not say of which step it is"
+            )
+        return int(found["step"])
+
+    async def _sampler(self, path: str) -> SamplingClient:
+        import tinker
+
+        async with self._asking:
+            if self._service is None:
+                # It waits for the service's answers, and reads address and key from the
+                # environment, where Trinity-RFT puts them.
+                self._service = await asyncio.to_thread(tinker.ServiceClient)
+            if path not in self._samplers:
+                which = "base_model" if path == self._base_model else "model_path"
+                made = await self._service.create_sampling_client_async(**{which: path})
+                self._samplers[path] = made
+                while len(self._samplers) > _SAMPLERS_KEPT:
+                    del self._samplers[next(iter(self._samplers))]
+            return self._samplers[path]
+
+    async def close(self) -> None:
+        """Forget the samplers; the service ends them when it hears no more of this process."""
+        self._samplers.clear()
+
+
+def _generation(found: SampledSequence, sampling: SamplingParams, version: int) -> Generation:
+    ids = tuple(found.tokens)
+    logprobs = found.logprobs
+    if logprobs is None or len(logprobs) != len(ids):
+        raise EngineError(
+            f"Tinker's service returned {len(ids)} token ids and "
+            f"{'no' if logprobs is None else len(logprobs)} log-probs"
+        )
+    reasons: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+    if found.stop_reason not in reasons:
+        raise EngineError(f"Tinker's service ended a completion with {found.stop_reason!r}")
+    # A greedy token was certain; the service reports it as if it had been sampled at 1.
+    certain = sampling.temperature == 0
+    return Generation(
+        completion_ids=ids,
+        logprobs=tuple(0.0 if certain else float(logprob) for logprob in logprobs),
+        versions=(version,) * len(ids),
+        finish_reason=reasons[found.stop_reason],
+    )

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from tuner.errors import ConfigError
-from tuner.trinity.modes import require_free_port, server_url
+from tuner.trinity.stage import require_free_port, server_url
 
 
 def config(folder, **explorer):

@@ -10,10 +10,10 @@ from tests.builders import call, trace
 from tuner.config.schema import TunerSection
 from tuner.errors import FunctionError, TrainingError
 from tuner.traces import Outcome, RolloutId
-from tuner.trinity.config import TrinitySettings
-from tuner.trinity.journal import Journal, report_file
-from tuner.trinity.prepared import Prepared
-from tuner.trinity.run import _Run
+from tuner.trinity.handover import TrinitySettings
+from tuner.trinity.launch import _Run
+from tuner.trinity.preparation import Prepared
+from tuner.trinity.progress import Journal, report_file
 
 UPDATE = {"actor/grad_norm": 0.5, "actor/ppo_kl": 0.001}
 
@@ -22,7 +22,16 @@ UPDATE = {"actor/grad_norm": 0.5, "actor/ppo_kl": 0.001}
 def run(tmp_path):
     """A run of 2 steps, 2 tasks x 2 rollouts each, and what its processes reported."""
 
-    def make(*, mode="both", trained=2, handed=(4, 4), error=None, log=None, trainer_steps=None):
+    def make(
+        *,
+        mode="both",
+        trained=2,
+        handed=(4, 4),
+        error=None,
+        log=None,
+        trainer_steps=None,
+        **tuner,
+    ):
         config = SimpleNamespace(
             mode=mode,
             checkpoint_job_dir=str(tmp_path),
@@ -41,7 +50,7 @@ def run(tmp_path):
             trainer=SimpleNamespace(name="trainer", total_steps=trainer_steps),
             synchronizer=SimpleNamespace(sync_timeout=3600),
         )
-        settings = TrinitySettings({}, TunerSection(), {}, ("tensorboard",))
+        settings = TrinitySettings({}, TunerSection(**tuner), {}, ("tensorboard",))
         made = _Run(Prepared(settings, {}, config, 4, [4], {}, {}, own_cluster=True))
         made._error = error
         report(tmp_path, "trainer", [{"step": n + 1, **UPDATE} for n in range(trained)])
@@ -153,3 +162,21 @@ def test_tokens_of_failed_and_lonely_rollouts_are_counted_as_dropped(run, tmp_pa
     tokens = made.result().tokens
     assert (tokens.sampled, tokens.trained) == (8, 4)
     assert tokens.dropped == {"group_of_one": 2, "workflow_error": 2}
+
+
+def test_tokens_of_failed_rollouts_that_are_penalized_are_counted_as_trained(run, tmp_path):
+    made = run(on_failure={"penalize": -1.0})
+    calls = [call("c", [1], [2, 3], [-1.0] * 2)]
+    failed = trace(0, 1, calls, outcome=Outcome.WORKFLOW_ERROR)
+    Journal(tmp_path).write([trace(0, 0, calls, reward=1.0), failed])
+    tokens = made.result().tokens
+    assert (tokens.sampled, tokens.trained, tokens.dropped) == (4, 4, {})
+
+
+def test_tokens_of_lonely_rollouts_are_counted_as_trained_where_no_group_is_compared(run, tmp_path):
+    made = run(handed=(2, 2), trainer_steps=2, trained=2)
+    made._config.algorithm.repeat_times = 1
+    calls = [call("c", [1], [2, 3], [-1.0] * 2)]
+    Journal(tmp_path).write([trace(0, 0, calls, reward=1.0), trace(1, 0, calls, reward=0.0)])
+    tokens = made.result().tokens
+    assert (tokens.sampled, tokens.trained, tokens.dropped) == (4, 4, {})

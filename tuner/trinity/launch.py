@@ -18,20 +18,34 @@ from tuner.config.schema import Penalize
 from tuner.errors import FunctionError, TrainingError
 from tuner.result import TuneResult
 from tuner.run.console import ConsoleMonitor
-from tuner.run.directory import RunDirectory, write_atomically
+from tuner.run.directory import Report, RunDirectory, reported, write_atomically
+from tuner.run.record import summarize
 from tuner.traces import TraceStore
-from tuner.trinity import cluster, modes
-from tuner.trinity.actors import deaths, printed_by
-from tuner.trinity.config import resolve
-from tuner.trinity.journal import Journal
-from tuner.trinity.logs import advice, last_errors
-from tuner.trinity.prepared import Prepared, prepare, to_yaml, with_own_name
-from tuner.trinity.progress import COMPARE_GROUPS, Progress
-from tuner.trinity.resume import check_same_run, last_checkpoint, rewind
-from tuner.trinity.stage import POLL_SECONDS, Stage
-from tuner.trinity.summary import summarize
-from tuner.trinity.tinker import environment
-from tuner.trinity.watch import NothingToLearn, Watch, synchronizer_of
+from tuner.trinity import workers
+from tuner.trinity.handover import resolve
+from tuner.trinity.installed import environment
+from tuner.trinity.preparation import Prepared, prepare, to_yaml, with_own_name
+from tuner.trinity.progress import COMPARE_GROUPS, Journal, Progress, latest_checkpoint
+from tuner.trinity.resume import last_checkpoint, require_same_run, rewind
+from tuner.trinity.stage import (
+    POLL_SECONDS,
+    Stage,
+    checkpoints,
+    forget_server,
+    recorded_steps,
+    require_free_port,
+    server_url,
+    unjudged,
+)
+from tuner.trinity.watch import (
+    NothingToLearn,
+    Watch,
+    advice,
+    deaths,
+    last_errors,
+    printed_by,
+    synchronizer_of,
+)
 
 logger = logging.getLogger("tuner")
 
@@ -45,10 +59,16 @@ def run_trinity(
     judge: Callable[..., Any] | None,
     train_dataset: Any,
     eval_dataset: Any,
+    report: Report,
 ) -> TuneResult:
     """Run a configuration on Trinity-RFT until it has done what was asked for.
 
     Must be called where no event loop is running.
+
+    Args:
+        config_path, settings, overrides: What `handover.resolve` takes.
+        workflow, judge, train_dataset, eval_dataset: As given to `tune()`.
+        report: Leaves a report of the run however it ends.
 
     Raises:
         ConfigError: A setting is unknown or refused, or there is no cluster.
@@ -68,24 +88,17 @@ def run_trinity(
     run = _Run(prepared)
     directory = run.directory
     if directory.has_begun():
-        check_same_run(directory, prepared.tree, prepared.fingerprint)
+        require_same_run(directory, prepared.tree, prepared.fingerprint)
     write_atomically(directory.config, to_yaml(prepared.tree))
     write_atomically(directory.path / "data.json", json.dumps(prepared.fingerprint, indent=2))
     if (finished := run.finished()) is not None:
         logger.warning("%s is complete; returning its result", directory.path)
         return finished
-    try:
+    with reported(directory, report):
         run.execute(
-            cluster.LOCAL if prepared.own_cluster else prepared.tree["cluster"]["ray_address"]
+            workers.LOCAL if prepared.own_cluster else prepared.tree["cluster"]["ray_address"]
         )
-        result = run.result()
-    except (Exception, KeyboardInterrupt) as error:
-        report = _leave_report(directory.path, stopped=f"{type(error).__name__}: {error}")
-        if report is not None:
-            error.add_note(f"what the run did until then: {report}")
-        raise
-    _leave_report(directory.path)
-    return result
+        return run.result()
 
 
 class _Run:
@@ -130,9 +143,9 @@ class _Run:
     def execute(self, address: str) -> None:
         """Start Trinity-RFT's stage and wait for its end, whatever that is."""
         self._journal.forget_reason()
-        modes.forget_server(self._config)
-        if self._config.mode == "serve" and address == cluster.LOCAL:
-            modes.require_free_port(self._config)
+        forget_server(self._config)
+        if self._config.mode == "serve" and address == workers.LOCAL:
+            require_free_port(self._config)
         total = self._planned_steps() if self._config.mode == "explore" else self._asked_steps()
         console = ConsoleMonitor(total, Console(file=sys.stdout, highlight=False, soft_wrap=True))
         if self._config.mode not in ("bench", "serve"):
@@ -144,7 +157,7 @@ class _Run:
         env |= environment(self._prepared.tree)
         log = self.directory.path / "tuner" / "driver.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        with cluster.joined(
+        with workers.joined(
             address,
             gpus=self._config.cluster.gpu_per_node,
             namespace=self._config.ray_namespace,
@@ -199,18 +212,21 @@ class _Run:
         history = self._write_metrics()
         if isinstance(self._reason, (FunctionError, NothingToLearn)):
             raise self._reason
-        if (reason := self._journal.reason()) is not None:
-            kind = FunctionError if reason["error"] == FunctionError.__name__ else TrainingError
-            raise kind(reason["message"])
+        self._journal.raise_reason()
         trained = self._progress.trained_steps()
         self._check_done(len(trained), len(self._progress.explored_steps()))
         result = summarize(
             history,
             self.directory,
-            trained=len(trained),
-            seconds=time.time() - self._started,
-            tensorboard="tensorboard" in self._settings.trackers,
+            steps=len(trained),
+            checkpoint=latest_checkpoint(self.directory.path),
         )
+        result.tokens = self._progress.token_counts(
+            needs_group=self._config.algorithm.repeat_times > 1
+        )
+        result.seconds = time.time() - self._started
+        if "tensorboard" in self._settings.trackers:
+            result.tensorboard = self.directory.path / "monitor" / "tensorboard"
         write_atomically(self.directory.result, result.model_dump_json(indent=2))
         return result
 
@@ -255,11 +271,9 @@ class _Run:
             asked = self._asked_steps()
             return None if trained >= asked else f"{trained} of {asked} steps were trained"
         if config.mode == "serve":
-            return None if modes.server_url(config) else "the server never listened"
+            return None if server_url(config) else "the server never listened"
         rollouts = self._prepared.evaluations
-        missing = modes.unjudged(
-            TraceStore(self.directory.traces), modes.checkpoints(config), rollouts
-        )
+        missing = unjudged(TraceStore(self.directory.traces), checkpoints(config), rollouts)
         parts = [
             f"{count} of {rollouts[name]} rollouts of {name} with checkpoint {step}"
             for (step, name), count in missing.items()
@@ -277,7 +291,7 @@ class _Run:
         """Updates of the weights that were asked for."""
         config = self._config
         if config.mode == "train":
-            return modes.recorded_steps(config, self._prepared.rows)
+            return recorded_steps(config, self._prepared.rows)
         experiences = (
             self._planned_steps() * config.buffer.batch_size * config.algorithm.repeat_times
         )
@@ -318,19 +332,6 @@ class _Run:
             "the rollouts again that completed."
         )
         return TrainingError("\n".join(parts))
-
-
-def _leave_report(run_dir: Path, *, stopped: str | None = None) -> Path | None:
-    """Write `report.html` where there is something to report. What goes wrong here is only said."""
-    from tuner.viewer import write_report
-
-    if not any(run_dir.glob("traces/*.jsonl")):
-        return None
-    try:
-        return write_report(run_dir, stopped=stopped)
-    except Exception as error:
-        logger.warning("report.html was not written: %s: %s", type(error).__name__, error)
-        return None
 
 
 def _line(row: Mapping[str, float]) -> str:

@@ -3,7 +3,7 @@
 import pytest
 
 from tuner.errors import ConfigError, MissingDependencyError
-from tuner.trinity import tinker
+from tuner.trinity import installed as tinker
 
 ENABLED = {"model": {"tinker": {"enable": True}}}
 

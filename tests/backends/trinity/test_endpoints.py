@@ -12,7 +12,7 @@ from tuner.engines.base import EngineError
 from tuner.engines.grammar_text import with_head
 from tuner.engines.transformers.engine import TransformersEngine
 from tuner.errors import ContextLengthError
-from tuner.trinity.engine import ServedEngine
+from tuner.trinity.endpoints import ServedEngine
 
 PROMPT = [10, 20, 30, 40]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tuner.errors import ConfigError
-from tuner.trinity import cluster
+from tuner.trinity import workers as cluster
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
-"""`tuner check` for Trinity-RFT: everything that a run does before it touches a cluster.
+"""What can be done before a cluster is touched, for a run and for `tuner check`.
 
-Needs neither a GPU nor Ray, and writes into a folder that is removed again. What is refused, by us
-or by Trinity-RFT's own check, comes up as the error that the run would have ended with.
+The check needs neither a GPU nor Ray, and writes into a folder that is removed again. What is
+refused, by us or by Trinity-RFT's own check, comes up as the error that the run would have ended
+with.
 """
 
 from __future__ import annotations
@@ -10,20 +11,133 @@ import contextlib
 import copy
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tuner.config.load import read_layers
-from tuner.errors import ConfigError
+from tuner.errors import ConfigError, FunctionError
 from tuner.functions.calling import where
-from tuner.trinity import cluster, modes
-from tuner.trinity.config import TrinitySettings, resolve
-from tuner.trinity.functions import PICKLE
-from tuner.trinity.prepared import Prepared, prepare
-from tuner.trinity.tinker import SERVICE
-from tuner.trinity.tree import lookup, tasksets
+from tuner.run.directory import free_name
+from tuner.trinity.datafiles import put_evaluations, put_recorded, put_tasks
+from tuner.trinity.handover import TrinitySettings, checked, install, resolve
+from tuner.trinity.installed import SERVICE, lookup, require_service, tasksets, uses_tinker
+from tuner.trinity.stage import READS_TASKS, ROLLS_OUT, checkpoints, recorded_steps
+from tuner.trinity.workers import PICKLE, is_own, ship, with_sizes
+
+if TYPE_CHECKING:
+    from trinity.common.config import Config
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that Trinity-RFT accepts.
+
+    Attributes:
+        settings: What was asked for.
+        tree: The YAML that Trinity-RFT is given.
+        config: The same after its own check.
+        rows: Rows that are trained on; in mode `train` rows or experiences of the buffer.
+        sizes: Rows of each set of tasks that is trained on.
+        fingerprint: What tells the rows of each dataset from others, by its name.
+        evaluations: Rollouts of each evaluation set.
+        own_cluster: Whether the run starts a Ray cluster of its own.
+    """
+
+    settings: TrinitySettings
+    tree: dict[str, Any]
+    config: Config
+    rows: int
+    sizes: list[int]
+    fingerprint: dict[str, str]
+    evaluations: dict[str, int]
+    own_cluster: bool
+
+
+def with_own_name(settings: TrinitySettings) -> TrinitySettings:
+    """A new run gets a free name beside one of the same name, as on the local backend."""
+    if not settings.get("continue_from_checkpoint", True):
+        settings.tree["name"] = free_name(settings.run_dir).name
+        # Trinity-RFT gives another name to a run whose folder is there, and ours has its data
+        # already.
+        settings.tree["continue_from_checkpoint"] = True
+    return settings
+
+
+def prepare(
+    settings: TrinitySettings,
+    *,
+    workflow: Callable[..., Any] | None,
+    judge: Callable[..., Any] | None,
+    train_dataset: Any,
+    eval_dataset: Any,
+    counted_gpus: bool = True,
+) -> Prepared:
+    """Pack the functions, put the data where Trinity-RFT reads it, and let it check all.
+
+    Args:
+        settings: What `handover.resolve` gave; the data's new places are noted there.
+        workflow, judge, train_dataset, eval_dataset: As given to `tune()`.
+        counted_gpus: Whether the declared GPUs must be here, where the run is to start a cluster.
+
+    Raises:
+        ConfigError, DatasetError, FunctionError: As `run_trinity`.
+    """
+    _check_functions(settings, workflow, judge)
+    sent = None if workflow is None else ship(workflow, role="workflow")
+    sent_judge = None if judge is None else ship(judge, role="judge")
+    rows, sizes = 0, [0]
+    fingerprint: dict[str, str] = {}
+    if settings.mode in READS_TASKS:
+        sizes = put_tasks(settings, train_dataset, fingerprint)
+        rows = sum(sizes)
+    elif settings.mode == "train":
+        rows = put_recorded(settings, train_dataset)
+    evaluations = {}
+    if settings.mode in ROLLS_OUT:
+        evaluations = put_evaluations(settings, eval_dataset, fingerprint)
+    tree = install(settings, workflow=sent, judge=sent_judge)
+    if counted_gpus:
+        tree = with_sizes(tree, device=settings.tuner.device)
+    own = is_own(tree)
+    if own:
+        tree["cluster"].pop("ray_address", None)
+    if uses_tinker(tree):
+        require_service(tree)
+    config = checked(tree)
+    if settings.mode == "bench" and not checkpoints(config):
+        raise ConfigError(
+            f"mode is bench, and {settings.run_dir} holds no checkpoint (global_step_*): set "
+            "project, name and checkpoint_root_dir to those of a run that saved some, or "
+            "explorer.eval_on_startup to true to evaluate the model as it is"
+        )
+    return Prepared(settings, tree, config, rows, sizes, fingerprint, evaluations, own)
+
+
+def to_yaml(tree: Mapping[str, Any]) -> str:
+    """The configuration as a file that Trinity-RFT and `tuner run` read."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.create(dict(tree)))
+
+
+def _check_functions(
+    settings: TrinitySettings,
+    workflow: Callable[..., Any] | None,
+    judge: Callable[..., Any] | None,
+) -> None:
+    mode = settings.mode
+    if mode in ROLLS_OUT and workflow is None:
+        raise FunctionError(
+            f"there is no workflow, and mode {mode} runs it: pass workflow_func, or set mode to "
+            "train (on a buffer that is there) or serve"
+        )
+    if mode not in ROLLS_OUT and (workflow is not None or judge is not None):
+        raise FunctionError(
+            f"mode {mode} runs no rollouts, so workflow_func and judge_func have nothing to do: "
+            "leave them out"
+        )
 
 
 @dataclass(frozen=True)
@@ -82,7 +196,7 @@ def _quiet() -> Iterator[None]:
 def _missing(settings: TrinitySettings) -> str | None:
     """What this machine has not that a cluster of the run's own needs."""
     try:
-        cluster.with_sizes(settings.tree, device=settings.tuner.device)
+        with_sizes(settings.tree, device=settings.tuner.device)
     except ConfigError as error:
         return str(error)
     return None
@@ -155,7 +269,7 @@ def _plan(settings: TrinitySettings, prepared: Prepared) -> Iterator[str]:
     config = prepared.config
     buffer, group = config.buffer, config.algorithm.repeat_times
     yield "WHAT WOULD HAPPEN"
-    if config.mode in modes.READS_TASKS:
+    if config.mode in READS_TASKS:
         steps = buffer.total_steps or buffer.total_epochs * prepared.rows // buffer.batch_size
         yield (
             f"  {steps} steps x {buffer.batch_size} tasks x {group} rollouts = "
@@ -168,11 +282,12 @@ def _plan(settings: TrinitySettings, prepared: Prepared) -> Iterator[str]:
             f"{buffer.train_batch_size} experiences in a step"
         )
     if config.mode == "train":
-        yield f"  {modes.recorded_steps(config, prepared.rows)} steps"
+        yield f"  {recorded_steps(config, prepared.rows)} steps"
     if config.mode == "bench":
-        steps = ", ".join(map(str, modes.checkpoints(config)))
-        total = sum(prepared.evaluations.values()) * len(modes.checkpoints(config))
-        yield f"  {total} rollouts: every evaluation set with the checkpoints {steps}"
+        saved = checkpoints(config)
+        total = sum(prepared.evaluations.values()) * len(saved)
+        names = ", ".join(map(str, saved))
+        yield f"  {total} rollouts: every evaluation set with the checkpoints {names}"
     if config.mode == "serve":
         listens = f"{config.explorer.listen_address}:{config.explorer.proxy_port}"
         yield f"  a server on {listens} until it is asked to stop"

@@ -1,0 +1,130 @@
+"""What Trinity-RFT loads by name besides the workflow: where metrics go, and its advantages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from trinity.algorithm.advantage_fn.multi_step_grpo_advantage import StepWiseGRPOAdvantageFn
+from trinity.utils.monitor import MONITOR, Monitor
+
+from tuner.algorithms import call_normalized
+from tuner.algorithms.spec import GRPOAdvantage
+from tuner.training.batch import peer_sets
+from tuner.trinity.progress import report_file
+
+if TYPE_CHECKING:
+    from trinity.common.experience import Experience
+
+
+class TunerMonitor(Monitor):  # type: ignore[misc]  # untyped
+    """A Trinity-RFT monitor; each of its processes (`role`) makes one.
+
+    Writes `tuner/<role>.jsonl`, a line per report, and passes everything on to the trackers named
+    in `monitor.monitor_args.tuner.trackers`.
+    """
+
+    def __init__(self, project: str, group: str, name: str, role: str, config: Any = None) -> None:
+        ours = config.monitor.monitor_args["tuner"]
+        folder = Path(config.checkpoint_job_dir) / ours["folder"]
+        self._path = report_file(folder, role)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._trackers = [
+            MONITOR.get(kind)(project=project, group=group, name=name, role=role, config=config)
+            for kind in ours["trackers"]
+        ]
+
+    def log(self, data: Mapping[str, Any], step: int, commit: bool = False) -> None:
+        row = {"step": step, **{name: float(value) for name, value in data.items()}}
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        for tracker in self._trackers:
+            tracker.log(dict(data), step, commit)
+
+    def log_table(self, table_name: str, experiences_table: Any, step: int) -> None:
+        for tracker in self._trackers:
+            tracker.log_table(table_name, experiences_table, step)
+
+    def close(self) -> None:
+        for tracker in getattr(self, "_trackers", ()):
+            tracker.close()
+
+
+@dataclass(frozen=True)
+class _Rewarded:
+    """A call with a reward of its own, where it is in an experience."""
+
+    experience: Experience
+    start: int
+    stop: int
+    reward: float
+    role: str | None
+
+    @property
+    def peers(self) -> tuple[Any, str | None]:
+        """What it is compared in."""
+        return self.experience.eid.tid, self.role
+
+    @property
+    def rollout(self) -> Any:
+        """The rollout that made it."""
+        return self.experience.eid.rid
+
+    def mask(self) -> Any:
+        """The call's trained tokens, shape [response]."""
+        inside = torch.zeros_like(self.experience.action_mask, dtype=torch.bool)
+        inside[self.start : self.stop] = True
+        return inside & self.experience.action_mask.bool()
+
+
+class CallRewards(StepWiseGRPOAdvantageFn):  # type: ignore[misc]  # untyped
+    """Trinity-RFT's `step_wise_grpo`, with rewards of single calls as the local backend has them;
+    named in `advantage_fn`.
+
+    A rollout's reward is compared inside its group by Trinity-RFT's own function. A call with a
+    reward of its own is compared instead with the calls of its group that have one and the same
+    role (`tuner.algorithms.call_normalized`); where fewer than two rollouts have such calls there
+    is nothing to compare with, and its tokens leave the mask.
+    """
+
+    def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
+        """As Trinity-RFT's; experiences without rewards of calls come back as from there."""
+        rewarded = [
+            _Rewarded(one, *call) for one in exps for call in one.info.get("call_rewards", ())
+        ]
+        found, metrics = super().process(exps)
+        kept = {id(experience) for experience in found}
+        # A group that is left out for its rollouts' rewards still has those of its calls.
+        left = [call for call in rewarded if id(call.experience) not in kept]
+        for experience in {id(call.experience): call.experience for call in left}.values():
+            own = [call.mask() for call in left if call.experience is experience]
+            experience.action_mask = torch.stack(own).any(0)
+            experience.advantages = torch.zeros_like(experience.logprobs)
+            found.append(experience)
+        return found, metrics | self._compare(rewarded)
+
+    def _compare(self, rewarded: Sequence[_Rewarded]) -> dict[str, float]:
+        sets = peer_sets((call.peers, call.rollout) for call in rewarded)
+        compared = [call for call in rewarded if call.peers in sets]
+        for call in rewarded:
+            if call.peers not in sets:
+                call.experience.action_mask &= ~call.mask()
+        if compared:
+            rollouts = list(dict.fromkeys(call.rollout for call in compared))
+            advantages = call_normalized(
+                torch.tensor([call.reward for call in compared], dtype=torch.float64),
+                torch.tensor([rollouts.index(call.rollout) for call in compared]),
+                torch.tensor([sets[call.peers] for call in compared]),
+                GRPOAdvantage(epsilon=self.epsilon, std_cal_level=self.std_cal_level),
+            )
+            for call, advantage in zip(compared, advantages.tolist(), strict=True):
+                call.experience.advantages[call.mask()] = advantage
+                call.experience.returns = call.experience.advantages.clone()
+        return {
+            "calls_with_rewards": float(len(compared)),
+            "calls_without_peer": len(rewarded) - len(compared),
+        }
