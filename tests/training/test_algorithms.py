@@ -85,7 +85,7 @@ def decoupled_loss(model, ref, traces, settings, proximal):
         group = [other.reward for other in traces if other.id.task == item.id.task]
         mean = sum(group) / len(group)
         std = math.sqrt(sum((r - mean) ** 2 for r in group) / (len(group) - 1))
-        advantage = (item.reward - mean) / (std + settings.epsilon)
+        advantage = (item.reward - mean) / (std + settings.advantage_spec.epsilon)
         for one in item.calls:
             ids = torch.tensor([one.prompt_ids + one.completion_ids])
             rows = range(len(one.prompt_ids) - 1, ids.shape[1] - 1)

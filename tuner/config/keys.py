@@ -6,14 +6,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cache
-from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, get_origin
 
 from pydantic.fields import FieldInfo
 
 from tuner.config.foreign import FOREIGN, find_foreign
 from tuner.config.schema import RunConfig
-from tuner.config.section import Section
+from tuner.config.section import Section, section_of
 
 # Below SIMILAR a suggestion would be a guess; the tests have typical slips.
 SIMILAR = 0.7
@@ -26,16 +25,6 @@ OTHER_NAMES = {
     "save_interval_steps": "trainer.save_interval",
     "eval_interval_steps": "explorer.eval_interval",
 }
-
-
-def section_of(annotation: Any) -> type[Section] | None:
-    """The section that a field's type holds: itself, in a union, a tuple or a dict's values."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return annotation
-    if get_origin(annotation) in (tuple, dict, Union, UnionType):
-        found = (section_of(argument) for argument in get_args(annotation))
-        return next((section for section in found if section is not None), None)
-    return None
 
 
 def fields(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from tuner.config.section import section_of
 from tuner.config.source import Override, YamlFile
 
 
@@ -56,8 +57,6 @@ def _key(detail: ErrorDetails, known: Sequence[str]) -> tuple[str, str]:
 
 
 def _description(model: type[BaseModel], pattern: str) -> str:
-    from tuner.config.keys import section_of
-
     section: type[BaseModel] | None = model
     description = ""
     for name in pattern.split("."):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
@@ -31,3 +32,13 @@ class Section(BaseModel):
         """Names of the settings that are not their defaults."""
         fields = type(self).model_fields
         return {name for name, info in fields.items() if getattr(self, name) != info.default}
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """The section that a field's type holds: itself, in a union, a tuple or a dict's values."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    if get_origin(annotation) in (tuple, dict, Union, UnionType):
+        found = (section_of(argument) for argument in get_args(annotation))
+        return next((section for section in found if section is not None), None)
+    return None
