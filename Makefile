@@ -23,6 +23,9 @@ VENV5 := .venv-vllm
 BIN5 := $(VENV5)/bin
 VENV6 := .venv-sglang
 
+# Otherwise each process that imports PyTorch compiles it anew: half of what a short one does.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Tests that CI has no time for.
 SELECT := -m "not nightly"
 # Each file's engine or cluster is one worker's, and starting one keeps no more than a core busy.
@@ -47,8 +50,9 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist loadfile
+	$(BIN)/mypy & \
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder; \
+	tests=$$?; wait $$! && exit $$tests
 
 # One environment holds one major version of AgentScope.
 $(VENV2)/.installed: pyproject.toml constraints-agentscope2.txt

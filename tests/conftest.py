@@ -1,5 +1,6 @@
 """Fixtures that many tests share."""
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -8,11 +9,24 @@ import pytest
 os.environ.setdefault("AGENTSCOPE_DISABLE_CONSOLE_OUTPUT", "true")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+if importlib.util.find_spec("hypothesis"):  # not in every environment
+    from hypothesis import HealthCheck, settings
+
+    # How long an example takes says how busy the machine is.
+    settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("busy")
+
 
 def pytest_ignore_collect(collection_path, config):
     """The browser tests need Chromium: they run when named, as `make test-browser` does."""
     named = any("tests/browser" in argument for argument in config.args)
     return True if collection_path.name == "browser" and not named else None
+
+
+def pytest_collection_modifyitems(items):
+    """Files that take longest come first: no core is left without work at the end."""
+    long = ("tests/examples/", "tests/test_tutorial", "tests/test_readme", "tests/models/")
+    items.sort(key=lambda item: not item.nodeid.startswith(long))
 
 
 @pytest.fixture(scope="session")

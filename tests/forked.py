@@ -5,17 +5,23 @@ any other.
 """
 
 import multiprocessing
+import os
+import runpy
+import sys
 from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
+        "agentscope.agent",
         "agentscope.model",
         "openai",
         "torch.utils.tensorboard",
         "transformers.models.qwen3.modeling_qwen3",
+        "tuner.areal",
         "tests.backends.async_runs",
         "tests.backends.recorded_runs",
         "tests.engines.sglang_server",
@@ -36,3 +42,21 @@ def run(function: Callable[..., object], *arguments: Any) -> int:
     process.join()
     assert process.exitcode is not None
     return process.exitcode
+
+
+def script(path: Path, *arguments: str) -> str:
+    """What `python <path> <arguments>`, run in its folder, prints."""
+    output = path.with_suffix(".out")
+    code = run(_run_script, path, arguments, output)
+    printed = output.read_text(encoding="utf-8")
+    assert code == 0, printed
+    return printed
+
+
+def _run_script(path: Path, arguments: tuple[str, ...], output: Path) -> None:
+    with output.open("wb") as printed:
+        os.dup2(printed.fileno(), 1)
+        os.dup2(printed.fileno(), 2)
+    os.chdir(path.parent)
+    sys.argv, sys.path[0] = [path.name, *arguments], str(path.parent)
+    runpy.run_path(path.name, run_name="__main__")

@@ -1,13 +1,12 @@
 """Configurations as dataclasses: derived from, read from YAML, overridden, checked, written."""
 
 import dataclasses
-import subprocess
-import sys
 from dataclasses import dataclass, field
 
 import pytest
 from omegaconf import OmegaConf
 
+from tests import forked
 from tests.areal import seed_agent  # noqa: F401  # registers agent and environment
 from tuner.areal import (
     AgentAbstraction,
@@ -100,17 +99,13 @@ print(config.my_param, config.seed, written)
 
 
 def test_a_script_takes_its_file_overrides_and_help_from_the_command_line(write, tmp_path):
-    (tmp_path / "main.py").write_text(MAIN)
-
-    def main(*args):
-        command = [sys.executable, "main.py", *args]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-
+    script = tmp_path / "main.py"
+    script.write_text(MAIN)
     args = write("my_param: 2.0\nseed: 7\n")
-    param, seed, written = main(*args, "my_param=5.0").stdout.split()
+    param, seed, written = forked.script(script, *args, "my_param=5.0").split()
     assert (param, seed) == ("5.0", "7")
     assert OmegaConf.load(written).my_param == 5.0
-    (line,) = [line for line in main("--help").stdout.splitlines() if "my_param" in line]
+    (line,) = [line for line in forked.script(script, "--help").splitlines() if "my_param" in line]
     assert "what is mine" in line
     assert "1.0" in line
 

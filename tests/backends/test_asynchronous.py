@@ -4,6 +4,7 @@ import asyncio
 import json
 import signal
 import threading
+from collections import Counter
 from contextlib import asynccontextmanager
 
 import pytest
@@ -257,10 +258,17 @@ def test_the_slowest_tasks_of_a_step_are_ended_once_the_others_are_complete(
 ):
     """One of the two tasks of each step has a rollout that would never end."""
 
+    ended = Counter()
+
     async def workflow(task, model):
         text = await runs.ask(model, task["question"])
-        if task["question"].startswith("train") and model.session.id.split("-")[2:4] == ["1", "2"]:
+        split, step, number, rollout, _ = model.session.id.rsplit("-", 4)
+        if (split, number, rollout) == ("train", "1", "2"):
             await asyncio.Event().wait()
+        ended[split, step, number] += 1
+        # The first task is complete when the second can get no further.
+        while (split, number) == ("train", "0") and ended[split, step, "1"] < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
         return WorkflowOutput(response=text)
 
     result = tune(

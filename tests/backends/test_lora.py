@@ -72,6 +72,7 @@ def test_the_tiny_model_learns_with_an_adapter(tmp_path):
             "model.lora_configs=[{lora_rank: 16}]",
             "algorithm.optimizer.lr=5e-3",
             "buffer.total_steps=3",
+            "buffer.batch_size=8",
             "buffer.explorer_input.eval_tasksets=[]",
         ],
     )

@@ -295,20 +295,23 @@ async def test_new_weights_serve_their_own_log_probs_and_no_old_prefix(rig):
 
 
 async def test_a_pause_holds_generation_and_it_goes_on_where_it_was(rig):
-    sink = Sink()
     sampling = SamplingParams(max_tokens=200, seed=2)
-    request = asyncio.ensure_future(rig.engine.generate(prompt(20), sampling, "session", sink))
-    await sink.has(5)
-    async with rig.engine.pause():
-        held = len(sink.tokens)
-        late = asyncio.ensure_future(
-            rig.engine.generate(prompt(9), SamplingParams(max_tokens=2), "late")
-        )
+    for _ in range(9):
+        sink = Sink()
+        request = asyncio.ensure_future(rig.engine.generate(prompt(20), sampling, "session", sink))
+        await sink.has(5)
         async with rig.engine.pause():
+            held = len(sink.tokens)
+            late = asyncio.ensure_future(
+                rig.engine.generate(prompt(9), SamplingParams(max_tokens=2), "late")
+            )
+            async with rig.engine.pause():
+                await asyncio.sleep(0.05)
             await asyncio.sleep(0.05)
-        await asyncio.sleep(0.05)
-        assert len(sink.tokens) == held
-        assert not late.done()
+            assert len(sink.tokens) == held
+            assert not late.done()
+        if held < 200:  # a server may be done before a busy machine lets us hold it
+            break
     got = await asyncio.wait_for(request, 60)
     await asyncio.wait_for(late, 60)
     assert held < 200 == len(got.completion_ids)

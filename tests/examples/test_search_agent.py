@@ -10,7 +10,15 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "search_agent"
 
 
 def test_the_reward_rises_in_a_short_run(main, tmp_path):
-    config, run_dir = main.configured([f"fileroot={tmp_path}", "steps=3"])
+    config, run_dir = main.configured(
+        [
+            f"fileroot={tmp_path}",
+            "steps=3",
+            "train_dataset.batch_size=6",
+            "actor.optimizer.lr=1e-3",
+            "actor.optimizer.lr_scheduler_type=constant",
+        ]
+    )
     result = main.train(config, run_dir)
     assert result.after > result.before + 0.2
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
