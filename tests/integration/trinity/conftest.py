@@ -31,6 +31,8 @@ if HERE:
             "RAY_prestart_worker_first_driver": "0",
             "RAY_raylet_start_wait_time_s": "300",
             "RAY_worker_register_timeout_seconds": "900",
+            # Ray otherwise kills its workers where whatever runs beside them fills the memory.
+            "RAY_memory_monitor_refresh_ms": "0",
             # Ray's workers otherwise give way to whatever else the machine does.
             "RAY_worker_niceness": "0",
         }

@@ -42,6 +42,8 @@ def main(folder: Path, *overrides: str):
             f"checkpoint_root_dir={folder}",
             f"buffer.total_steps={STEPS}",
             "trainer.save_interval=1",
+            # A group that is held up leaves a runner to the other one.
+            "explorer.runner_per_model=2",
             *overrides,
         ],
     )

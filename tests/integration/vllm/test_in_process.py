@@ -58,3 +58,25 @@ async def test_without_forgetting_the_prefix_cache_old_weights_would_be_served(
         got = await rig.engine.generate(ids, sampling, "session")
         assert (got.cached_tokens == 0) == forgets
         assert (error(rig, ids, got, sampling) < TOLERANCE) == forgets
+
+
+async def test_vllm_that_dies_while_it_loads_weights_is_started_with_them(rig, parts, monkeypatch):
+    """vLLM itself never answers what its dead process was asked."""
+    vllm = parts[2]._host._core._engine
+    ask = vllm.collective_rpc
+
+    async def ask_and_die(*args, **kwargs):
+        call = asyncio.ensure_future(ask(*args, **kwargs))
+        await asyncio.sleep(0)  # it is sent
+        kill_engine_core()
+        return await call
+
+    monkeypatch.setattr(vllm, "collective_rpc", ask_and_die)
+    restarts = rig.engine.stats.restarts
+    change_weights(rig.model)
+    await asyncio.wait_for(rig.engine.update_weights(rig.engine.version + 1), 600)
+    assert rig.engine.stats.restarts == restarts + 1
+    ids, sampling = prompt(30), SamplingParams(max_tokens=5)
+    got = await rig.engine.generate(ids, sampling, "session")
+    assert got.versions == (rig.engine.version,) * 5
+    assert error(rig, ids, got, sampling) < TOLERANCE

@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal
 
 from tuner.engines.base import EngineError, EngineLostError, SamplingParams
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _POLL = 0.002
+_LOOK = 0.5
+"""Seconds between looks at whether vLLM has died that is to answer."""
 _SECONDS_TO_END = 60.0
 """How long requests that nobody waits for may take to end."""
 TransferVerb = Literal["connect", "begin", "update", "finish"]
@@ -72,6 +75,25 @@ class VllmSettings:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
+def _ends_with_vllm(
+    method: Callable[..., Coroutine[Any, Any, None]],
+) -> Callable[..., Coroutine[Any, Any, None]]:
+    """vLLM leaves calls open for ever whose process dies before it answers; these fail."""
+
+    @wraps(method)
+    async def ending(self: VllmCore, *args: Any) -> None:
+        call = asyncio.ensure_future(method(self, *args))
+        try:
+            while not (await asyncio.wait({call}, timeout=_LOOK))[0]:
+                if self.dead:
+                    raise EngineLostError(f"vLLM died before it had answered to {method.__name__}")
+            call.result()
+        finally:
+            call.cancel()
+
+    return ending
+
+
 class VllmCore:
     """vLLM with one version of the weights at a time; belongs to one event loop."""
 
@@ -94,6 +116,7 @@ class VllmCore:
         """Whether vLLM's processes have died."""
         return bool(self._engine.errored)
 
+    @_ends_with_vllm
     async def load(self, weights: Weights) -> None:
         """Serve these weights, with nothing computed by others. No request is in flight.
 
@@ -110,6 +133,7 @@ class VllmCore:
             await self._wake_cache()
         self._label = weights.label
 
+    @_ends_with_vllm
     async def sleep(self) -> None:
         """Give back the GPU's memory until the next weights. No request is in flight.
 
@@ -124,6 +148,7 @@ class VllmCore:
             await self._engine.sleep(level=2 if self._settings.lora_rank is None else 1)
             self._asleep = True
 
+    @_ends_with_vllm
     async def transfer(self, verb: TransferVerb, info: dict[str, Any]) -> None:
         """One act of handing over weights from GPU to GPU, as `tuner.engines.vllm.direct` leads it.
 
