@@ -8,11 +8,12 @@ by the names of docs/configuration.md.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+from omegaconf import OmegaConf
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from tuner.areal.queue_workflow import AgentAbstraction, EnvServiceAbstraction, QueueWorkflow
@@ -180,7 +181,12 @@ class GRPOConfig:
             "tuner.algorithm.success_rate_ub": self.success_rate_ub,
             "tuner.algorithm.turn_discount": self.turn_discount,
         }
-        return load_config(None, settings=_merged(_nested(given), self.tuner))
+        settings = OmegaConf.create({})
+        for key, value in given.items():
+            if value is not None:
+                OmegaConf.update(settings, key, value)
+        merged: Any = OmegaConf.to_container(OmegaConf.merge(settings, self.tuner))
+        return load_config(None, settings=merged)
 
 
 class AgentExperiment:
@@ -232,8 +238,6 @@ def load_expr_config(argv: Sequence[str], config_class: type[ConfigT]) -> tuple[
         ConfigError: The file or an override cannot be read, or a key is unknown or of the wrong
             type; all of them are named.
     """
-    from omegaconf import OmegaConf
-
     parser = argparse.ArgumentParser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="\n".join([f"Settings of {config_class.__name__}:", *help_lines(config_class)]),
@@ -273,23 +277,3 @@ def help_lines(config_class: type[Any], prefix: str = "") -> list[str]:
         kind = getattr(info.type, "__name__", info.type)
         lines.append(f"  {prefix}{info.name} ({kind}, {value!r})  {meaning}".rstrip())
     return lines
-
-
-def _nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for key, value in dotted.items():
-        if value is None:
-            continue
-        node = tree
-        *sections, last = key.split(".")
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[last] = value
-    return tree
-
-
-def _merged(base: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    for key, value in more.items():
-        inner = isinstance(value, Mapping) and isinstance(base.get(key), dict)
-        base[key] = _merged(base[key], value) if inner else value
-    return base

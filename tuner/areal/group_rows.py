@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from tuner.areal.token_workflow import Episode
-from tuner.areal.trajectories import Settled, Trajectory, concat_padded_tensors
+from tuner.areal.trajectories import Trajectory, concat_padded_tensors
 from tuner.areal.trajectory_batch import Account
 from tuner.traces import Call, Outcome, Trace, successors
-from tuner.training import Row, Selection, build_batch
+from tuner.training import Selection, build_batch
 from tuner.training.batch import untrainable
 
-ALL = Selection(needs_group=False, lone_rewards=True)
+AcceptFunction = Callable[[Mapping[str, Tensor]], bool]
+
+_ALL = Selection(needs_group=False, lone_rewards=True)
 
 
 def left_out(call: Call) -> str | None:
@@ -65,7 +67,7 @@ def derived_by_gain(trace: Trace, bias: float) -> Episode:
         bias: What is added to each reward that is given (`tuner.algorithm.reward_bias`).
     """
     calls = tuple(replace(c, excluded=left_out(c) is not None) for c in trace.calls)
-    rows = build_batch([replace(trace, calls=calls)], selection=ALL).rows
+    rows = build_batch([replace(trace, calls=calls)], selection=_ALL).rows
     if not rows:
         return derived(trace)
     after = successors(rows, [0] * len(rows))
@@ -91,13 +93,9 @@ def derived_by_gain(trace: Trace, bias: float) -> Episode:
             rewards.append(sum(gains) + (len(gains) - 1) * bias)
         else:
             trajectory[place] = trajectory[follow[0]]
-        _own(owners[trajectory[place]], row, index[row.call_id])
+        own = [index[row.call_id]] * len(row.completion_ids)
+        owners[trajectory[place]][len(row.prompt_ids) : len(row)] = own
     return _episode(trace, ids, owners, rewards)
-
-
-def _own(owners: list[int | None], row: Row, call: int) -> None:
-    start = len(row.prompt_ids)
-    owners[start : start + len(row.completion_ids)] = [call] * len(row.completion_ids)
 
 
 def _episode(
@@ -110,11 +108,7 @@ def _episode(
         Trajectory(row, tuple(o is not None for o in own), (0.0,) * len(row), None, reward)
         for row, own, reward in zip(ids, owners, rewards, strict=True)
     )
-    settled = Settled(tuple(map(tuple, owners)), (None,) * len(trace.calls))
-    return Episode(trajectories, trace.calls, settled, trace.reward or 0.0)
-
-
-AcceptFunction = Callable[[Mapping[str, Tensor]], bool]
+    return Episode(trajectories, tuple(map(tuple, owners)), trace.reward or 0.0)
 
 
 @dataclass(frozen=True)
@@ -180,7 +174,7 @@ def group_of(
         for place, trajectory in enumerate(episode.trajectories):
             owners = [
                 None if owner is None or left_out(trace.calls[owner]) else owner
-                for owner in episode.settled.owners[place]
+                for owner in episode.owners[place]
             ]
             trained.update(owner for owner in owners if owner is not None)
             rows.append(_tensors(trajectory, owners, trace.calls))
@@ -228,7 +222,7 @@ def _gathered(episode: Episode, adds_up: bool) -> list[int]:
     numbers = list(range(len(episode.trajectories)))
     if not adds_up:
         return numbers
-    owners = episode.settled.owners
+    owners = episode.owners
     for before, trajectory in enumerate(episode.trajectories):
         first = next((i for i, owner in enumerate(owners[before]) if owner is not None), None)
         if first is None:

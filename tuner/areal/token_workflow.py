@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, Self
 
-from tuner.areal.trajectories import Settled, Trajectory, read_trajectories, settle
+from tuner.areal.trajectories import Trajectory, read_trajectories, settle
 from tuner.chat_models.plain import SessionHandle
 from tuner.engines.base import Generation
 from tuner.errors import ConfigError, FunctionError
@@ -17,7 +17,6 @@ from tuner.functions.calling import is_async
 from tuner.functions.outputs import Rejected, WorkflowOutput
 from tuner.gateway import Session
 from tuner.gateway.dialects.text import complete_tokens
-from tuner.traces import Call
 from tuner.training.batch import untrainable
 
 StopReason = Literal["stop", "length"]
@@ -235,14 +234,13 @@ class Episode:
 
     Attributes:
         trajectories: As the workflow returned them.
-        calls: Everything that was sampled, in order of commitment.
-        settled: Which call sampled which trained token.
+        owners: For each the call that sampled each of its tokens, by number, None where it is not
+            trained; shape [L] each.
         reward: The rollout's.
     """
 
     trajectories: tuple[Trajectory, ...]
-    calls: tuple[Call, ...]
-    settled: Settled
+    owners: tuple[tuple[int | None, ...], ...]
     reward: float
 
 
@@ -320,22 +318,12 @@ def settled_episode(trajectories: Sequence[Trajectory], session: Session, source
         if len(trajectories) > 1:
             record.reward = trajectories[index].reward
     if len(trajectories) > 1:
-        for call, reward in _ends(trajectories, settled, calls):
-            recorded[call].gained = reward
+        for trajectory, owners in zip(trajectories, settled.owners, strict=True):
+            own = [call for call in owners if call is not None and untrainable(calls[call]) is None]
+            if own:
+                recorded[own[-1]].gained = trajectory.reward
     mean = sum(trajectory.reward for trajectory in trajectories) / len(trajectories)
-    return Episode(tuple(trajectories), calls, settled, mean)
-
-
-def _ends(
-    trajectories: Sequence[Trajectory], settled: Settled, calls: Sequence[Call]
-) -> list[tuple[int, float]]:
-    """The last call of each trajectory that can be trained, and the trajectory's reward."""
-    ends: list[tuple[int, float]] = []
-    for trajectory, owners in zip(trajectories, settled.owners, strict=True):
-        own = [call for call in owners if call is not None and untrainable(calls[call]) is None]
-        if own:
-            ends.append((own[-1], trajectory.reward))
-    return ends
+    return Episode(tuple(trajectories), settled.owners, mean)
 
 
 def _gaps(places: frozenset[int], length: int) -> list[tuple[int, int]]:

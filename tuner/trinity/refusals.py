@@ -17,9 +17,10 @@ from pydantic import ValidationError
 from tuner.algorithms.table import ALGORITHMS, NOT_HERE
 from tuner.config.document import accepted
 from tuner.config.foreign import FOREIGN
-from tuner.config.keys import fields, nearest, schema_paths, section_of, split_keys
+from tuner.config.keys import fields, nearest, schema_paths, split_keys
 from tuner.config.problems import Problem, describe
 from tuner.config.schema import TunerSection
+from tuner.config.section import section_of
 from tuner.trinity.installed import lookup, training_sets, uses_tinker
 from tuner.trinity.stage import MODES
 
