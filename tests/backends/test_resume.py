@@ -12,6 +12,7 @@ from tests.backends import runs
 from tuner.errors import ConfigError, ModelLoadError
 from tuner.loop import run_local
 from tuner.result import TuneResult
+from tuner.tune import leave_report
 
 # In the first step's rollouts, in its update, in the second step's rollouts, before metrics are
 # written, between the files of a checkpoint, and before a checkpoint gets its name.
@@ -29,6 +30,7 @@ def tune(config, **functions):
         judge=functions.get("judge", runs.judge),
         train_tasks=runs.TRAIN,
         eval_tasks={"held-out": runs.EVAL},
+        report=leave_report,
     )
 
 
