@@ -90,7 +90,7 @@ def view(
 
         typer.echo(write_report(run))
         return
-    from tuner.viewer.server import serve
+    from tuner.viewer.web import serve
 
     serve(run, port=port, announce=lambda link: typer.echo(f"{link}\nCtrl-C ends it."))
 

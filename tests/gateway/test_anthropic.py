@@ -17,7 +17,7 @@ from anthropic.types import Message
 
 from tests.engines.models import until
 from tests.gateway.toy import StubEngine, gateway_of, text_of
-from tuner.chat_models.plain import PlainChatModel
+from tuner.chat_models.without_framework import PlainChatModel
 from tuner.engines.base import EngineError
 from tuner.errors import MissingDependencyError
 from tuner.gateway import Session
@@ -462,7 +462,7 @@ async def test_the_chat_model_has_anthropics_client_too() -> None:
 
 def test_anthropic_is_not_imported_unless_its_client_is_asked_for() -> None:
     program = (
-        "import sys, tuner, tuner.chat_models.plain, tuner.gateway.routes\n"
+        "import sys, tuner, tuner.chat_models.without_framework, tuner.gateway.routes\n"
         "import tuner.gateway.clients\n"
         "sys.exit('anthropic' in sys.modules)"
     )

@@ -24,7 +24,7 @@ from tuner.engines.grammar import Grammars
 from tuner.training import Batch, PolicyTrainer, Row, TrainerSettings
 from tuner.training.forward import head, tree_blocks
 from tuner.training.forward.layouts import Forward
-from tuner.training.settings import Layout
+from tuner.training.trainer_settings import Layout
 
 KINDS = ["qwen3", "llama", "mistral", "gemma2", "gemma3"]
 """Shapes of models that can be computed on a token tree, with sliding windows and soft capping."""

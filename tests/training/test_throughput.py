@@ -11,7 +11,7 @@ from tests.training.exact import model_of, row
 from tests.training.test_trainer import random_batch, tiny_model
 from tuner.traces import TokenTree
 from tuner.training import PolicyTrainer, TrainerSettings, build_batch
-from tuner.training.forward.tree import tree_logprobs
+from tuner.training.forward.tree_pass import tree_logprobs
 from tuner.training.throughput import ModelFlops, Throughput, peak_flops
 
 ROWS = [row((3, 10, 17), (24, 31)), row((3, 10, 17), (24, 38, 45)), row((3, 10), (52, 3))]

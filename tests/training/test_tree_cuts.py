@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.engines.models import make_model
 from tests.traces.agents import Ids, batches
 from tuner.traces import TokenTree
-from tuner.training.forward.tree import PassCost, tree_cuts
+from tuner.training.forward.tree_pass import PassCost, tree_cuts
 
 costs = st.builds(PassCost, st.sampled_from([0.0, 0.01, 1.0]), st.booleans())
 

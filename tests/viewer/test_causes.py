@@ -11,7 +11,7 @@ from tests.viewer.stored import read_data, small, store_run
 from tuner.viewer import RunReader, write_report
 from tuner.viewer import page as report
 from tuner.viewer.follow import CauseIndex, TraceIndex
-from tuner.viewer.server import viewer_app
+from tuner.viewer.web import viewer_app
 
 
 def resampled(task, rollout, times=2, **fields):

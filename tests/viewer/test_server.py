@@ -7,8 +7,8 @@ from starlette.testclient import TestClient
 
 from tests.viewer.stored import read_data, small, store_run
 from tuner.errors import TunerError
-from tuner.viewer import server
-from tuner.viewer.server import serve, viewer_app
+from tuner.viewer import web as server
+from tuner.viewer.web import serve, viewer_app
 
 TOKEN = "unguessable"
 PATHS = ("", "api/metrics", "api/traces", "api/trace?file=step_000001.jsonl&offset=0")

@@ -12,7 +12,7 @@ import openai
 
 from tuner.areal.token_workflow import EpisodeWorkflow, TokenWorkflow
 from tuner.assembly.parameters import adds_up
-from tuner.chat_models.plain import SessionHandle
+from tuner.chat_models.without_framework import SessionHandle
 from tuner.config import RunConfig
 from tuner.errors import ConfigError, FunctionError
 from tuner.functions.calling import call_function, check_workflow_function

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, Self
 
 from tuner.areal.trajectories import Trajectory, read_trajectories, settle
-from tuner.chat_models.plain import SessionHandle
+from tuner.chat_models.without_framework import SessionHandle
 from tuner.engines.base import Generation
 from tuner.errors import ConfigError, FunctionError
 from tuner.functions.calling import is_async

@@ -7,10 +7,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from tuner.chat_models import agentscope1, agentscope2
-from tuner.chat_models.agentscope1 import agentscope_version, require_agentscope1
+from tuner.chat_models.agentscope1 import (
+    RemoteChatModel,
+    agentscope1_remote_model,
+    agentscope_version,
+    require_agentscope1,
+)
 from tuner.chat_models.agentscope2 import require_agentscope2
-from tuner.chat_models.plain import PlainChatModel
-from tuner.chat_models.remote import RemoteChatModel, agentscope1_remote_model
+from tuner.chat_models.without_framework import PlainChatModel
 from tuner.errors import MissingDependencyError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tuner.chat_models.agentscope1 import agentscope_version
 from tuner.chat_models.agentscope2_check import check_agent, check_replies_ended, check_summary
-from tuner.chat_models.plain import SessionHandle
+from tuner.chat_models.without_framework import SessionHandle
 from tuner.errors import MissingDependencyError
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from tuner.training.likelihood import RecordedBatch, recorded_update
 from tuner.training.optimizer import MasterAdamW, make_optimizer
 from tuner.training.scoring import ScoredBatch
 from tuner.training.selection import Overlong, Selection
-from tuner.training.settings import CriticSettings, TrainerSettings
 from tuner.training.trainer import PolicyTrainer
+from tuner.training.trainer_settings import CriticSettings, TrainerSettings
 
 __all__ = [
     "Batch",

@@ -28,7 +28,7 @@ from tuner.training.batch import Batch, Row
 from tuner.training.forward.head import body, causal_model
 from tuner.training.forward.layouts import Forward
 from tuner.training.optimizer import make_optimizer
-from tuner.training.settings import TrainerSettings
+from tuner.training.trainer_settings import TrainerSettings
 
 
 class Critic:

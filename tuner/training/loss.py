@@ -17,7 +17,7 @@ from tuner.algorithms.losses import (
     policy_loss,
     truncated,
 )
-from tuner.training.settings import TrainerSettings
+from tuner.training.trainer_settings import TrainerSettings
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from tuner.engines.grammar import Grammars
 from tuner.training.batch import HasRows
 from tuner.training.forward.layouts import Forward
-from tuner.training.settings import TrainerSettings
+from tuner.training.trainer_settings import TrainerSettings
 
 if TYPE_CHECKING:
     from peft import PeftModel

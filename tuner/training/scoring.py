@@ -42,7 +42,7 @@ from tuner.traces.tree import IntArray
 from tuner.training.batch import Batch, Row
 from tuner.training.forward.head import TokenLogprobs
 from tuner.training.loss import Tokens
-from tuner.training.settings import TrainerSettings
+from tuner.training.trainer_settings import TrainerSettings
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,8 @@ from tuner.training.scoring import (
     row_advantages,
     tokens_of,
 )
-from tuner.training.settings import TrainerSettings
 from tuner.training.throughput import Throughput
+from tuner.training.trainer_settings import TrainerSettings
 
 
 class PolicyTrainer:

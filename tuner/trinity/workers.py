@@ -312,9 +312,7 @@ def _read_back(data: bytes, func: Callable[..., Any], role: str) -> None:
 
 def worker_path() -> str:
     """PYTHONPATH of a worker: where `tuner` is, then what this process was given."""
-    import tuner
-
-    here = str(Path(tuner.__file__).resolve().parent.parent)
+    here = str(Path(__file__).resolve().parents[2])
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return os.pathsep.join(dict.fromkeys([here, *(part for part in given if part)]))
 

@@ -30,7 +30,7 @@ from tuner.engines.base import (
 from tuner.engines.grammar import Grammars, GrammarState
 from tuner.engines.request import Request, StopStrings, check_prompt, end_ids_of
 from tuner.engines.sampling import check_sampling
-from tuner.engines.transformers.kv_cache import layer_windows, rows_agree
+from tuner.engines.transformers.kv_cache import servable_layers
 from tuner.engines.transformers.slots import SlotRunner
 from tuner.engines.transformers.solo import Runner, SoloRunner
 from tuner.engines.transformers.weights import WeightsGuard, served_model
@@ -145,33 +145,23 @@ class TransformersEngine(GrammarEngine):
         solo = SoloRunner(model, self._guard, self._stats)
         if deterministic:
             return solo
-        windows = layer_windows(model)
+        windows = servable_layers(model)
         if isinstance(windows, dict):
-            attention = model.config._attn_implementation
-            if attention not in ("sdpa", "eager"):
-                raise ConfigError(
-                    f"attn_implementation is {attention!r}, but the engine needs one that takes a "
-                    "mask: load the model with attn_implementation='sdpa' or 'eager'"
-                )
-            reason = rows_agree(model, windows)
-            if reason is None:
-                return SlotRunner(
-                    model,
-                    self._guard,
-                    self._stats,
-                    windows=windows,
-                    layers=model.config.get_text_config(decoder=True).num_hidden_layers,
-                    max_slots=max_slots,
-                    max_model_len=self._capabilities.max_model_len,
-                    prefill_tokens=prefill_tokens,
-                )
-        else:
-            reason = windows
+            return SlotRunner(
+                model,
+                self._guard,
+                self._stats,
+                windows=windows,
+                layers=model.config.get_text_config(decoder=True).num_hidden_layers,
+                max_slots=max_slots,
+                max_model_len=self._capabilities.max_model_len,
+                prefill_tokens=prefill_tokens,
+            )
         _log.warning(
             "%s cannot be served from rows of keys and values: %s. Requests are generated one "
             "after the other, without prefix reuse.",
             type(model).__name__,
-            reason,
+            windows,
         )
         return solo
 

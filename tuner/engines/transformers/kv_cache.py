@@ -31,6 +31,7 @@ from transformers.cache_utils import (
 )
 
 from tuner.engines.transformers.solo import forward_options
+from tuner.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -247,3 +248,21 @@ def rows_agree(model: PreTrainedModel, windows: dict[str, int | None]) -> str | 
     if difference > allowed:
         return f"its logits would differ by {difference:.2g} standard deviations"
     return None
+
+
+def servable_layers(model: PreTrainedModel) -> dict[str, int | None] | str:
+    """What each layer attends to, as `layer_windows`; where rows cannot serve it, the reason.
+
+    Raises:
+        ConfigError: Its attention implementation takes no mask.
+    """
+    windows = layer_windows(model)
+    if isinstance(windows, str):
+        return windows
+    attention = model.config._attn_implementation
+    if attention not in ("sdpa", "eager"):
+        raise ConfigError(
+            f"attn_implementation is {attention!r}, but the engine needs one that takes a "
+            "mask: load the model with attn_implementation='sdpa' or 'eager'"
+        )
+    return rows_agree(model, windows) or windows

@@ -34,8 +34,8 @@ from tuner.training.forward.head import (
     completion_states,
 )
 from tuner.training.forward.packed import pack_tokens, packed_logprobs, packed_states, packs
-from tuner.training.forward.tree import PassCost, tree_cuts, tree_logprobs, tree_states
-from tuner.training.settings import Layout
+from tuner.training.forward.tree_pass import PassCost, tree_cuts, tree_logprobs, tree_states
+from tuner.training.trainer_settings import Layout
 
 
 def check_checkpointing(model: nn.Module) -> None:

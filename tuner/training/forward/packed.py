@@ -33,7 +33,7 @@ from tuner.training.forward.head import (
     causal_model,
     logprobs_in_parts,
 )
-from tuner.training.forward.tree import PassCost
+from tuner.training.forward.tree_pass import PassCost
 
 MASKED_TOKENS = 8192
 """The longest pack whose attention takes a mask."""

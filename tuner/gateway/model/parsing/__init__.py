@@ -8,15 +8,15 @@ strips the content and leaves out the text after a call, and reads whole complet
 parsers come with vLLM alone, and do not count what they cannot read.
 """
 
-from tuner.gateway.model.parsing.message import Delta, ParsedMessage, ParsedToolCall, joined
-from tuner.gateway.model.parsing.scanning import Tools
-from tuner.gateway.model.parsing.table import (
+from tuner.gateway.model.parsing.families import (
     REASONING_PARSERS,
     TOOL_CALL_PARSERS,
     MessageScanner,
     ReasoningParser,
     ToolCallParser,
 )
+from tuner.gateway.model.parsing.message import Delta, ParsedMessage, ParsedToolCall, joined
+from tuner.gateway.model.parsing.scanning import Tools
 
 __all__ = [
     "REASONING_PARSERS",

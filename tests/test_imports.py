@@ -1,0 +1,135 @@
+"""Who may import whom: the order of the rooms, without a circle. CONTRIBUTING says what each is."""
+
+import ast
+from collections import Counter, defaultdict
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# A room may import those above it, and nobody beside or below it.
+ORDER = [
+    {"errors"},
+    {"algorithms"},
+    {"config"},
+    {"functions"},
+    {"engines"},
+    {"traces"},
+    {"gateway"},
+    {"data", "chat_models", "rewards"},
+    {"rollout", "training"},
+    {"result"},
+    {"run"},
+    {"assembly"},
+    {"sources"},
+    {"loop"},
+    {"settings"},
+    {"tune"},
+    {"areal", "trinity", "viewer", "check"},
+    {"cli"},
+]
+# `tune` knows these leaves by one line each, in the function that needs them.
+LAZY = {("tuner.tune", "tuner.trinity.launch"), ("tuner.tune", "tuner.viewer")}
+# Read without PyTorch, so that a wrong setting is refused at once.
+WITHOUT_TORCH = ("tuner.algorithms.spec", "tuner.algorithms.table")
+# Parallel modules: what each engine has of its own.
+PARALLEL = {"client", "sampling"}
+
+
+@cache
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted((ROOT / "tuner").rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+@cache
+def imports() -> dict[str, set[str]]:
+    """The modules that each module imports: at its top, in functions and for types."""
+    known = modules()
+    found = defaultdict(set)
+    for module, path in known.items():
+        if module == "tuner":  # the public names, which nobody inside asks for
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{path} imports by a relative name"
+                inner = [f"{node.module}.{alias.name}" for alias in node.names]
+                names = [name if name in known else node.module for name in inner]
+            found[module].update(name for name in names if name in known)
+    return {
+        module: {other for other in others if (module, other) not in LAZY}
+        for module, others in found.items()
+    }
+
+
+def room(module: str) -> str:
+    return module.split(".")[1]
+
+
+def rank(module: str) -> int:
+    return next(place for place, rooms in enumerate(ORDER) if room(module) in rooms)
+
+
+def test_every_room_has_its_place():
+    rooms = {room(module) for module in modules() if module != "tuner"}
+    assert rooms == set().union(*ORDER)
+
+
+def test_a_room_imports_only_what_is_above_it():
+    wrong = [
+        f"{module} imports {other}"
+        for module, others in imports().items()
+        for other in others
+        if other == "tuner" or (room(module) != room(other) and rank(other) >= rank(module))
+    ]
+    assert wrong == []
+
+
+def test_there_is_no_circle():
+    state: dict[str, str] = {}
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        if state.get(module) == "done":
+            return
+        if module in path:
+            pytest.fail("a circle: " + " -> ".join([*path[path.index(module) :], module]))
+        for other in sorted(imports().get(module, ())):
+            visit(other, (*path, module))
+        state[module] = "done"
+
+    for module in modules():
+        visit(module, ())
+
+
+def test_settings_are_read_without_the_functions_of_tensors():
+    found = {
+        other
+        for module, others in imports().items()
+        if room(module) in ("config", "data")
+        for other in others
+        if room(other) == "algorithms"
+    }
+    assert found <= set(WITHOUT_TORCH)
+
+
+def test_no_two_modules_have_one_name():
+    names = Counter(
+        module.rsplit(".", 1)[-1] for module, path in modules().items() if path.stem != "__init__"
+    )
+    assert {name for name, count in names.items() if count > 1} == PARALLEL
+
+
+def test_no_module_is_longer_than_four_hundred_lines():
+    lengths = {
+        module: len(path.read_text(encoding="utf-8").splitlines())
+        for module, path in modules().items()
+    }
+    assert {module: count for module, count in lengths.items() if count > 400} == {}
