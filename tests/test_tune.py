@@ -46,7 +46,7 @@ class Backend:
         self.config = RunConfig()
         self.given: dict[str, Any] = {}
 
-    def run_local(self, config: RunConfig, *, report: Any, **given: Any) -> str:
+    def run_local(self, config: RunConfig, **given: Any) -> str:
         with pytest.raises(RuntimeError):
             asyncio.get_running_loop()
         self.config, self.given = config, given
