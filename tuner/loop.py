@@ -22,6 +22,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
@@ -103,16 +104,13 @@ async def _run(
         if record.weights is not None:
             trainer.load(record.weights / TRAINER_STATE)
         record.open(stack.decisions)
-        with record.console:
+        with record.console, ThreadPoolExecutor(1, "tuner-training") as thread:
             rollouts = None
             if stack.runner is not None:
                 rollouts = Rollouts(
                     stack.runner,
                     TraceStore(record.directory.traces),
-                    # One after the other, the global random states belong to one at a time.
-                    max_running=1
-                    if config.tuner.deterministic
-                    else config.explorer.runner_per_model,
+                    max_running=_most_rollouts(config),
                     on_end=record.timeline.rollout,
                 )
             if isinstance(data, Examples):
@@ -121,7 +119,7 @@ async def _run(
                 assert rollouts is not None, "prepare() lets no rollouts be without a workflow"
                 source = RolloutSource(config, record, data, rollouts)
             evaluation = Evaluation(config, record, eval_tasks, rollouts)
-            await _steps(config, record, stack, trainer, source, evaluation)
+            await _steps(config, record, stack, trainer, source, evaluation, thread)
         return record.finish(trainer.step, rows=source.rows)
     finally:
         if source is not None:
@@ -142,13 +140,21 @@ async def _steps(
     trainer: PolicyTrainer,
     source: Source,
     evaluation: Evaluation,
+    thread: ThreadPoolExecutor,
 ) -> None:
-    """The loop.
+    """The loop; what would keep generation waiting is done in `thread`.
 
     Raises:
         TrainingError: There is nothing to learn, or training failed.
     """
     timeline = record.timeline
+
+    async def aside(work: Callable[[], T]) -> T:
+        """The result of `work`, in the thread where generation goes on meanwhile."""
+        if stack.shares_weights:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(thread, work)
+
     if not record.history and config.explorer.eval_on_startup and evaluation.tasks:
         started = time.perf_counter()
         metrics = await evaluation.run(0)
@@ -163,7 +169,7 @@ async def _steps(
         if found.batch.rows:
             async with stack.training():
                 with timeline.span("training", version=trainer.step + 1):
-                    update = await _aside(stack, partial(_update, trainer, found.batch))
+                    update = await aside(partial(_update, trainer, found.batch))
                 trained = time.perf_counter()
                 with timeline.span("weights", version=trainer.step):
                     await stack.publish(trainer)
@@ -183,7 +189,7 @@ async def _steps(
         record.log(step, metrics)
         if last or is_due(step, config.trainer.save_interval):
             with timeline.span("checkpoint", step=step):
-                await _aside(stack, partial(record.save, step, trainer, stack.save_weights))
+                await aside(partial(record.save, step, trainer, stack.save_weights))
         reason = source.diagnosis()
         if reason is not None:
             raise TrainingError(reason)
@@ -198,11 +204,6 @@ def _update(trainer: PolicyTrainer, batch: Batch | RecordedBatch) -> dict[str, f
         metrics = trainer.ppo_update(scored)
     trainer.step_lr_scheduler()
     return metrics
-
-
-async def _aside(stack: Stack, work: Callable[[], T]) -> T:
-    """The result of `work`, in a thread where generation goes on meanwhile."""
-    return work() if stack.shares_weights else await asyncio.to_thread(work)
 
 
 class Evaluation:
