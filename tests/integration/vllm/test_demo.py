@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,7 @@ def server_of(folder: Path) -> int:
     import psutil
 
     for child in psutil.Process().children():
-        if "tuner.engines.vllm.server" in " ".join(child.cmdline()):
-            return child.pid
+        with suppress(psutil.NoSuchProcess):  # dead, and perhaps not yet waited for
+            if "tuner.engines.vllm.server" in " ".join(child.cmdline()):
+                return child.pid
     raise AssertionError(f"no server runs for {folder}")
