@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,5 +62,6 @@ def engine(
 def kill_engine_core() -> None:
     """As vLLM's own process may die that this process has for it."""
     for child in psutil.Process().children():
-        if "EngineCore" in child.name() or "EngineCore" in " ".join(child.cmdline()):
-            child.kill()
+        with suppress(psutil.NoSuchProcess):  # dead, and perhaps not yet waited for
+            if "EngineCore" in child.name() or "EngineCore" in " ".join(child.cmdline()):
+                child.kill()
