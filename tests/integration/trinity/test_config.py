@@ -9,7 +9,7 @@ from tests.integration.trinity.conftest import REPOSITORY, TINY
 from tuner import AlgorithmConfig, Dataset, TunerModelConfig
 from tuner.config.load import read_layers
 from tuner.errors import ConfigError, MissingDependencyError
-from tuner.settings import settings_of
+from tuner.settings import location, settings_of
 from tuner.trinity.endpoints import ENGINE_ARGS
 from tuner.trinity.handover import CALL_REWARDS, WORKFLOW, checked, install, resolve
 from tuner.trinity.workflow import _adapter_folder
@@ -25,9 +25,9 @@ async def workflow(task, model): ...
 def trinity(tmp_path):
     """Trinity-RFT's own configuration, checked by it, for what `tune()` was given."""
 
-    def make(*overrides, path=None, settings=None, small=True):
+    def make(*overrides, path=None, settings=None, train=None, small=True):
         given = [*(SMALL if small else CLUSTER), f"checkpoint_root_dir={tmp_path}", *overrides]
-        resolved = resolve(read_layers(path, settings, given, backend="trinity"))
+        resolved = resolve(read_layers(path, settings, given, train=train, backend="trinity"))
         taskset = resolved.tree["buffer"]["explorer_input"]["taskset"]
         taskset["path"] = taskset.get("path") or str(tmp_path)
         return checked(install(resolved, workflow="a:b", judge=None))
@@ -151,7 +151,9 @@ def test_what_is_given_to_tune_arrives(trinity, given, key, expected):
     settings = settings_of(workflow, **given)
     more = ["cluster.gpu_per_node=3"] if "auxiliary_models" in given else []
     base = [] if "model" in given else SMALL
-    assert value(trinity(*base, *more, settings=settings, small=False), key) == expected
+    train = location(given["train_dataset"]) if "train_dataset" in given else None
+    config = trinity(*base, *more, settings=settings, train=train, small=False)
+    assert value(config, key) == expected
 
 
 def test_only_what_was_given_changes_the_file(trinity, tmp_path):
