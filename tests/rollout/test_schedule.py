@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.rollout.clock import simulate
@@ -122,6 +122,8 @@ cases = st.builds(
 )
 
 
+@example(Case(1, 4, 2, 4, 2, True, 1, [1.0, 1.0, 1.0, 3.0], [False], [0.0], [4.0]))
+@example(Case(1, 4, 2, 4, 2, True, 1, [1.0, 1.0, 1.0, 3.0], [False], [0.0], [4.0]))
 @settings(max_examples=200, deadline=None)
 @given(cases)
 def test_staleness_never_exceeds_the_bound(case):

@@ -214,6 +214,7 @@ class Schedule(Generic[T]):
             self._ahead.add(number, result)
             self._begun[number] = version
         self._earliest = dict(begun)
+        self._begun.update(begun)  # what is left of them may wait for room, and grows older
 
     def advance(self, version: int) -> None:
         """The weights have seen `version` updates."""
@@ -277,7 +278,9 @@ class Schedule(Generic[T]):
         return dict(zip(chosen, self._ahead.take(chosen), strict=True))
 
     def _choice(self) -> list[int]:
-        return self._ahead.ended[: self._batch]
+        # After a kill a group may be older than one before it that was begun anew.
+        oldest = sorted(self._ahead.ended, key=lambda number: (self._begun[number], number))
+        return sorted(oldest[: self._batch])
 
     def _ready(self) -> bool:
         chosen = self._choice()
