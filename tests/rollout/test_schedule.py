@@ -49,11 +49,11 @@ class Run:
             known = [r for r in range(case.repeat) if (number, r) in disk.rollouts]
             if not known or number in done:
                 continue
-            oldest = min((v for r in known for v in disk.rollouts[number, r]), default=self.version)
+            versions = [v for r in known for v in disk.rollouts[number, r]]
             if len(known) == case.repeat:
-                complete[number] = (self.group(number), oldest)
-            else:
-                begun[number] = oldest
+                complete[number] = (self.group(number), min(versions, default=case.steps))
+            elif versions:
+                begun[number] = min(versions)
         self.schedule = Schedule(
             self.run_group,
             batch=case.batch,
@@ -124,6 +124,7 @@ cases = st.builds(
 
 @example(Case(1, 4, 2, 4, 2, True, 1, [1.0, 1.0, 1.0, 3.0], [False], [0.0], [4.0]))
 @example(Case(1, 4, 2, 4, 2, True, 1, [1.0, 1.0, 1.0, 3.0], [False], [0.0], [4.0]))
+@example(Case(2, 4, 3, 9, 1, True, 3, [3.0, 18.0], [True, False], [0.0], [61.0]))
 @settings(max_examples=200, deadline=None)
 @given(cases)
 def test_staleness_never_exceeds_the_bound(case):

@@ -296,13 +296,14 @@ class TrainingGroups:
         complete, begun = {}, {}
         for number, traces in self._known.items():
             final = {trace.id for trace in traces if trace.final}
-            oldest = min((v for t in traces for c in t.calls for v in c.versions), default=start)
+            versions = [v for t in traces for c in t.calls for v in c.versions]
             if len(final) == self._repeat:
                 known = [trace for trace in traces if trace.id in final]
+                oldest = min(versions, default=total_steps)
                 complete[number] = (sorted(known, key=lambda t: (t.id, t.attempt)), oldest)
                 self._complete[number // self._batch] += 1
-            else:
-                begun[number] = oldest
+            elif versions:  # without a token nothing of it is old
+                begun[number] = min(versions)
         self._schedule.restore(trained=trained, complete=complete, begun=begun)
 
     @property
