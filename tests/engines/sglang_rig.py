@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +27,7 @@ END = frozenset({make_tokenizer().eos_token_id})
 SETTINGS = SglangSettings("float32", CONTEXT, END)
 
 
-class Server:
+class Server(ABC):
     """A server at a port of its own, which somebody starts again when it is killed."""
 
     def __init__(self) -> None:
@@ -36,11 +37,13 @@ class Server:
         self.url = f"http://127.0.0.1:{self._port}"
         self.start()
 
+    @abstractmethod
     def start(self) -> None:
-        raise NotImplementedError
+        """Begin to listen at the port."""
 
+    @abstractmethod
     def stop(self) -> None:
-        raise NotImplementedError
+        """End at once, whatever is under way."""
 
     def kill(self) -> None:
         """As a machine dies; another process takes its place."""

@@ -151,7 +151,7 @@ class PolicyTrainer:
         return replace(scored, ref_logp=self.compute_logp(scored.batch, model=self.reference))
 
     def compute_advantages(self, batch: Batch) -> ScoredBatch:
-        """The algorithm's advantages (`tuner.training.scoring`, for PPO `.episodes`).
+        """The algorithm's advantages (`tuner.training.scoring`).
 
         PPO's need the critic's values, which are kept for its update. Where the distance to the
         reference is taken off the rewards, the reference's log-probs are computed first, and kept

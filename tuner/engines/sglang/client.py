@@ -5,7 +5,7 @@ How an SGLang server must have been started, for exact log-probs, seeds and form
 `/server_info` says how it was. What an environment variable changes it does not say; that is
 measured with `logprob_probe`.
 
-SGLang on other machines: its HTTP server, which somebody runs with the flags of `demands`.
+SGLang on other machines: its HTTP server, which somebody runs with those flags.
 
 | what | how |
 |---|---|
