@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from tuner.algorithms import losses
-from tuner.algorithms.losses import accepted, importance_weight, log_linear, truncated
 from tuner.algorithms.spec import CISPOLoss, GSPOLoss, OPMDLoss, PPOLoss, SAPOLoss, TOPRLoss
+from tuner.training import TrainerSettings
+from tuner.training.loss import Tokens, micro_batch_loss
 
 ROWS = [0, 0, 0, 1, 1, 2, 2, 2, 2]
 
@@ -129,18 +130,55 @@ def test_ratios_too_large_for_a_float_stay_finite():
         assert torch.isfinite(result.loss_T).all(), name
 
 
-def test_weights_of_older_samples_are_bounded_or_left_out():
-    weight_T = importance_weight(torch.tensor([0.0, 1.0, -1.0]), torch.zeros(3))
-    assert weight_T.tolist() == pytest.approx([1, math.e, 1 / math.e])
-    assert truncated(weight_T, 2.0).tolist() == pytest.approx([1, 2, 1 / math.e])
-    assert accepted(weight_T, 0.5, 2.0).tolist() == [1, 0, 0]
+def loss_of_token(logp: float, recorded: float, began: float | None, staleness: int, **settings):
+    """The loss of one token whose advantage is -1: the ratio, times the weight of its sampler."""
+
+    def one(value):
+        return None if value is None else torch.tensor([value])
+
+    loss, _, sums = micro_batch_loss(
+        TrainerSettings(total_steps=1, kl="none", **settings),
+        Tokens(
+            logp_T=torch.tensor([logp], requires_grad=True),
+            entropy_T=torch.zeros(1),
+            recorded_T=torch.tensor([recorded]),
+            advantages_T=-torch.ones(1),
+            weights_T=torch.ones(1),
+            call_T=torch.zeros(1, dtype=torch.long),
+            calls=1,
+            staleness_T=torch.tensor([staleness]),
+            proximal_T=one(began),
+        ),
+    )
+    return float(loss), float(sums["rejected_fraction"])
 
 
-def test_log_linear_lies_between_behaviour_and_current_by_staleness():
-    behaviour, current = torch.full((3,), -1.0), torch.full((3,), -2.0, requires_grad=True)
-    result = log_linear(behaviour, current, torch.tensor([0, 1, 3]))
-    assert result.tolist() == pytest.approx([-1.0, -1.5, -1.75])
-    assert not result.requires_grad
+@pytest.mark.parametrize(
+    ("proximal", "settings", "wanted"),
+    [
+        (0.0, {"importance_cap": 2.0}, (1.0, 0)),
+        (1.0, {"importance_cap": 9.0}, (math.e, 0)),
+        (1.0, {"importance_cap": 2.0}, (2.0, 0)),
+        (-1.0, {"importance_cap": 2.0}, (1 / math.e, 0)),
+        (0.5, {"importance_cap": 9.0, "rejection": (0.5, 2.0)}, (math.exp(0.5), 0)),
+        (1.0, {"importance_cap": 9.0, "rejection": (0.5, 2.0)}, (0.0, 1)),
+        (-1.0, {"importance_cap": 9.0, "rejection": (0.5, 2.0)}, (0.0, 1)),
+    ],
+)
+def test_weights_of_older_samples_are_bounded_or_left_out(proximal, settings, wanted):
+    found = loss_of_token(proximal, 0.0, proximal, 1, **settings)
+    assert found == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(("staleness", "proximal"), [(0, -1.0), (1, -1.05), (3, -1.075)])
+def test_log_linear_lies_between_behaviour_and_current_by_staleness(staleness, proximal):
+    loss, _ = loss_of_token(-1.1, -1.0, None, staleness, proximal="loglinear", importance_cap=9.0)
+    # The ratio to the proximal policy, times its weight against the one that sampled.
+    assert loss == pytest.approx(math.exp(-1.1 - proximal) * math.exp(proximal + 1.0))
+    capped, _ = loss_of_token(
+        -1.1, -1.0, None, staleness, proximal="loglinear", importance_cap=0.94
+    )
+    assert capped == pytest.approx(math.exp(-1.1 - proximal) * min(math.exp(proximal + 1.0), 0.94))
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
         whitened,
         whitened_returns,
     )
-    from tuner.algorithms.aggregation import row_weights
     from tuner.algorithms.losses import (
         KL_ESTIMATORS,
         PolicyLoss,
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
         clipped_value_loss,
         dpo,
         ppo_clip,
+        row_weights,
     )
 
 _MODULES = {
@@ -46,7 +46,7 @@ _MODULES = {
     "leave_one_out": "advantages",
     "mirror_descent": "advantages",
     "ppo_clip": "losses",
-    "row_weights": "aggregation",
+    "row_weights": "losses",
     "shifted_mean": "advantages",
     "turn_returns": "advantages",
     "whitened": "advantages",

@@ -1,14 +1,8 @@
-"""Policy losses, a critic's, KL and weights of older samples, for each token before aggregation.
+"""Policy losses, a critic's and KL for each token, and what each token weighs in a step's loss.
 
 Everywhere `logp_T` are the log-probs of the T sampled tokens under the current policy, `old_logp_T`
 those that the ratio is taken to (no gradient), `r = exp(logp - old_logp)`, and `advantages_T` the
 tokens' advantages A. `sg` stops the gradient. A sequence is one call: its completion tokens.
-
-Three policies may have a part: which sampled a token, which the step began with, which is being
-trained. PPO's clip holds the current policy near the one that a step began with, the *proximal*
-policy. Where the token was sampled by another (older weights, another engine), the *behaviour*
-policy, the loss is weighted by `w = proximal / behaviour` (decoupled PPO, arXiv 2110.00641; AReaL,
-arXiv 2505.24298); what makes these weights has no gradient.
 
 Estimates of KL(policy || reference) are of each token, from its two log-probs, with names and
 formulas after Schulman, "Approximating KL Divergence" (2020), as Trinity-RFT uses them.
@@ -24,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from tuner.algorithms.spec import (
+    Aggregation,
     CISPOLoss,
     DPOLoss,
     GSPOLoss,
@@ -324,38 +319,68 @@ def absolute(logp_T: Tensor, ref_logp_T: Tensor) -> Tensor:
 KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}
 
 
-def importance_weight(proximal_T: Tensor, behaviour_T: Tensor) -> Tensor:
-    """`w = exp(proximal - behaviour)` from log-probs, not yet bounded."""
-    return (proximal_T - behaviour_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+def row_weights(
+    mode: Aggregation,
+    tokens_N: Tensor,
+    rollout_N: Tensor,
+    call_N: Tensor | None = None,
+    *,
+    longest: int | None = None,
+) -> Tensor:
+    """The weight of every token of each row; the loss of a step is `sum_t weight_t * loss_t`.
 
+    A sequence is one call, as in verl and Trinity-RFT, where an experience is one row of training
+    data; a rollout with more calls has more sequences. `rollout-mean` counts rollouts instead. A
+    call that a mask cuts into several rows is one sequence, of the tokens that are left.
 
-def truncated(weight_T: Tensor, cap: float) -> Tensor:
-    """`min(w, cap)`: truncated importance sampling, biased a little and bounded.
+    With C calls and R rollouts that have any tokens, T of them:
 
-    Source: Ionides (2008); for the mismatch of engine and trainer Yao et al. (2025).
+        token-mean               1 / sum(T)
+        seq-mean-token-mean      1 / (C T_call(n))
+        seq-mean-token-sum       1 / C
+        seq-mean-token-sum-norm  1 / (C longest)           Dr.GRPO (arXiv 2503.20783)
+        rollout-mean             1 / (R T_rollout(n))
+
+    They are those of the whole step, so a loss does not depend on where micro-batches are cut.
+
+    Args:
+        mode: Trinity-RFT's names, and `rollout-mean`.
+        tokens_N: Trained tokens of each row, all above 0.
+        rollout_N: Index of each row's rollout.
+        call_N: Index of each row's call; None where each row is one.
+        longest: The most tokens that an answer may have; `seq-mean-token-sum-norm` needs it.
+
+    Returns:
+        Shape [N], float64.
+
+    Raises:
+        ValueError: `longest` is missing.
     """
-    return weight_T.clamp(max=cap)
+    tokens_N = tokens_N.double()
+    ones_N = tokens_N.new_ones(len(tokens_N))
+    if call_N is None:
+        call_N = torch.arange(len(tokens_N))
+    match mode:
+        case "token-mean":
+            return ones_N / tokens_N.sum()
+        case "seq-mean-token-mean":
+            return _mean_of_means(tokens_N, call_N)
+        case "seq-mean-token-sum":
+            return ones_N / len(call_N.unique())
+        case "seq-mean-token-sum-norm":
+            if longest is None:
+                raise ValueError(f"{mode} needs the most tokens that an answer may have")
+            return ones_N / (len(call_N.unique()) * longest)
+        case "rollout-mean":
+            return _mean_of_means(tokens_N, rollout_N)
 
 
-def accepted(weight_T: Tensor, low: float, high: float) -> Tensor:
-    """1 where `low <= w <= high`, else 0: tokens too far from what is trained are left out."""
-    return ((weight_T >= low) & (weight_T <= high)).to(weight_T)
-
-
-def log_linear(behaviour_T: Tensor, current_T: Tensor, staleness_T: Tensor) -> Tensor:
-    """The proximal policy's log-probs without a forward pass of its own.
-
-    With s the steps between the behaviour and the proximal policy, `alpha = s / (s + 1)`:
-
-        proximal = behaviour + alpha * (current - behaviour)
-
-    The current policy is one step after the proximal one. For s = 0 it is the recorded log-prob.
-
-    Source: AReaL's `prox_logp_method: loglinear`.
-    """
-    alpha_T = staleness_T.clamp(min=0).to(behaviour_T)
-    alpha_T = alpha_T / (alpha_T + 1)
-    return torch.lerp(behaviour_T, current_T.detach().to(behaviour_T), alpha_T)
+def _mean_of_means(tokens_N: Tensor, owner_N: Tensor) -> Tensor:
+    """`1 / (M T_m)`: each token's weight in the mean over M owners of the mean of their tokens."""
+    _, index_N = owner_N.unique(return_inverse=True)
+    owners = int(index_N.max()) + 1
+    tokens_M = tokens_N.new_zeros(owners).index_add(0, index_N, tokens_N)
+    return 1 / (owners * tokens_M[index_N])
 
 
 def _ratio(logp_T: Tensor, old_logp_T: Tensor) -> Tensor:

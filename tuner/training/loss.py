@@ -1,4 +1,11 @@
-"""The loss of one micro-batch, assembled from the algorithm's parts, and the numbers about it."""
+"""The loss of one micro-batch, assembled from the algorithm's parts, and the numbers about it.
+
+Three policies may have a part: which sampled a token, which the step began with, which is being
+trained. PPO's clip holds the current policy near the one that a step began with, the *proximal*
+policy. Where the token was sampled by another (older weights, another engine), the *behaviour*
+policy, the loss is weighted by `w = proximal / behaviour` (decoupled PPO, arXiv 2110.00641; AReaL,
+arXiv 2505.24298); what makes these weights has no gradient.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tuner.algorithms.losses import (
-    KL_ESTIMATORS,
-    accepted,
-    importance_weight,
-    log_linear,
-    policy_loss,
-    truncated,
-)
+from tuner.algorithms.losses import KL_ESTIMATORS, MAX_LOG_RATIO, policy_loss
 from tuner.training.trainer_settings import TrainerSettings
 
 
@@ -67,17 +67,20 @@ def micro_batch_loss(
     loss_T = policy.loss_T
     rejected_T = torch.zeros_like(policy.clipped_T)
     if settings.ratio_to == "proximal" and proximal_T is not tokens.recorded_T:
-        weight_T = importance_weight(proximal_T, tokens.recorded_T)
+        weight_T = _importance(proximal_T, tokens.recorded_T)
         if settings.rejection is not None:
-            kept_T = accepted(weight_T, *settings.rejection)
+            low, high = settings.rejection
+            kept_T = (weight_T >= low) & (weight_T <= high)
             loss_T = loss_T * kept_T
-            rejected_T = kept_T == 0
+            rejected_T = ~kept_T
         if settings.importance_cap is not None:
-            loss_T = loss_T * truncated(weight_T, settings.importance_cap)
+            # Truncated importance sampling, biased a little and bounded: Ionides (2008); for the
+            # mismatch of engine and trainer Yao et al. (2025).
+            loss_T = loss_T * weight_T.clamp(max=settings.importance_cap)
     parts = {"policy_loss": (loss_T.detach() * weights_T).sum()}
     # Unbiased, since the tokens are samples of that policy, and never negative.
     kl_behaviour_T = KL_ESTIMATORS["k3"](tokens.recorded_T, logp_T.detach())
-    importance_T = importance_weight(logp_T.detach(), tokens.recorded_T)
+    importance_T = _importance(logp_T.detach(), tokens.recorded_T)
     sums = {
         "clip_fraction": policy.clipped_T.sum(),
         "rejected_fraction": rejected_T.sum(),
@@ -103,10 +106,26 @@ def micro_batch_loss(
 
 
 def _proximal(settings: TrainerSettings, tokens: Tokens) -> Tensor:
-    """Log-probs of the policy that the step began with; `recorded_T` itself where it sampled."""
+    """Log-probs of the policy that the step began with; `recorded_T` itself where it sampled.
+
+    `loglinear` has them without a forward pass of their own. With s the steps between the behaviour
+    and the proximal policy, and the current policy one step after that, `alpha = s / (s + 1)`:
+
+        proximal = behaviour + alpha * (current - behaviour)
+
+    For s = 0 it is the recorded log-prob. Source: AReaL's `prox_logp_method: loglinear`.
+    """
     if settings.proximal == "loglinear":
-        return log_linear(tokens.recorded_T, tokens.logp_T, tokens.staleness_T)
+        behaviour_T = tokens.recorded_T
+        alpha_T = tokens.staleness_T.clamp(min=0).to(behaviour_T)
+        alpha_T = alpha_T / (alpha_T + 1)
+        return torch.lerp(behaviour_T, tokens.logp_T.detach().to(behaviour_T), alpha_T)
     return tokens.recorded_T if tokens.proximal_T is None else tokens.proximal_T
+
+
+def _importance(proximal_T: Tensor, behaviour_T: Tensor) -> Tensor:
+    """`w = exp(proximal - behaviour)`, not yet bounded."""
+    return (proximal_T - behaviour_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 logger = logging.getLogger("tuner")
