@@ -150,7 +150,7 @@ def loss_of_token(logp: float, recorded: float, began: float | None, staleness: 
             proximal_T=one(began),
         ),
     )
-    return float(loss), float(sums["rejected_fraction"])
+    return float(loss.detach()), float(sums["rejected_fraction"])
 
 
 @pytest.mark.parametrize(
