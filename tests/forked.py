@@ -22,8 +22,8 @@ _CONTEXT.set_forkserver_preload(
         "torch.utils.tensorboard",
         "transformers.models.qwen3.modeling_qwen3",
         "tuner.areal",
-        "tests.backends.async_runs",
-        "tests.backends.recorded_runs",
+        "tests.loop.async_runs",
+        "tests.loop.recorded_runs",
         "tests.engines.sglang_server",
     ]
 )

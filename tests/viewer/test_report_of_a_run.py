@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.backends import runs
+from tests.loop import runs
 from tests.viewer.stored import read_data
 from tuner import cli
 from tuner.errors import ModelLoadError, TrainingError

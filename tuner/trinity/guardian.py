@@ -65,9 +65,16 @@ def guarded(folder: Path) -> Iterator[str]:
 
 
 def end(mark: str) -> None:
-    """Kill every member until none is left: new ones may start while others are killed."""
+    """Kill every member until none is left: new ones may start while others are killed.
+
+    One look that finds none is not enough: a process that is just being started has no environment
+    to be known by for a moment.
+    """
     deadline = time.monotonic() + _SECONDS
-    while (left := members(mark)) and time.monotonic() < deadline:
+    looks = 2
+    while looks and time.monotonic() < deadline:
+        left = members(mark)
+        looks = 2 if left else looks - 1
         for pid in left:
             try:
                 os.kill(pid, signal.SIGKILL)

@@ -15,8 +15,8 @@ from trinity.common.models.model import ModelWrapper
 from trinity.common.workflows.workflow import Task, Workflow
 from trinity.explorer.workflow_runner import WorkflowRunner
 
-from tests.backends.trinity.served import serving
 from tests.integration.trinity.conftest import TINY
+from tests.trinity.served import serving
 from tuner import WorkflowOutput
 from tuner.assembly.models import load_model, load_tokenizer
 from tuner.engines.transformers.engine import TransformersEngine

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from tests.backends import runs
-from tests.backends.test_resume import without_times
+from tests.loop import runs
+from tests.loop.test_resume import without_times
 from tuner.errors import ConfigError
 from tuner.loop import run_local
 from tuner.run.directory import TRAINER_STATE

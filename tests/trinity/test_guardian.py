@@ -13,7 +13,8 @@ from tuner.trinity.guardian import MARK, guarded, members
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
-SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
+# Its environment can be read for certain once it runs.
+SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
 # Starts a sleeper that does not die with its parent, as an engine's processes do not.
 STARTER = f"""
 import os, subprocess, sys, time
@@ -21,7 +22,10 @@ from pathlib import Path
 from tuner.trinity.guardian import MARK, guarded
 with guarded(Path(sys.argv[1])) as mark:
     env = {{**os.environ, MARK: mark}}
-    subprocess.Popen({SLEEPER!r}, env=env, start_new_session=True)
+    sleeper = subprocess.Popen(
+        {SLEEPER!r}, env=env, start_new_session=True, stdout=subprocess.PIPE
+    )
+    sleeper.stdout.readline()
     print(mark, flush=True)
     time.sleep(600)
 """
@@ -39,7 +43,10 @@ def test_processes_that_outlive_the_cluster_end_with_the_block(tmp_path):
     folder.mkdir()
     with guarded(folder) as mark:
         env = {**os.environ, MARK: mark}
-        process = subprocess.Popen(SLEEPER, env=env, start_new_session=True)
+        process = subprocess.Popen(
+            SLEEPER, env=env, start_new_session=True, stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout.readline() == "up\n"
         assert members(mark) == [process.pid]
     assert process.wait(timeout=60) == -signal.SIGKILL
     assert not folder.exists()
@@ -48,7 +55,7 @@ def test_processes_that_outlive_the_cluster_end_with_the_block(tmp_path):
 def test_they_end_when_the_process_that_started_them_is_killed(tmp_path):
     folder = tmp_path / "ray"
     folder.mkdir()
-    root = str(Path(__file__).parents[3])
+    root = str(Path(__file__).parents[2])
     starter = subprocess.Popen(
         [sys.executable, "-c", STARTER, str(folder)],
         stdout=subprocess.PIPE,

@@ -12,9 +12,9 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from tests.backends import runs
-from tests.backends.test_resume import without_times
 from tests.engines.models import make_model
+from tests.loop import runs
+from tests.loop.test_resume import without_times
 from tests.training.lora import change_adapter
 from tuner import tune
 from tuner.assembly.adapters import add_adapter

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.backends import runs
+from tests.loop import runs
 from tuner.assembly.models import load_model, load_tokenizer
 from tuner.chat_models import default_kind
 from tuner.data.order import planned_steps

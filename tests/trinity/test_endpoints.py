@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tests.backends.trinity.served import serving
+from tests.trinity.served import serving
 from tuner.assembly.models import load_model, load_tokenizer
 from tuner.engines import SamplingParams
 from tuner.engines.base import EngineError

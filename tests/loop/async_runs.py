@@ -2,7 +2,7 @@
 
 import asyncio
 
-from tests.backends import runs
+from tests.loop import runs
 from tuner.functions.outputs import WorkflowOutput
 from tuner.loop import run_local
 from tuner.run import directory as run_directory

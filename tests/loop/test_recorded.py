@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from tests import forked
-from tests.backends import recorded_runs
+from tests.loop import recorded_runs
 from tuner import AlgorithmConfig, TunerModelConfig, WorkflowOutput, tune
 from tuner.cli import app
 from tuner.errors import ConfigError, DatasetError, FunctionError

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import forked
-from tests.backends import async_runs, runs
+from tests.loop import async_runs, runs
 from tuner.assembly.parameters import selection
 from tuner.assembly.stack import ServedCopy, build_stack, build_trainer
 from tuner.data.order import batch_indices

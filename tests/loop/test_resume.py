@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import forked
-from tests.backends import runs
+from tests.loop import runs
 from tuner.errors import ConfigError, ModelLoadError
 from tuner.loop import run_local
 from tuner.result import TuneResult
