@@ -201,17 +201,6 @@ class DescribedEngine:
         return self._capabilities
 
 
-class GrammarEngine(DescribedEngine):
-    """An engine of ours whose grammars are compiled here too."""
-
-    _grammars: Grammars
-
-    @property
-    def grammars(self) -> Grammars:
-        """What it compiles grammars with; the trainer replays completions with the same."""
-        return self._grammars
-
-
 class TrainingEngine(Engine, Protocol):
     """What a run of our own needs of its engine besides."""
 

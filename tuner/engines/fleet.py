@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tuner.engines.base import EngineError, EngineLostError
@@ -128,13 +129,7 @@ class Fleet:
         self.weights = Weights(None, label) if self._direct else self._written(label)
         for seat in self.seats:
             if seat.up:
-                try:
-                    seat.server.load(self.weights)
-                except EngineLostError as error:
-                    seat.lose(error)
-                except EngineError as error:
-                    seat.up, self.failure = False, error
-                    raise
+                self._tell(seat, partial(seat.server.load, self.weights))
             if not seat.up:
                 self.bring_up(seat, version)
         if before is not None:
@@ -148,13 +143,17 @@ class Fleet:
         """
         for seat in self.seats:
             if seat.up:
-                try:
-                    seat.server.sleep()
-                except EngineLostError as error:
-                    seat.lose(error)
-                except EngineError as error:
-                    seat.up, self.failure = False, error
-                    raise
+                self._tell(seat, seat.server.sleep)
+
+    def _tell(self, seat: Seat, work: Callable[[], None]) -> None:
+        """Have a server do something; one that dies of it is not up any more."""
+        try:
+            work()
+        except EngineLostError as error:
+            seat.lose(error)
+        except EngineError as error:
+            seat.up, self.failure = False, error
+            raise
 
     def stop(self) -> None:
         """End every server, and remove the weights that were handed over."""

@@ -59,7 +59,7 @@ class GrammarState:
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
-            raise GrammarError(f"the grammar cannot be followed: {_first_lines(self._matcher)}")
+            raise GrammarError(f"the grammar cannot be followed: {_message(self._matcher)}")
         if 8 * len(bits) > vocabulary:
             bits = bits[: -(-vocabulary // 8)].copy()
             bits[-1] &= 0xFF >> (-vocabulary % 8)
@@ -74,7 +74,7 @@ class GrammarState:
             GrammarError: It may not follow.
         """
         if not self._matcher.consume_token(token_id):
-            raise GrammarError(f"token {token_id} may not follow: {_first_lines(self._matcher)}")
+            raise GrammarError(f"token {token_id} may not follow: {_message(self._matcher)}")
 
 
 class Grammars:
@@ -156,7 +156,7 @@ class Grammars:
             self._vocabulary = _vocabulary(self._tokenizer, self._end_ids)
         matcher = LLMatcher(self._vocabulary, with_head(grammar), log_level=0)
         if matcher.is_error():
-            raise GrammarError(f"the grammar cannot be compiled: {_first_lines(matcher)}")
+            raise GrammarError(f"the grammar cannot be compiled: {_message(matcher)}")
         return matcher
 
 
@@ -188,10 +188,6 @@ def _is_set(mask: Bits, token_id: int) -> bool:
     return 0 <= token_id < 8 * len(mask) and bool(mask[token_id // 8] >> (token_id % 8) & 1)
 
 
-def _first_lines(matcher: LLMatcher) -> str:
-    return _shortened(matcher.get_error())
-
-
-def _shortened(message: str) -> str:
-    """A library's message without the grammar and the parser's state that follow it."""
-    return message.split("\n<state>")[0].split("\n<grammar>")[0].strip()[:500]
+def _message(matcher: LLMatcher) -> str:
+    """llguidance's message without the grammar and the parser's state that follow it."""
+    return matcher.get_error().split("\n<state>")[0].split("\n<grammar>")[0].strip()[:500]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -17,17 +17,21 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tuner.engines.base import (
+    DescribedEngine,
+    EngineCapabilities,
     EngineError,
+    EngineStats,
     FinishReason,
     Generation,
     SamplingParams,
     TokenSink,
 )
-from tuner.engines.grammar import GrammarState, unpacked
+from tuner.engines.grammar import Grammars, GrammarState, unpacked
 from tuner.engines.grammar_text import GrammarError
 from tuner.engines.sampling import SamplingBatch, choose, most_probable
 from tuner.errors import ContextLengthError
 
+P = TypeVar("P", bound="Progress")
 _UNFINISHED = "\ufffd"
 _LONGEST_CHARACTER = 8
 """Tokens after which an undecodable tail is taken as it is: no character is longer in bytes."""
@@ -157,18 +161,16 @@ class Request(Progress):
         """Whether nobody can receive the result any more."""
         return self.cancelled or self.future.get_loop().is_closed()
 
-    def resolve(self, generation: Generation) -> None:
-        """Give the result to whoever waits for it, from any thread."""
-        self._settle(lambda: self.future.set_result(generation))
+    def settle(self, outcome: Generation | EngineError) -> None:
+        """Give the result or the error to whoever waits for it, from any thread."""
 
-    def reject(self, error: EngineError) -> None:
-        """Give the error to whoever waits, from any thread."""
-        self._settle(lambda: self.future.set_exception(error))
-
-    def _settle(self, settle: Callable[[], None]) -> None:
         def deliver() -> None:
-            if not self.future.done():
-                settle()
+            if self.future.done():
+                return
+            if isinstance(outcome, EngineError):
+                self.future.set_exception(outcome)
+            else:
+                self.future.set_result(outcome)
 
         with suppress(RuntimeError):  # the event loop was closed: nobody waits
             self.future.get_loop().call_soon_threadsafe(deliver)
@@ -185,25 +187,85 @@ class Request(Progress):
         return finished
 
 
-def check_prompt(prompt_ids: Sequence[int], *, vocabulary: int, max_model_len: int) -> None:
-    """Refuse a prompt that the model cannot read or go on with.
+class RequestEngine(DescribedEngine):
+    """What engines have in common that take a request from its first token to its last.
 
-    Raises:
-        ContextLengthError: It leaves no room for a single token.
-        EngineError: It is empty, or has ids that the model does not know.
+    Args:
+        tokenizer: For stop strings and grammars.
+        end_ids: Token ids that end a completion.
+        vocabulary: Number of token ids that the model knows.
+        max_model_len: Prompt and completion tokens of one request at most.
+        version: Version of the weights as they are now.
+        grammars: Whether our grammars are followed exactly.
+        shares_weights: As in `EngineCapabilities`.
     """
-    if len(prompt_ids) >= max_model_len:
-        raise ContextLengthError(
-            f"the prompt has {len(prompt_ids)} tokens and max_model_len is {max_model_len}: no "
-            "room for a single token; raise model.max_model_len or shorten the prompt"
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        end_ids: frozenset[int],
+        vocabulary: int,
+        max_model_len: int,
+        version: int,
+        grammars: bool,
+        shares_weights: bool,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._end_ids = end_ids
+        self._vocabulary = vocabulary
+        self._version = version
+        self._grammars = Grammars(tokenizer, end_ids)
+        self._capabilities = EngineCapabilities(
+            max_model_len=max_model_len,
+            grammars=grammars and Grammars.supports(tokenizer),
+            end_ids=end_ids,
+            shares_weights=shares_weights,
         )
-    if not prompt_ids:
-        raise EngineError("the prompt is empty: a model needs at least one token")
-    if min(prompt_ids) < 0 or max(prompt_ids) >= vocabulary:
-        wrong = next(i for i in prompt_ids if not 0 <= i < vocabulary)
-        raise EngineError(
-            f"the prompt has token id {wrong}, but the model knows 0 to {vocabulary - 1}: is the "
-            "tokenizer the model's own?"
+        self._stats = EngineStats()
+        self._closed = False
+
+    @property
+    def grammars(self) -> Grammars:
+        """What it compiles grammars with; the trainer replays completions with the same."""
+        return self._grammars
+
+    def _begun(
+        self,
+        kind: type[P],
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        sink: TokenSink | None,
+        **own: Any,
+    ) -> P:
+        """A request of `kind`, with its `own` fields, of which nothing is sampled yet.
+
+        Raises:
+            ContextLengthError: The prompt leaves no room for a single token.
+            EngineError: It is empty, or has ids that the model does not know.
+        """
+        prompt, longest = list(prompt_ids), self._capabilities.max_model_len
+        if len(prompt) >= longest:
+            raise ContextLengthError(
+                f"the prompt has {len(prompt)} tokens and max_model_len is {longest}: no room for "
+                "a single token; raise model.max_model_len or shorten the prompt"
+            )
+        if not prompt:
+            raise EngineError("the prompt is empty: a model needs at least one token")
+        if min(prompt) < 0 or max(prompt) >= self._vocabulary:
+            wrong = next(i for i in prompt if not 0 <= i < self._vocabulary)
+            raise EngineError(
+                f"the prompt has token id {wrong}, but the model knows 0 to "
+                f"{self._vocabulary - 1}: is the tokenizer the model's own?"
+            )
+        return kind(
+            prompt_ids=prompt,
+            sampling=sampling,
+            limit=min(sampling.max_tokens, longest - len(prompt)),
+            end_ids=self._end_ids,
+            stops=StopStrings(self._tokenizer, sampling.stop) if sampling.stop else None,
+            sink=sink,
+            **own,
         )
 
 
@@ -274,18 +336,17 @@ def _within_grammars(
     return logits.masked_fill(removed, -math.inf)
 
 
-@dataclass(eq=False)
-class Flight:
-    """A request, and the part of it that is being sampled."""
+@dataclass(eq=False, kw_only=True)
+class Flight(Progress):
+    """A request, and the part of it that is being sampled in another process."""
 
-    progress: Progress
     loop: asyncio.AbstractEventLoop
     wake: asyncio.Event
     part: asyncio.Task[None] | None = None
 
     def end_part(self) -> None:
-        part = self.part
-        if part is not None and not self.progress.sampling.grammar:
+        part = self.part  # which the request's own thread may take away meanwhile
+        if part is not None:
             with suppress(RuntimeError):  # its loop was closed: nobody waits
                 self.loop.call_soon_threadsafe(part.cancel)
 

@@ -20,24 +20,21 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tuner.engines.base import (
-    EngineCapabilities,
     EngineError,
     EngineLostError,
     EngineStats,
     Generation,
-    GrammarEngine,
     SamplingParams,
     TokenSink,
 )
 from tuner.engines.fleet import Fleet, Seat
-from tuner.engines.grammar import Grammars
-from tuner.engines.request import Flight, Progress, StopStrings, check_prompt, continued_seed
+from tuner.engines.request import Flight, Progress, RequestEngine, continued_seed
 from tuner.engines.sampling import check_sampling
 from tuner.engines.token_server import Sampled, TokenServer
 
@@ -47,7 +44,7 @@ _SESSIONS = 65536
 """Sessions whose server is remembered."""
 
 
-class ServedEngine(GrammarEngine):
+class ServedEngine(RequestEngine):
     """Generates on one or more `TokenServer`s with copies of weights that somebody trains.
 
     The turns of a session go to one server, so that they find their prefix in its cache; a new
@@ -89,23 +86,21 @@ class ServedEngine(GrammarEngine):
         version: int = 0,
         max_restarts: int = 3,
     ) -> None:
+        super().__init__(
+            tokenizer,
+            end_ids=end_ids,
+            vocabulary=vocabulary,
+            max_model_len=max_model_len,
+            version=version,
+            grammars=grammars,
+            shares_weights=False,
+        )
         self._fleet = Fleet(
             servers, save=save, folder=folder, direct=direct, max_restarts=max_restarts
         )
         self._sleeps = sleeps
         self._unfinished = False  # the weights are being changed, and are nobody's version
-        self._tokenizer = tokenizer
-        self._vocabulary = vocabulary
         self._check = check
-        self._grammars = Grammars(tokenizer, end_ids)
-        self._capabilities = EngineCapabilities(
-            max_model_len=max_model_len,
-            grammars=grammars and Grammars.supports(tokenizer),
-            end_ids=end_ids,
-        )
-        self._version = version
-        self._closed = False
-        self._stats = EngineStats()
         self._flights: set[Flight] = set()
         self._sessions: OrderedDict[str, Seat] = OrderedDict()
         self._gate = threading.Lock()  # held while a part begins, and while a pause does
@@ -149,27 +144,18 @@ class ServedEngine(GrammarEngine):
             if not self._capabilities.grammars:
                 raise EngineError("this engine cannot hold a completion to a grammar")
             await self._grammars.started(sampling.grammar)
-        prompt, limit = list(prompt_ids), self._capabilities.max_model_len
-        check_prompt(prompt, vocabulary=self._vocabulary, max_model_len=limit)
-        progress = Progress(
-            prompt_ids=prompt,
-            sampling=sampling,
-            limit=min(sampling.max_tokens, limit - len(prompt)),
-            end_ids=self._capabilities.end_ids,
-            stops=StopStrings(self._tokenizer, sampling.stop) if sampling.stop else None,
-            sink=sink,
-        )
-        flight = Flight(progress, asyncio.get_running_loop(), asyncio.Event())
+        own = {"loop": asyncio.get_running_loop(), "wake": asyncio.Event()}
+        flight = self._begun(Flight, prompt_ids, sampling, sink, **own)
         with self._gate:
             self._flights.add(flight)
         try:
-            while progress.finish_reason is None:
+            while flight.finish_reason is None:
                 await self._part(flight, session)
         finally:
             with self._gate:
                 self._flights.discard(flight)
-                self._stats.requests += progress.finish_reason is not None
-        return progress.generation()
+                self._stats.requests += flight.finish_reason is not None
+        return flight.generation()
 
     async def _part(self, flight: Flight, session: str) -> None:
         """Sample until the end, or until a pause."""
@@ -182,7 +168,7 @@ class ServedEngine(GrammarEngine):
             if not paused and seat.up:
                 weights = self._fleet.weights
                 assert weights is not None
-                work = self._sample(flight.progress, seat, weights.label, self._version)
+                work = self._sample(flight, seat, weights.label, self._version)
                 flight.part = part = flight.loop.create_task(work)
                 seat.load += 1
         if paused:
@@ -200,7 +186,7 @@ class ServedEngine(GrammarEngine):
             seat.load -= 1
             flight.part = None
         if part.cancelled():
-            if flight.progress.cancelled:  # the sink is full
+            if flight.cancelled:  # the sink is full
                 raise asyncio.CancelledError
             if self._closed:
                 raise EngineError("the engine was closed while the request was in flight")
@@ -286,7 +272,8 @@ class ServedEngine(GrammarEngine):
             flights = list(self._flights)
         try:
             for flight in flights:
-                flight.end_part()
+                if not flight.sampling.grammar:
+                    flight.end_part()
             while any(flight.running for flight in flights):  # noqa: ASYNC110  # on several loops
                 await asyncio.sleep(_POLL)
             yield
@@ -359,9 +346,7 @@ class ServedEngine(GrammarEngine):
             self._closed = True
             flights = list(self._flights)
         for flight in flights:
-            if flight.part is not None:
-                with suppress(RuntimeError):
-                    flight.loop.call_soon_threadsafe(flight.part.cancel)
+            flight.end_part()
             flight.wake_up()
         await self._locked(self._fleet.stop)
         self._executor.shutdown(wait=False)

@@ -133,6 +133,18 @@ _CONNECT_SECONDS = 300.0
 _POLL_SECONDS = 1.0
 
 
+def patient_client(url: str, headers: Mapping[str, str]) -> httpx.AsyncClient:
+    """A client for completions, of any number at once."""
+    return httpx.AsyncClient(
+        base_url=url,
+        headers=headers,
+        # A completion may wait in line and take as long as its rollout may; connecting may not.
+        timeout=httpx.Timeout(None, connect=60),
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+        trust_env=False,
+    )
+
+
 class RemoteServer:
     """A server at an address, that somebody else runs.
 
@@ -225,14 +237,7 @@ class RemoteServer:
         loop = asyncio.get_running_loop()
         client = self._clients.get(loop)
         if client is None:
-            client = self._clients[loop] = httpx.AsyncClient(
-                base_url=self._url,
-                headers=self._headers,
-                # A completion may wait in line and take as long as its rollout may.
-                timeout=httpx.Timeout(None, connect=60),
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-                trust_env=False,
-            )
+            client = self._clients[loop] = patient_client(self._url, self._headers)
         return client
 
     def _refusal(self, status: int, body: bytes) -> EngineError:

@@ -23,9 +23,10 @@ from torch import Tensor, nn
 
 from tuner.algorithms import clipped_value_loss
 from tuner.engines.transfer import to_device
+from tuner.engines.transformers.weights import causal_model
 from tuner.errors import TrainingError
 from tuner.training.batch import Batch, Row
-from tuner.training.forward.head import body, causal_model
+from tuner.training.forward.head import body
 from tuner.training.forward.layouts import Forward
 from tuner.training.optimizer import make_optimizer
 from tuner.training.trainer_settings import TrainerSettings
@@ -70,13 +71,8 @@ class Critic:
 
     def values(self, batch: Batch) -> tuple[Tensor, ...]:
         """Values of the states in which tokens were sampled, N tensors [T_row], no gradient."""
-        result: dict[int, Tensor] = {}
-        with torch.no_grad():
-            for indices in self._micro_batches(batch):
-                rows = [batch.rows[i] for i in indices]
-                pieces = self._values(rows).split([len(row.completion_ids) for row in rows])
-                result.update(zip(indices, pieces, strict=True))
-        return tuple(result[i] for i in range(len(batch.rows)))
+        budget = self._settings.max_tokens_per_micro_batch
+        return self._forward.by_row(batch.rows, budget, self._values)
 
     def update(
         self, batch: Batch, old: Sequence[Tensor], returns: Sequence[Tensor]
@@ -98,7 +94,8 @@ class Critic:
         self.optimizer.zero_grad()
         losses, clips = [], []
         device = next(self.model.parameters()).device
-        for indices in self._micro_batches(batch):
+        budget = self._settings.max_tokens_per_micro_batch
+        for indices in self._forward.micro_batches(batch.rows, budget):
             values_T = self._values([batch.rows[i] for i in indices])
             loss_T, clipped_T = clipped_value_loss(
                 values_T,
@@ -149,9 +146,6 @@ class Critic:
         states_TD = self._forward.states(self.model["layers"], rows)
         values_T1: Tensor = head(states_TD.to(next(head.parameters()).dtype))
         return values_T1[:, 0]
-
-    def _micro_batches(self, batch: Batch) -> list[list[int]]:
-        return self._forward.micro_batches(batch.rows, self._settings.max_tokens_per_micro_batch)
 
 
 def _fit(old_T: Tensor, returns_T: Tensor) -> dict[str, float]:

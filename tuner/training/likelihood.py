@@ -72,11 +72,7 @@ def recorded_update(trainer: PolicyTrainer, batch: RecordedBatch) -> dict[str, f
         raise TrainingError("a batch without a single turn to train cannot be trained")
     if trainer.settings.policy_loss == "dpo":
         return dpo_update(trainer, batch)
-    return sft_update(trainer, batch)
-
-
-def sft_update(trainer: PolicyTrainer, batch: RecordedBatch) -> dict[str, float]:
-    """`L = -sum_t m_t logp_t`, with the weights m of `loss_agg_mode` (`row_weights`)."""
+    # `L = -sum_t m_t logp_t`, with the weights m of `loss_agg_mode`.
     settings = trainer.settings
     weights_N = row_weights(
         settings.aggregation,

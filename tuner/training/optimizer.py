@@ -1,7 +1,5 @@
 """Learning-rate schedules, and AdamW in float32 for weights of any precision.
 
-AdamW in float32 for weights of any precision, with its state where and how small it should be.
-
 A weight of 1 in bfloat16 has 1 + 2^-7 as its neighbour, so an update of 1e-6 would be lost. The
 optimizer therefore owns a float32 copy of each such weight, its *master*, and the model holds the
 master rounded:
@@ -112,8 +110,13 @@ class MasterAdamW:
                 # What micro-batches add up to is lost in bfloat16 as small updates are.
                 parameter.grad = None
                 parameter.grad_dtype = torch.float32
-        adam = _adam8bit if state == "8bit" else _adam
-        self._adam = adam(self._masters, **settings)
+        # Fused: one kernel for each step, several times as fast as torch's default on a CPU, and
+        # without its temporary copies of all parameters on a GPU.
+        self._adam = (
+            _adam8bit(self._masters, **settings)
+            if state == "8bit"
+            else torch.optim.AdamW(self._masters, fused=True, **settings)
+        )
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -145,7 +148,7 @@ class MasterAdamW:
         for parameter, master in apart:
             master.grad = _beside(parameter.grad, master)
         if any(parameter.device != master.device for parameter, master in apart):
-            _wait_for_gradients()
+            torch.cuda.current_stream().synchronize()
         self._adam.step()
         for parameter, master in apart:
             master.grad = None
@@ -233,16 +236,6 @@ def _beside(gradient: Tensor | None, master: Tensor) -> Tensor | None:
         gradient.shape, dtype=gradient.dtype, device=master.device, pin_memory=gradient.is_cuda
     )
     return landed.copy_(gradient, non_blocking=True)
-
-
-def _wait_for_gradients() -> None:
-    torch.cuda.current_stream().synchronize()
-
-
-def _adam(masters: list[nn.Parameter], **settings: Any) -> torch.optim.Optimizer:
-    # One kernel for each step: several times as fast as torch's default on a CPU, and without
-    # its temporary copies of all parameters on a GPU.
-    return torch.optim.AdamW(masters, fused=True, **settings)
 
 
 def _adam8bit(masters: list[nn.Parameter], **settings: Any) -> torch.optim.Optimizer:

@@ -1,10 +1,8 @@
 """The frozen models beside the policy: its start, which the KL term is taken to, and a teacher.
 
-The policy's frozen start, which the KL term is taken to.
-
-Where all weights are trained it is a copy of the model. Where only an adapter is trained, the
-weights below it never change, so nothing is copied: the reference is the same model with another
-adapter, or with none. While it acts, whoever else computes with the model computes with the
+Where all weights are trained the start is a copy of the model. Where only an adapter is trained,
+the weights below it never change, so nothing is copied: the reference is the same model with
+another adapter, or with none. While it acts, whoever else computes with the model computes with the
 reference too, so an engine that shares it must be paused (`engine.pause()`); one that is not
 notices, and forgets its cached prefixes.
 """

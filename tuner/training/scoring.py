@@ -1,7 +1,5 @@
 """A batch with the advantage of every trained token, and what a micro-batch's loss takes.
 
-What calls lead to: their returns along the tree of a rollout's calls, and PPO's advantages.
-
 Which call goes on from which is read from token ids (`tuner.traces.successors`) among the calls
 that are trained. A leaf ends the episode and gains the rollout's reward; a call with a reward of
 its own gains that as well, where it ends. So the last calls of a sub-agent and of the main agent
@@ -226,9 +224,7 @@ def row_advantages(
             raise TrainingError("on_policy_distill needs a teacher (PolicyTrainer(teacher=...))")
         return tuple(
             distilled(
-                teacher_T.cpu().double(),
-                torch.tensor(row.logprobs, dtype=torch.float64),
-                args,
+                teacher_T.cpu().double(), torch.tensor(row.logprobs, dtype=torch.float64), args
             )
             for row, teacher_T in zip(batch.rows, teacher_logp, strict=True)
         )
@@ -300,19 +296,12 @@ def _compared(
 def _calls(batch: Batch, some_N: Tensor) -> tuple[Tensor, Tensor]:
     """The calls of some rows: the first row of each, shape [C], and the call of each row."""
     rows = some_N.nonzero()[:, 0]
-    calls, place = batch.call_N[rows].unique(return_inverse=True)
-    # Written from the last to the first, so that the first stays.
-    first_C = rows.new_zeros(len(calls))
-    for row, call in zip(rows.flip(0).tolist(), place.flip(0).tolist(), strict=True):
-        first_C[call] = row
-    return first_C, place
+    _, first, place = np.unique(batch.call_N[rows].numpy(), return_index=True, return_inverse=True)
+    return rows[first], torch.from_numpy(place)
 
 
 def _of_turns(
-    batch: Batch,
-    args: AdvantageArgs,
-    discount: float,
-    penalties: tuple[Tensor, ...] | None,
+    batch: Batch, args: AdvantageArgs, discount: float, penalties: tuple[Tensor, ...] | None
 ) -> Tensor:
     """Advantages of what each call leads to, inside its group; shape [N]."""
     returns_N = call_returns(batch, discount, penalties)

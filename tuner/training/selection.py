@@ -1,7 +1,5 @@
 """Which groups of a step are trained on, and what their rewards become before that.
 
-One kind of reward inside a group, where rollouts of one agent may come with two kinds.
-
 An agent that returns trajectories rewards each of them: where there are several, their calls have
 rewards of their own, where there is one its reward is the rollout's. The same holds for an agent
 that returns rewards by call or a number. In a group that has both
@@ -118,7 +116,7 @@ class Selection:
             return "success_rate_too_low"
         if rate > self.success_rate[1]:
             return "success_rate_too_high"
-        own = any(call.reward is not None for trace, _ in members for call in trace.calls)
+        own = any(_has_own(trace) for trace, _ in members)
         if own and self.best_only:
             raise TrainingError(
                 "raft keeps the best rollouts of a group and has no use for rewards of single "

@@ -33,10 +33,10 @@ from tuner.algorithms.spec import DistillAdvantage
 from tuner.engines.base import Engine
 from tuner.engines.grammar import Grammars
 from tuner.engines.transfer import to_device
+from tuner.engines.transformers.weights import causal_model
 from tuner.errors import TrainingError
 from tuner.training.batch import Batch, HasRows, Row, whole_calls
 from tuner.training.critic import Critic
-from tuner.training.forward.head import causal_model
 from tuner.training.forward.layouts import Forward
 from tuner.training.loss import MismatchAlarm, micro_batch_loss
 from tuner.training.optimizer import lr_factor, make_optimizer
@@ -99,12 +99,8 @@ class PolicyTrainer:
             checkpointing=settings.activation_checkpointing,
         )
         self._throughput = Throughput(causal_model(model), next(model.parameters()).device)
-        self.reference: Reference | None = None
-        if settings.uses_reference:
-            self.reference = frozen_start(model, reference)
-        self.teacher: Teacher | None = None
-        if teacher is not None:
-            self.teacher = Teacher.of(teacher, grammars, settings)
+        self.reference = frozen_start(model, reference) if settings.uses_reference else None
+        self.teacher = Teacher.of(teacher, grammars, settings) if teacher is not None else None
         self.optimizer = make_optimizer(
             model.parameters(),
             lr=settings.lr,
@@ -122,7 +118,7 @@ class PolicyTrainer:
                 )
             forward = self._forward if critic is None else None
             self.critic = Critic(critic or copy.deepcopy(model), settings, forward=forward)
-        self._set_lr()
+        self.step_lr_scheduler()
 
     @property
     def lr(self) -> float:
@@ -323,12 +319,7 @@ class PolicyTrainer:
         self._apply(loss=total, grad_norm=grad_norm)
         self.step += 1
         tokens = sum(len(row.completion_ids) for row in rows)
-        return {
-            "loss": total,
-            "entropy": entropy / tokens,
-            "grad_norm": grad_norm,
-            "lr": self.lr,
-        }
+        return {"loss": total, "entropy": entropy / tokens, "grad_norm": grad_norm, "lr": self.lr}
 
     def _apply(self, *, loss: float, grad_norm: float) -> None:
         """Take the optimizer's step, if it would not spoil the weights."""
@@ -350,9 +341,6 @@ class PolicyTrainer:
 
     def step_lr_scheduler(self) -> None:
         """Set the learning rate of the next update."""
-        self._set_lr()
-
-    def _set_lr(self) -> None:
         settings = self.settings
         factor = lr_factor(
             self.step,
@@ -396,4 +384,4 @@ class PolicyTrainer:
                 )
             self.critic.load_state_dict(state["critic"])
         self.step = int(state["step"])
-        self._set_lr()
+        self.step_lr_scheduler()

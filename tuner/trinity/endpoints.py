@@ -36,6 +36,7 @@ from tuner.engines.base import (
     TokenSink,
 )
 from tuner.engines.grammar_text import GrammarError, with_head
+from tuner.engines.token_server import patient_client
 from tuner.errors import ContextLengthError
 
 if TYPE_CHECKING:
@@ -97,14 +98,7 @@ class ServedEngine(TrinitysEngine):
         self._model_version = model_version
         self._version = 0
         self._capabilities = EngineCapabilities(max_model_len=max_model_len, grammars=True)
-        self._client = httpx.AsyncClient(
-            base_url=address,
-            headers={"authorization": f"Bearer {api_key}"},
-            # A completion may wait in line and take as long as its rollout may; connecting may not.
-            timeout=httpx.Timeout(None, connect=60),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-            trust_env=False,
-        )
+        self._client = patient_client(address, {"authorization": f"Bearer {api_key}"})
 
     async def generate(
         self,

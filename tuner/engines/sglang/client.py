@@ -1,11 +1,7 @@
 """SGLang on other machines: its HTTP server, and how it must have been started.
 
-How an SGLang server must have been started, for exact log-probs, seeds and forms.
-
-`/server_info` says how it was. What an environment variable changes it does not say; that is
-measured with `logprob_probe`.
-
-SGLang on other machines: its HTTP server, which somebody runs with those flags.
+For exact log-probs, seeds and forms it needs some flags. `/server_info` says how it was started.
+What an environment variable changes it does not say; that is measured with `logprob_probe`.
 
 | what | how |
 |---|---|
@@ -47,67 +43,28 @@ class SglangSettings:
     end_ids: frozenset[int]
 
 
-@dataclass(frozen=True)
-class _Demand:
-    """A field of `/server_info`, what it must be, and why."""
-
-    field: str
-    value: Any
-    mend: str
-    why: str
-
-
 _MISSING = object()
-_DEMANDS = (
-    _Demand(
-        "enable_deterministic_inference",
-        True,
-        "start it with --enable-deterministic-inference",
-        "seeds are ignored otherwise",
-    ),
-    _Demand(
-        "incremental_streaming_output",
-        True,
-        "start it with --incremental-streaming-output",
-        "each chunk repeats the whole completion otherwise",
-    ),
-    _Demand(
-        "grammar_backend",
-        "llguidance",
-        "start it with --grammar-backend llguidance",
-        "the trainer replays forms with it",
-    ),
-    _Demand(
-        "rl_on_policy_target",
-        None,
-        "start it without --rl-on-policy-target",
-        "log-probs of top_p and top_k are rounded otherwise",
-    ),
-    _Demand(
-        "speculative_algorithm",
-        None,
-        "start it without speculative decoding",
-        "its log-probs have not been checked",
-    ),
-    _Demand(
-        "preferred_sampling_params",
-        None,
-        "start it without --preferred-sampling-params",
-        "they would change what is sampled",
-    ),
-    _Demand(
-        "enable_watermark",
-        False,
-        "start it without --enable-watermark",
-        "a watermark changes what is sampled",
-    ),
-    _Demand(
-        "tokenizer_worker_num",
-        1,
-        "start it with --tokenizer-worker-num 1",
-        "the others are not told of new weights",
-    ),
-)
+_DEMANDS: dict[str, tuple[Any, str]] = {
+    "enable_deterministic_inference": (True, "seeds are ignored otherwise"),
+    "incremental_streaming_output": (True, "each chunk repeats the whole completion otherwise"),
+    "grammar_backend": ("llguidance", "the trainer replays forms with it"),
+    "rl_on_policy_target": (None, "log-probs of top_p and top_k are rounded otherwise"),
+    "speculative_algorithm": (None, "its log-probs have not been checked"),
+    "preferred_sampling_params": (None, "they would change what is sampled"),
+    "enable_watermark": (False, "a watermark changes what is sampled"),
+    "tokenizer_worker_num": (1, "the others are not told of new weights"),
+}
+"""Fields of `/server_info`, what they must be, and why."""
+
+
+def _start_it(field: str, value: Any) -> str:
+    """With which flag a field of `/server_info` has this value."""
+    if field == "speculative_algorithm":
+        return "start it without speculative decoding"
+    flag = f"--{field.replace('_', '-')}"
+    if not value:
+        return f"start it without {flag}"
+    return f"start it with {flag}" if value is True else f"start it with {flag} {value}"
 
 
 def check_server(name: str, info: Mapping[str, Any], settings: SglangSettings) -> None:
@@ -120,13 +77,11 @@ def check_server(name: str, info: Mapping[str, Any], settings: SglangSettings) -
     Raises:
         EngineError: Names all that is wrong and how to mend it.
     """
-    dtype = _Demand(
-        "dtype", settings.dtype, f"start it with --dtype {settings.dtype}", "tuner.dtype says so"
-    )
+    demands = _DEMANDS | {"dtype": (settings.dtype, "tuner.dtype says so")}
     wrong = [
-        f"{one.field} is {info.get(one.field, 'not there')!r}: {one.mend}, because {one.why}"
-        for one in (*_DEMANDS, dtype)
-        if info.get(one.field, _MISSING) != one.value
+        f"{field} is {info.get(field, 'not there')!r}: {_start_it(field, value)}, because {why}"
+        for field, (value, why) in demands.items()
+        if info.get(field, _MISSING) != value
     ]
     if "sampling_mask_max_tokens" not in info:
         wrong.append(

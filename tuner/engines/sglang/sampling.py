@@ -102,8 +102,13 @@ def sampled(
         meta = chunk["meta_info"]
         ids = tuple(int(token) for token in chunk["output_ids"])
         reason = _reason(meta["finish_reason"], ids, sampling, end_ids)
-        if _is_cut(sampling) and sampling.top_k < 0:
-            _check_width(meta["output_token_sampling_mask"], sampling, widest)
+        by_top_p = _is_cut(sampling) and sampling.top_k < 0
+        if by_top_p and any(len(mask) >= widest for mask in meta["output_token_sampling_mask"]):
+            raise EngineError(
+                f"top_p = {sampling.top_p} leaves {widest} tokens or more, and SGLang lists "
+                f"{widest} at most: lower top_p, or start the server with a larger "
+                "--sampling-mask-max-tokens"
+            )
         return Sampled(
             ids,
             _logprobs(meta, ids, sampling),
@@ -116,14 +121,6 @@ def sampled(
             f"SGLang's answer is not of the form that is known, of version 0.5.23: {error!r} in "
             f"{str(chunk)[:300]}"
         ) from error
-
-
-def _check_width(masks: Sequence[Sequence[int]], sampling: SamplingParams, widest: int) -> None:
-    if any(len(mask) >= widest for mask in masks):
-        raise EngineError(
-            f"top_p = {sampling.top_p} leaves {widest} tokens or more, and SGLang lists {widest} "
-            "at most: lower top_p, or start the server with a larger --sampling-mask-max-tokens"
-        )
 
 
 def _is_cut(sampling: SamplingParams) -> bool:

@@ -19,20 +19,17 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tuner.engines.base import (
-    EngineCapabilities,
     EngineError,
     EngineStats,
     Generation,
-    GrammarEngine,
     SamplingParams,
     TokenSink,
 )
-from tuner.engines.grammar import Grammars, GrammarState
-from tuner.engines.request import Request, StopStrings, check_prompt, end_ids_of
+from tuner.engines.request import Request, RequestEngine, end_ids_of
 from tuner.engines.sampling import check_sampling
 from tuner.engines.transformers.kv_cache import servable_layers
 from tuner.engines.transformers.slots import SlotRunner
-from tuner.engines.transformers.solo import Runner, SoloRunner
+from tuner.engines.transformers.solo import SoloRunner
 from tuner.engines.transformers.weights import WeightsGuard, served_model
 from tuner.errors import ConfigError
 
@@ -58,7 +55,7 @@ class _Driver:
     in_flight: int = 0
 
 
-class TransformersEngine(GrammarEngine):
+class TransformersEngine(RequestEngine):
     """Generates with a transformers causal LM that somebody else may be training.
 
     There is one copy of the weights: the engine reads the modules it is given. Requests are
@@ -115,32 +112,30 @@ class TransformersEngine(GrammarEngine):
                 raise ConfigError(f"{name} is {value}, but must be at least 1")
         self._model = served_model(model)
         self._model.train(False)
-        self._tokenizer = tokenizer
-        self._end_ids = end_ids_of(self._model.generation_config, tokenizer)
-        self._capabilities = EngineCapabilities(
+        embeddings: Any = self._model.get_input_embeddings()
+        super().__init__(
+            tokenizer,
+            end_ids=end_ids_of(self._model.generation_config, tokenizer),
+            vocabulary=int(embeddings.weight.shape[0]),
             max_model_len=max_model_len,
-            grammars=Grammars.supports(tokenizer),
-            end_ids=self._end_ids,
+            version=version,
+            grammars=True,
             shares_weights=True,
         )
-        embeddings: Any = self._model.get_input_embeddings()
-        self._vocabulary = int(embeddings.weight.shape[0])
-        self._grammars = Grammars(tokenizer, self._end_ids)
-        self._version = version
-        self._stats = EngineStats()
         self._guard = WeightsGuard(self._model)
         self._runner = self._make_runner(deterministic, max_slots, prefill_tokens)
         self._lock = threading.Lock()  # held while a step runs
         self._in_flight: set[Request] = set()
         self._arrived: deque[Request] = deque()  # other threads may append while a step runs
         self._pauses = 0
-        self._closed = False
         self._drivers: dict[asyncio.AbstractEventLoop, _Driver] = {}
         self._executor: ThreadPoolExecutor | None = None
         self._prompt_token_seconds = math.inf
         self._decode_seconds = math.inf
 
-    def _make_runner(self, deterministic: bool, max_slots: int, prefill_tokens: int) -> Runner:
+    def _make_runner(
+        self, deterministic: bool, max_slots: int, prefill_tokens: int
+    ) -> SlotRunner | SoloRunner:
         model = self._model
         solo = SoloRunner(model, self._guard, self._stats)
         if deterministic:
@@ -204,8 +199,9 @@ class TransformersEngine(GrammarEngine):
         form = await self._grammars.started(sampling.grammar) if sampling.grammar else None
         if self._closed:
             raise EngineError("the engine is closed")
-        request = self._make_request(list(prompt_ids), sampling, sink, form)
-        loop = request.future.get_loop()
+        loop = asyncio.get_running_loop()
+        own = {"uniforms": Random(sampling.seed), "future": loop.create_future(), "form": form}
+        request = self._begun(Request, prompt_ids, sampling, sink, **own)
         driver = self._drivers.get(loop)
         if driver is None:
             driver = self._drivers[loop] = _Driver(asyncio.Event())
@@ -220,27 +216,6 @@ class TransformersEngine(GrammarEngine):
             request.cancelled = True  # without effect on a finished one
             self._in_flight.discard(request)
             driver.in_flight -= 1
-
-    def _make_request(
-        self,
-        prompt_ids: list[int],
-        sampling: SamplingParams,
-        sink: TokenSink | None,
-        form: GrammarState | None,
-    ) -> Request:
-        limit = self._capabilities.max_model_len
-        check_prompt(prompt_ids, vocabulary=self._vocabulary, max_model_len=limit)
-        return Request(
-            prompt_ids=prompt_ids,
-            sampling=sampling,
-            limit=min(sampling.max_tokens, limit - len(prompt_ids)),
-            end_ids=self._end_ids,
-            stops=StopStrings(self._tokenizer, sampling.stop) if sampling.stop else None,
-            uniforms=Random(sampling.seed),
-            future=asyncio.get_running_loop().create_future(),
-            sink=sink,
-            form=form,
-        )
 
     @asynccontextmanager
     async def pause(self) -> AsyncIterator[None]:
@@ -308,7 +283,7 @@ class TransformersEngine(GrammarEngine):
         except asyncio.CancelledError:
             for request in list(self._in_flight):
                 if request.future.get_loop() is loop:
-                    request.reject(EngineError("the engine's task was cancelled"))
+                    request.settle(EngineError("the engine's task was cancelled"))
             raise
         finally:
             driver.task = None
@@ -350,10 +325,7 @@ class TransformersEngine(GrammarEngine):
             computed = self._stats.prompt_tokens_computed - computed
             self._measure(computed, time.thread_time() - busy)
             for request in finished:
-                if request.error is not None:
-                    request.reject(request.error)
-                else:
-                    request.resolve(request.generation())
+                request.settle(request.error or request.generation())
             self._stats.requests += len(finished)
 
     def _forward(self) -> list[Request]:
@@ -391,7 +363,7 @@ class TransformersEngine(GrammarEngine):
             else:
                 mine = EngineError(f"a forward pass failed: {type(error).__name__}: {error}")
             mine.__cause__ = error
-            request.reject(mine)
+            request.settle(mine)
 
 
 def _average(known: float, now: float) -> float:

@@ -1,10 +1,9 @@
 """Keys and values of many requests, and which models can be served from them.
 
-Keys and values of many requests, one row each, as a cache that transformers models write to.
-
-One layer's keys (values likewise) are one tensor [slots, capacity, kv_heads, head_dim]; row r,
-position t holds token t of the request in row r. A forward pass computes new tokens for the
-contiguous rows [first, last) and attends to the first `kv_length` positions of each:
+They are a cache that transformers models write to, with a row for each request. One layer's keys
+(values likewise) are one tensor [slots, capacity, kv_heads, head_dim]; row r, position t holds
+token t of the request in row r. A forward pass computes new tokens for the contiguous rows
+[first, last) and attends to the first `kv_length` positions of each:
 
                   position 0 ............ kv_length ... capacity
         row first  k k k k k N . . . . .  |                        k computed before

@@ -140,6 +140,7 @@ class SlotRunner:
             source = int(usable.argmax()) if self._rows else 0
             reused = min(int(usable[source]), len(ids) - 1) if self._rows else 0
             coming = slice(self._decoding, len(self.active))
+            # What rows that are about to be computed will have of this prompt.
             promised = min(int(common[coming].max(initial=0)), len(ids) - 1)
             gain = promised - reused
             if gain >= _WORTH_WAITING and 4 * gain >= len(ids) - reused:
@@ -175,6 +176,7 @@ class SlotRunner:
         """Make a row for `request` behind the active ones and copy the reused prefix into it."""
         self._reserve(self._rows, len(ids) + 1)
         row = len(self.active)
+        # Where a finished row holds this prefix and no more, nothing is lost by taking it over.
         if source >= row and reused and self._computed[source] <= reused:
             self._swap(source, row)
         else:
@@ -191,6 +193,7 @@ class SlotRunner:
         self._stats.prompt_tokens_reused += reused
         if request.cached_tokens < 0:
             request.cached_tokens = reused
+        # With one token left to compute it needs no prefill, and joins the block that decodes.
         if len(ids) - reused == 1:
             self._swap(row, self._decoding)
             self._decoding += 1
@@ -286,6 +289,7 @@ class SlotRunner:
         width = int(counts.max())
         columns = np.arange(width) - (width - counts[:, None])
         real = columns >= 0
+        # Padding repeats position 0, which exists and attends to itself, and is written nowhere.
         positions = np.where(real, columns + computed[:, None], 0)
         ids = np.take_along_axis(self._tokens[first:last], positions, axis=1)
         target = (np.arange(first, last)[:, None] * self._cache.capacity + positions)[real]

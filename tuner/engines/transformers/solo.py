@@ -1,10 +1,10 @@
-"""What the two ways of serving requests share, and the simple one: one at a time."""
+"""The simple way of serving requests: one at a time."""
 
 from __future__ import annotations
 
 import inspect
 from collections import deque
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -13,21 +13,6 @@ from tuner.engines.base import EngineStats
 from tuner.engines.request import Request, sample_next
 from tuner.engines.sampling import SamplingBatch
 from tuner.engines.transformers.weights import WeightsGuard
-
-
-class Runner(Protocol):
-    """Turns waiting requests into finished ones, one forward pass at a time."""
-
-    waiting: deque[Request]
-    active: list[Request]
-
-    def step(self, version: int) -> list[Request]: ...
-
-    def tokens_ahead(self) -> int: ...
-
-    def drop_abandoned(self) -> None: ...
-
-    def evict(self) -> None: ...
 
 
 def forward_options(model: PreTrainedModel) -> dict[str, Any]:

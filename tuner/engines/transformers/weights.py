@@ -1,11 +1,7 @@
-"""Noticing that shared weights have changed, with or without an adapter in them.
-
-What an engine must know of models that peft has wrapped.
+"""Noticing that shared weights have changed, so that no cached key or value outlives them.
 
 peft puts an adapter's layers inside the model, so the transformers model inside the wrapper already
 computes with the adapter; the engine and the trainer work on that one and stay free of peft.
-
-Noticing that the weights have changed, so that no cached key or value outlives them.
 
 The engine shares its weights with a trainer, which changes them in place. A trainer that forgets
 `update_weights` must not get keys and values of the old weights mixed with the new ones, so the
@@ -36,8 +32,15 @@ from transformers import PreTrainedModel
 from tuner.errors import ConfigError
 
 
+def causal_model(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside one that is wrapped for LoRA, or the model itself."""
+    inner: Any = model
+    found: PreTrainedModel = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    return found
+
+
 def served_model(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside one that is wrapped for LoRA, or the model itself.
+    """The `causal_model` of one that an engine can serve.
 
     Raises:
         ConfigError: The adapter works from outside the model's layers (learned prompts, or LoRA
@@ -52,30 +55,7 @@ def served_model(model: nn.Module) -> PreTrainedModel:
             "layers alone, which the engine does not serve; use LoRA without "
             "alora_invocation_tokens"
         )
-    inner: Any = model
-    found: PreTrainedModel = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
-    return found
-
-
-class AdapterSwitches:
-    """Which adapters of a model are on; none of its parameters changes when they are switched."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._layers: list[Any] = [
-            module for module in model.modules() if hasattr(module, "_disable_adapters")
-        ]
-
-    def look(self) -> list[Hashable]:
-        """Equal as long as the same adapters are on, at the same strength, merged or not."""
-        return [
-            (
-                layer._disable_adapters,
-                str(layer._active_adapter),
-                tuple(getattr(layer, "merged_adapters", ())),
-                tuple(getattr(layer, "scaling", {}).items()),
-            )
-            for layer in self._layers
-        ]
+    return causal_model(model)
 
 
 _PROBE = 4
@@ -92,7 +72,9 @@ class WeightsGuard:
             for name, parameter in module._parameters.items()
             if parameter is not None
         ]
-        self._switches = AdapterSwitches(model)
+        self._adapted: list[Any] = [
+            module for module in model.modules() if hasattr(module, "_disable_adapters")
+        ]
         self.remember()
 
     def remember(self) -> None:
@@ -100,7 +82,7 @@ class WeightsGuard:
         # Held, so that the id of a parameter cannot become another one's.
         self._parameters = [place[name] for place, name in self._places]
         self._state = self._look()
-        self._on = self._switches.look()
+        self._on = self._switches()
         trained = [p for p in self._parameters if p.requires_grad] or self._parameters
         self._views = [p.detach().view(-1)[:_PROBE] for p in trained if p.is_contiguous()]
         self._probe = self._values()
@@ -109,15 +91,25 @@ class WeightsGuard:
         """Whether the weights differ from those last remembered."""
         return (
             self._look() != self._state
-            or self._switches.look() != self._on
+            or self._switches() != self._on
             or not torch.equal(self._values(), self._probe)
         )
 
     def _look(self) -> list[tuple[int, int, int]]:
+        parameters = (place[name] for place, name in self._places)
+        return [(id(p), p._version, p.data_ptr()) for p in parameters]
+
+    def _switches(self) -> list[Hashable]:
+        """Equal as long as the same adapters are on, at the same strength, merged or not; none of
+        the parameters changes when they are switched."""
         return [
-            (id(p), p._version, p.data_ptr())
-            for place, name in self._places
-            for p in (place[name],)
+            (
+                layer._disable_adapters,
+                str(layer._active_adapter),
+                tuple(getattr(layer, "merged_adapters", ())),
+                tuple(getattr(layer, "scaling", {}).items()),
+            )
+            for layer in self._adapted
         ]
 
     def _values(self) -> Tensor:

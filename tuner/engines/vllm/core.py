@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal
@@ -163,19 +163,15 @@ class VllmCore:
         if verb == "connect":
             from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-            await self._guarded(
-                self._engine.init_weight_transfer_engine(WeightTransferInitRequest(info)),
-                "joining the transfer of weights",
-            )
+            with self._named("joining the transfer of weights"):
+                await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(info))
         elif verb == "begin":
             async with self._changing("preparing for new weights"):
                 await self._wake_weights()
                 await self._engine.start_weight_update()
         elif verb == "update":
-            await self._guarded(
-                self._engine.collective_rpc("tuner_receive_weights", args=(info,)),
-                "receiving weights",
-            )
+            with self._named("receiving weights"):
+                await self._engine.collective_rpc("tuner_receive_weights", args=(info,))
         elif verb == "finish":
             async with self._changing("taking over new weights"):
                 await self._engine.finish_weight_update()
@@ -188,19 +184,20 @@ class VllmCore:
     async def _changing(self, what: str) -> AsyncIterator[None]:
         """While the block runs, and where it fails, no weights are served."""
         self._label = None
-        try:
+        with self._named(what):
             await self._idle()
+            yield
+
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        """What fails while the block runs is an error that says so."""
+        try:
             yield
         except EngineError:
             raise
         except Exception as error:
-            raise self._failure(what, error) from error
-
-    async def _guarded(self, work: Awaitable[None], what: str) -> None:
-        try:
-            await work
-        except Exception as error:
-            raise self._failure(what, error) from error
+            kind = EngineLostError if self.dead else EngineError
+            raise kind(f"vLLM failed while {what}: {type(error).__name__}: {error}") from error
 
     async def _wake_weights(self) -> None:
         """Have memory for weights again; what is in it means nothing before they are loaded."""
@@ -254,25 +251,18 @@ class VllmCore:
             )
         self._running += 1
         try:
-            outputs = self._engine.generate(
-                TokensPrompt(prompt_token_ids=list(prompt_ids)),
-                vllm_sampling(sampling, self._settings.end_ids),
-                f"tuner-{next(self._numbers)}",
-                lora_request=self._adapter,
-            )
-            async with aclosing(outputs):
-                async for output in outputs:
-                    yield sampled(output, sampling)
-        except EngineError:
-            raise
-        except Exception as error:
-            raise self._failure("generating", error) from error
+            with self._named("generating"):
+                outputs = self._engine.generate(
+                    TokensPrompt(prompt_token_ids=list(prompt_ids)),
+                    vllm_sampling(sampling, self._settings.end_ids),
+                    f"tuner-{next(self._numbers)}",
+                    lora_request=self._adapter,
+                )
+                async with aclosing(outputs):
+                    async for output in outputs:
+                        yield sampled(output, sampling)
         finally:
             self._running -= 1
-
-    def _failure(self, what: str, error: Exception) -> EngineError:
-        kind = EngineLostError if self.dead else EngineError
-        return kind(f"vLLM failed while {what}: {type(error).__name__}: {error}")
 
     def close(self) -> None:
         """End vLLM's processes."""

@@ -17,7 +17,7 @@ workers make of them (tests/integration/vllm/test_direct.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
@@ -55,18 +55,12 @@ class TrainerWeights:
 
 def transfer_backends() -> frozenset[str]:
     """The ways from GPU to GPU that the installed vLLM has."""
-    found = (
-        ("ipc", "vllm.distributed.weight_transfer.ipc_engine"),
-        ("nccl", "vllm.distributed.weight_transfer.nccl_engine"),
-    )
-    return frozenset(name for name, module in found if _has(module))
-
-
-def _has(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ImportError:  # of a package that it is in
-        return False
+    found = set()
+    for name in ("ipc", "nccl"):
+        with suppress(ImportError):  # of a package that it is in
+            if find_spec(f"vllm.distributed.weight_transfer.{name}_engine") is not None:
+                found.add(name)
+    return frozenset(found)
 
 
 class DirectSender:

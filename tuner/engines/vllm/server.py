@@ -29,7 +29,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from tuner.engines.vllm.core import TransferVerb, VllmCore, VllmSettings
 from tuner.errors import TunerError
 
 KEY = "TUNER_ENGINE_KEY"
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class VllmHost:
@@ -111,39 +112,35 @@ class VllmHost:
 def make_app(host: VllmHost, key: str) -> Starlette:
     """The HTTP side of `host`."""
 
-    def refused(request: Request) -> Response | None:
-        given = request.headers.get("authorization", "")
-        if secrets.compare_digest(given.encode(), f"Bearer {key}".encode()):
-            return None
-        return JSONResponse({"error": "the key is missing or wrong", "lost": False}, 401)
+    def guarded(answer: Endpoint) -> Endpoint:
+        """`answer` to those who have the key, and what it refuses as JSON."""
+
+        async def guarded_answer(request: Request) -> Response:
+            given = request.headers.get("authorization", "")
+            if not secrets.compare_digest(given.encode(), f"Bearer {key}".encode()):
+                return JSONResponse({"error": "the key is missing or wrong", "lost": False}, 401)
+            try:
+                return await answer(request)
+            except TunerError as error:
+                return JSONResponse(_error(error), 500)
+
+        return guarded_answer
 
     async def health(request: Request) -> Response:
-        return refused(request) or JSONResponse({"label": host.label})
+        return JSONResponse({"label": host.label})
 
     async def load(request: Request) -> Response:
-        if no := refused(request):
-            return no
         body = await request.json()
-        try:
-            settings = settings_from(body["settings"])
-            await host.load(settings, Weights(Path(body["folder"]), body["label"]))
-        except TunerError as error:
-            return JSONResponse(_error(error), 500)
+        weights = Weights(Path(body["folder"]), body["label"])
+        await host.load(settings_from(body["settings"]), weights)
         return JSONResponse({})
 
     async def transfer(request: Request) -> Response:
-        if no := refused(request):
-            return no
         body = await request.json()
-        try:
-            await host.transfer(body["verb"], body["info"])
-        except TunerError as error:
-            return JSONResponse(_error(error), 500)
+        await host.transfer(body["verb"], body["info"])
         return JSONResponse({})
 
     async def generate(request: Request) -> Response:
-        if no := refused(request):
-            return no
         body = await request.json()
         if body["label"] != host.label:
             message = f"the weights {body['label']} were asked for; here are {host.label}"
@@ -164,10 +161,10 @@ def make_app(host: VllmHost, key: str) -> Starlette:
 
     return Starlette(
         routes=[
-            Route("/health", health),
-            Route("/load", load, methods=["POST"]),
-            Route("/transfer", transfer, methods=["POST"]),
-            Route("/generate", generate, methods=["POST"]),
+            Route("/health", guarded(health)),
+            Route("/load", guarded(load), methods=["POST"]),
+            Route("/transfer", guarded(transfer), methods=["POST"]),
+            Route("/generate", guarded(generate), methods=["POST"]),
         ]
     )
 

@@ -1,10 +1,9 @@
 """What vLLM's workers do for us, through its `worker_extension_cls`.
 
-A tensor in a GPU's memory as plain values that another process can open it by (CUDA IPC).
-
-PyTorch describes a shared tensor by the arguments of `rebuild_cuda_tensor`, among them classes and
-bytes, which vLLM's own transports pickle. Whoever may send a pickle may run any code, so it is not
-one here: JSON goes over, of a fixed form, and the classes are those below.
+They take tensors in a GPU's memory as plain values by which another process can open them (CUDA
+IPC). PyTorch describes a shared tensor by the arguments of `rebuild_cuda_tensor`, among them
+classes and bytes, which vLLM's own transports pickle. Whoever may send a pickle may run any code,
+so it is not one here: JSON goes over, of a fixed form, and the classes are those below.
 
     {"GPU-52f1...": {"size": [4, 8], "stride": [8, 1], "offset": 0, "dtype": "bfloat16", ...}}
 """

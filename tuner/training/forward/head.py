@@ -1,11 +1,7 @@
 """From hidden states to the log-probs of the distributions that tokens were sampled from.
 
-From logits to the log-probs of the distributions that tokens were sampled from.
-
 A row's tokens were sampled at some temperature, within some top_k and top_p, perhaps within a
 grammar; the trainer computes the same quantity under the current weights.
-
-From a transformers causal LM's last hidden states to log-probs, without all logits in memory.
 
 Logits are made for some tokens at a time and made again in the backward pass, so memory does not
 grow with vocabulary x tokens, in whichever layout the rows went through the layers.
@@ -26,6 +22,7 @@ from transformers import PreTrainedModel
 from tuner.engines.grammar import Bits, Grammars, unpacked
 from tuner.engines.sampling import sampled_logprobs
 from tuner.engines.transfer import to_device
+from tuner.engines.transformers.weights import causal_model
 from tuner.errors import TrainingError
 from tuner.traces.tree import IntArray
 from tuner.training.batch import Row
@@ -195,13 +192,6 @@ LOGITS = {"cpu": 1 << 23, "cuda": 1 << 27}
 """Logits that are in memory at once, by kind of device."""
 
 
-def causal_model(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside one that is wrapped for LoRA, or the model itself."""
-    inner: Any = model
-    found: PreTrainedModel = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
-    return found
-
-
 def body(model: PreTrainedModel) -> nn.Module:
     """What is below the output embedding, and gives `last_hidden_state`; of a critic all of it."""
     found = model.base_model
@@ -270,7 +260,6 @@ def completion_logprobs(
     model: nn.Module,
     rows: Sequence[Row],
     *,
-    pad_id: int,
     with_entropy: bool,
     grammars: Grammars | None = None,
     in_parts: bool = False,
@@ -282,7 +271,6 @@ def completion_logprobs(
     Args:
         model: A transformers causal LM.
         rows: B calls.
-        pad_id: Any valid token id.
         with_entropy: Keep the graph of the entropy (else it is detached, for metrics only).
         grammars: The engine's; needed where a row was sampled within a grammar.
         in_parts: Make the logits of some tokens at a time, with `OutputHead` in place of what the
@@ -297,12 +285,11 @@ def completion_logprobs(
     """
     device = next(model.parameters()).device
     if in_parts:
-        causal = causal_model(model)
-        head = OutputHead(causal)
-        hidden_TD = completion_states(causal, rows, pad_id=pad_id)
+        head = OutputHead(causal_model(model))
         sampled = Sampled.of(rows, head.vocabulary, grammars)
-        return logprobs_in_parts(head, hidden_TD, sampled, with_entropy=with_entropy)
-    ids_BS, row_T, predicts_T = _padded(rows, pad_id)
+        states_TD = completion_states(model, rows)
+        return logprobs_in_parts(head, states_TD, sampled, with_entropy=with_entropy)
+    ids_BS, row_T, predicts_T = _padded(rows)
     width, first = ids_BS.shape[1], int(predicts_T.min())
     # Only the positions from the first completion on need logits; a model that does not know
     # `logits_to_keep` returns all of them.
@@ -315,16 +302,15 @@ def completion_logprobs(
     return sampled.logprobs(logits_TV, with_entropy=with_entropy)
 
 
-def completion_states(model: nn.Module, rows: Sequence[Row], *, pad_id: int) -> Tensor:
+def completion_states(model: nn.Module, rows: Sequence[Row]) -> Tensor:
     """Last hidden states before the completion tokens of `rows`, in row order, shape [T, D].
 
     Args:
-        model: A transformers model without its output embedding.
+        model: A transformers causal LM, or one without its output embedding.
         rows: B calls.
-        pad_id: Any valid token id.
     """
     device = next(model.parameters()).device
-    ids_BS, row_T, predicts_T = _padded(rows, pad_id)
+    ids_BS, row_T, predicts_T = _padded(rows)
     output: Any = body(causal_model(model))(input_ids=to_device(ids_BS, device), use_cache=False)
     states_TD: Tensor = output.last_hidden_state[
         to_device(row_T, device), to_device(predicts_T, device)
@@ -332,11 +318,11 @@ def completion_states(model: nn.Module, rows: Sequence[Row], *, pad_id: int) -> 
     return states_TD
 
 
-def _padded(rows: Sequence[Row], pad_id: int) -> tuple[IntArray, IntArray, IntArray]:
+def _padded(rows: Sequence[Row]) -> tuple[IntArray, IntArray, IntArray]:
     """Ids [B, S], padded on the right, and for each completion token its row and the position that
     predicts it, [T] each."""
     lengths = [len(row) for row in rows]
-    ids_BS = np.full((len(rows), max(lengths)), pad_id, dtype=np.int64)
+    ids_BS = np.zeros((len(rows), max(lengths)), dtype=np.int64)
     for b, row in enumerate(rows):
         ids_BS[b, : lengths[b]] = row.prompt_ids + row.completion_ids
     row_T = np.repeat(np.arange(len(rows)), [len(row.completion_ids) for row in rows])

@@ -1,10 +1,8 @@
 """How a model's log-probs are computed: on the token tree of the rows, packed or padded rows.
 
-Activation checkpointing of a model that stays in eval mode and serves an engine at other times.
-
-Transformers checkpoints its layers in train mode only, which would also turn dropout on and caches
-off. Here the layers that it marks for checkpointing are wrapped for one forward pass, and are as
-they were when it ends; the backward pass needs no wrapper any more.
+Transformers checkpoints activations in train mode only, which would also turn dropout on and caches
+off. Here the layers that it marks for it are wrapped for one forward pass, and are as they were
+when it ends; the backward pass needs no wrapper any more.
 """
 
 from __future__ import annotations
@@ -25,30 +23,17 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from tuner.engines.base import SamplingParams
 from tuner.engines.grammar import Grammars
 from tuner.engines.transformers.kv_cache import layer_windows
+from tuner.engines.transformers.weights import causal_model
 from tuner.errors import ConfigError
 from tuner.training.batch import Row, micro_batches
 from tuner.training.forward.head import (
     TokenLogprobs,
-    causal_model,
     completion_logprobs,
     completion_states,
 )
 from tuner.training.forward.packed import pack_tokens, packed_logprobs, packed_states, packs
 from tuner.training.forward.tree_pass import PassCost, tree_cuts, tree_logprobs, tree_states
 from tuner.training.trainer_settings import Layout
-
-
-def check_checkpointing(model: nn.Module) -> None:
-    """Refuse a model without layers to checkpoint.
-
-    Raises:
-        ConfigError: Names the setting and the model.
-    """
-    if not any(_layers(model)):
-        raise ConfigError(
-            f"tuner.activation_checkpointing is true, but {type(model).__name__} has no layers "
-            "that transformers marks for it; set it to false"
-        )
 
 
 @contextmanager
@@ -122,23 +107,22 @@ class Forward:
         Raises:
             ConfigError: `checkpointing`, and the model has no layers for it.
         """
-        if checkpointing:
-            check_checkpointing(model)
-        not_tree = not_packed = None
+        if checkpointing and not any(_layers(model)):
+            raise ConfigError(
+                f"tuner.activation_checkpointing is true, but {type(model).__name__} has no layers "
+                "that transformers marks for it; set it to false"
+            )
+        causal = causal_model(model)
+        common: Any = {"grammars": grammars, "checkpointing": checkpointing}
+        not_tree = None
         if layout == "tree":
             windows = _tree_windows(model)
             if not isinstance(windows, str):
-                causal = causal_model(model)
-                dense = causal.config._attn_implementation != "sdpa"
-                cost = PassCost.of(causal, dense=dense)
-                return Forward(
-                    "tree", grammars, windows=windows, cost=cost, checkpointing=checkpointing
-                )
+                cost = PassCost.of(causal, dense=causal.config._attn_implementation != "sdpa")
+                return Forward("tree", windows=windows, cost=cost, **common)
             not_tree = f"the model cannot be computed on a token tree: {windows}"
         if layout != "padded":
-            not_packed = _inexact(
-                model, lambda rows: packed_logprobs(model, rows, with_entropy=False)
-            )
+            not_packed = _inexact(model, partial(packed_logprobs, model, with_entropy=False))
             if not_packed is None:
                 if not_tree is not None:
                     _log.warning(
@@ -146,22 +130,14 @@ class Forward:
                         "token once, because %s",
                         not_tree,
                     )
-                return Forward(
-                    "packed",
-                    grammars,
-                    pack_tokens=pack_tokens(causal_model(model)),
-                    checkpointing=checkpointing,
-                )
+                return Forward("packed", pack_tokens=pack_tokens(causal), **common)
             not_packed = f"packed rows would not be exact: {not_packed}"
             _log.warning(
                 "training computes padded rows, one per call, because %s",
                 "; and ".join(filter(None, (not_tree, not_packed))),
             )
         not_in_parts = _inexact(
-            model,
-            lambda rows: completion_logprobs(
-                model, rows, pad_id=0, with_entropy=False, in_parts=True
-            ),
+            model, partial(completion_logprobs, model, with_entropy=False, in_parts=True)
         )
         if not_in_parts is not None:
             _log.warning(
@@ -169,9 +145,7 @@ class Forward:
                 "them in parts would not be exact: %s",
                 not_in_parts,
             )
-        return Forward(
-            "padded", grammars, in_parts=not_in_parts is None, checkpointing=checkpointing
-        )
+        return Forward("padded", in_parts=not_in_parts is None, **common)
 
     def micro_batches(self, rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
         """Cut row indices into what one pass computes: at most `max_tokens` tokens of a tree, of
@@ -201,7 +175,7 @@ class Forward:
                 return tree_logprobs(model, rows, windows=self.windows, **settings)
             if self.layout == "packed":
                 return packed_logprobs(model, rows, **settings)
-            return completion_logprobs(model, rows, pad_id=0, in_parts=self.in_parts, **settings)
+            return completion_logprobs(model, rows, in_parts=self.in_parts, **settings)
 
     def states(self, model: nn.Module, rows: Sequence[Row]) -> Tensor:
         """Last hidden states before every completion token of `rows`, in row order, shape [T, D].
@@ -214,16 +188,24 @@ class Forward:
                 return tree_states(model, rows, windows=self.windows)
             if self.layout == "packed":
                 return packed_states(model, rows)
-            return completion_states(model, rows, pad_id=0)
+            return completion_states(model, rows)
 
     def _checkpointed(self, model: nn.Module) -> AbstractContextManager[None]:
         return checkpointed_layers(model, enabled=self.checkpointing and torch.is_grad_enabled())
 
-    @torch.no_grad()
     def all_logprobs(
         self, model: nn.Module, rows: Sequence[Row], max_tokens: int
     ) -> tuple[Tensor, ...]:
-        """Log-probs of each row's completion tokens without a gradient, in micro-batches.
+        """Log-probs `by_row`."""
+        return self.by_row(
+            rows, max_tokens, lambda part: self.logprobs(model, part, with_entropy=False).logp_T
+        )
+
+    @torch.no_grad()
+    def by_row(
+        self, rows: Sequence[Row], max_tokens: int, compute: Callable[[list[Row]], Tensor]
+    ) -> tuple[Tensor, ...]:
+        """What `compute` gives for completion tokens, in micro-batches and without a gradient.
 
         Returns:
             One tensor for each row, of shape [T_row].
@@ -231,8 +213,7 @@ class Forward:
         result: dict[int, Tensor] = {}
         for indices in self.micro_batches(rows, max_tokens):
             part = [rows[i] for i in indices]
-            logp_T = self.logprobs(model, part, with_entropy=False).logp_T
-            pieces = logp_T.split([len(row.completion_ids) for row in part])
+            pieces = compute(part).split([len(row.completion_ids) for row in part])
             result.update(zip(indices, pieces, strict=True))
         return tuple(result[i] for i in range(len(rows)))
 
@@ -251,10 +232,8 @@ def _tree_windows(model: nn.Module) -> dict[str, int | None] | str:
             f"attn_implementation is {attention!r}, which takes no mask; load the model with "
             "attn_implementation='sdpa'"
         )
-    found = _inexact(
-        model, lambda rows: tree_logprobs(model, rows, windows=windows, with_entropy=False)
-    )
-    return found or windows
+    tree = partial(tree_logprobs, model, windows=windows, with_entropy=False)
+    return _inexact(model, tree) or windows
 
 
 @torch.no_grad()
@@ -275,7 +254,7 @@ def _inexact(model: nn.Module, layout: Callable[[list[Row]], TokenLogprobs]) -> 
     except Exception as error:  # whatever a model's own code makes of masks and positions
         return f"its forward pass does not take them ({type(error).__name__}: {error})"
     wanted = torch.cat(
-        [completion_logprobs(model, [row], pad_id=0, with_entropy=False).logp_T for row in rows]
+        [completion_logprobs(model, [row], with_entropy=False).logp_T for row in rows]
     )
     allowed = 1e-3 if dtype in (torch.float32, torch.float64) else 0.25
     difference = float((found - wanted).abs().max())

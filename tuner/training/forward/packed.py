@@ -24,13 +24,13 @@ from transformers import PreTrainedModel
 
 from tuner.engines.grammar import Grammars
 from tuner.engines.transfer import to_device
+from tuner.engines.transformers.weights import causal_model
 from tuner.training.batch import Row
 from tuner.training.forward.head import (
     OutputHead,
     Sampled,
     TokenLogprobs,
     body,
-    causal_model,
     logprobs_in_parts,
 )
 from tuner.training.forward.tree_pass import PassCost
@@ -46,29 +46,10 @@ def packed_logprobs(
     with_entropy: bool,
     grammars: Grammars | None = None,
 ) -> TokenLogprobs:
-    """Log-probs of every completion token of `rows`, of the distribution that was sampled.
-
-    Args:
-        model: A transformers causal LM that keeps packed rows apart.
-        rows: B calls with a prompt each.
-        with_entropy: Keep the graph of the entropy (else it is detached, for metrics only).
-        grammars: The engine's; needed where a row was sampled within a grammar.
-
-    Returns:
-        T = total completion tokens, in row order, float32 at least.
-
-    Raises:
-        TrainingError: A row has a grammar, and there are no `grammars` to replay it with.
-        GrammarError: A row's completion does not follow its grammar.
-    """
-    causal = causal_model(model)
-    device = next(model.parameters()).device
-    head = OutputHead(causal)
-    hidden_ND = _hidden(causal, rows, device)
+    """As `completion_logprobs`, of a model that keeps packed rows apart."""
+    head = OutputHead(causal_model(model))
     sampled_T = Sampled.of(rows, head.vocabulary, grammars)
-    return logprobs_in_parts(
-        head, hidden_ND[to_device(_predicting(rows), device)], sampled_T, with_entropy=with_entropy
-    )
+    return logprobs_in_parts(head, packed_states(model, rows), sampled_T, with_entropy=with_entropy)
 
 
 def packed_states(model: nn.Module, rows: Sequence[Row]) -> Tensor:
@@ -80,17 +61,11 @@ def packed_states(model: nn.Module, rows: Sequence[Row]) -> Tensor:
         rows: B calls with a prompt each.
     """
     device = next(model.parameters()).device
-    hidden_ND = _hidden(causal_model(model), rows, device)
-    return hidden_ND[to_device(_predicting(rows), device)]
-
-
-def _hidden(model: PreTrainedModel, rows: Sequence[Row], device: torch.device) -> Tensor:
-    """Last hidden states of all N tokens of the rows, one row after another, shape [N, D]."""
     lengths = torch.tensor([len(row) for row in rows])
     starts = torch.cat((torch.zeros(1, dtype=torch.long), lengths.cumsum(0)))
     ends = to_device(starts.int(), device)
     longest = int(lengths.max())
-    output: Any = body(model)(
+    output: Any = body(causal_model(model))(
         input_ids=to_device(
             torch.tensor([[i for row in rows for i in row.prompt_ids + row.completion_ids]]), device
         ),
@@ -103,18 +78,15 @@ def _hidden(model: PreTrainedModel, rows: Sequence[Row], device: torch.device) -
         max_length_q=longest,
         max_length_k=longest,
     )
-    hidden: Tensor = output.last_hidden_state[0]
-    return hidden
-
-
-def _predicting(rows: Sequence[Row]) -> Tensor:
-    """For each completion token the place in the pack before it, shape [T]."""
-    places, start = [], 0
-    for row in rows:
-        end = start + len(row)
-        places.append(torch.arange(end - len(row.completion_ids) - 1, end - 1))
-        start = end
-    return torch.cat(places)
+    # For each completion token the place in the pack before it.
+    predicts_T = torch.cat(
+        [
+            torch.arange(end - len(row.completion_ids) - 1, end - 1)
+            for row, end in zip(rows, starts[1:].tolist(), strict=True)
+        ]
+    )
+    states_TD: Tensor = output.last_hidden_state[0][to_device(predicts_T, device)]
+    return states_TD
 
 
 def pack_tokens(model: PreTrainedModel) -> int | None:

@@ -1,14 +1,5 @@
 """Attention over a token tree, exact, and without the square of the tree as a mask.
 
-FlexAttention's block mask of a token tree, from the tree and not from its square.
-
-FlexAttention cuts queries and keys into tiles and skips those where nothing is attended to; where
-everything is, it does not ask the rule. `create_block_mask` finds out by asking for every pair of
-nodes. In a tree the keys that a tile of queries attends to are known: the ancestors of its first
-node, and the tile itself (`tree_attention`).
-
-Attention over a token tree, exact, and without the square of the tree as a mask.
-
 Node q of a tree in depth-first order attends to its ancestors and itself: `k <= q < end[k]`, in a
 layer with a sliding window only to those of the last `window` depths. On a CPU this is computed in
 blocks of nodes (`tree_blocks`): with the keys that all nodes of a block attend to, with the rest,
@@ -18,8 +9,13 @@ and of both, by their log-sum-exps L, the output over all keys:
 
 It reaches the model as an attention mask: a `TreeMask` stands where a 4-D mask would be, is carried
 through transformers' code as it is, and takes over when `scaled_dot_product_attention` meets it.
-Nothing of the model or its configuration is changed, so an engine can serve it as before. On CUDA
-the same rule is a FlexAttention block mask; that path has not been measured.
+Nothing of the model or its configuration is changed, so an engine can serve it as before.
+
+On CUDA the same rule is a FlexAttention block mask; that path has not been measured. FlexAttention
+cuts queries and keys into tiles and skips those where nothing is attended to; where everything is,
+it does not ask the rule. `create_block_mask` finds out by asking for every pair of nodes. In a tree
+the keys that a tile of queries attends to are known: the ancestors of its first node, and the tile
+itself.
 """
 
 from __future__ import annotations
@@ -123,6 +119,7 @@ class TreeAttention:
     def mask(self) -> TreeMask:
         """What stands for this in place of a mask."""
         count = self._tree.unique_tokens
+        # One number seen as many: models look at the shape of a mask, and at no number of this.
         mask = torch.zeros((), device=self._device).expand(1, 1, count, count)
         stand_in = mask.as_subclass(TreeMask)
         stand_in.attention = self
@@ -354,6 +351,7 @@ def _join(parts: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     over all of them."""
     (output, total), *others = parts
     for other, logsumexp in others:
+        # Of the two sums of exponentials the other's share: exp(L') / (exp(L) + exp(L')).
         share = torch.sigmoid(logsumexp - total)[..., None]
         output = output.to(share.dtype).lerp(other.to(share.dtype), share)
         total = torch.logaddexp(total, logsumexp)

@@ -134,6 +134,7 @@ def blocks_of(tree: TokenTree, window: int | None, device: torch.device) -> Iter
 def _cut(tree: TokenTree, window: int | None, first: int, last: int) -> _Cut:
     before = np.flatnonzero(tree.end[:first] > first)
     shared = tree.end[before] >= last
+    # Nodes of one path without branches have the same last descendant.
     causal = bool((tree.end[first:last] == tree.end[first]).all())
     if window is not None:
         depth = tree.depth[first:last]

@@ -1,7 +1,5 @@
 """One forward pass over the token tree of rows, and where a batch is cut into trees.
 
-Where the rows of a batch are cut into micro-batches, each of which becomes one token tree.
-
 In lexicographic order rows that share a prefix are neighbours, and a row adds to the tree what is
 behind the prefix that it shares with the row before it. Cutting between two rows makes the second
 tree repeat that prefix, once more through every layer and with its attention:
@@ -11,8 +9,6 @@ tree repeat that prefix, once more through every layer and with its attention:
     row 3   s s s s b b b b c c    cut here: it repeats s s s s b b b b
 
 The cuts that cost least are found by dynamic programming over the sorted rows.
-
-Log-probs of sampled tokens by one forward pass over the token tree of their rows.
 
 Every distinct prefix of the rows goes through the model once, at the position id of its depth, and
 attends to its ancestors (`tree_attention`). A sampled token's log-prob is read at the node before
@@ -40,6 +36,7 @@ from transformers import PreTrainedModel
 
 from tuner.engines.grammar import Grammars
 from tuner.engines.transfer import to_device
+from tuner.engines.transformers.weights import causal_model
 from tuner.traces.tree import HasIds, IntArray, TokenTree, sequence_keys
 from tuner.training.batch import Row
 from tuner.training.forward.head import (
@@ -47,7 +44,6 @@ from tuner.training.forward.head import (
     Sampled,
     TokenLogprobs,
     body,
-    causal_model,
     logprobs_in_parts,
 )
 from tuner.training.forward.tree_attention import TreeAttention
@@ -155,21 +151,10 @@ def tree_logprobs(
     with_entropy: bool,
     grammars: Grammars | None = None,
 ) -> TokenLogprobs:
-    """Log-probs of every completion token of `rows`, of the distribution that was sampled.
+    """As `completion_logprobs`, of a model whose layers attend to keys and values.
 
     Args:
-        model: A transformers causal LM whose layers attend to keys and values.
-        rows: B calls with a prompt each.
         windows: For each kind of layer in the model its window, None for unlimited.
-        with_entropy: Keep the graph of the entropy (else it is detached, for metrics only).
-        grammars: The engine's; needed where a row was sampled within a grammar.
-
-    Returns:
-        T = total completion tokens, in row order, float32 at least.
-
-    Raises:
-        TrainingError: A row has a grammar, and there are no `grammars` to replay it with.
-        GrammarError: A row's completion does not follow its grammar.
     """
     causal = causal_model(model)
     device = next(model.parameters()).device
