@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from numbers import Real
 from typing import Any
 
@@ -51,7 +52,10 @@ class AgentWorkflow:
 
     def __init__(self, agent: Any, *, turn_discount: float = 1.0, **arguments: Any) -> None:
         if isinstance(agent, str):
-            agent = load_function(_with_colon(agent), setting="the agent")
+            if ":" not in agent and "." in agent:
+                module, _, name = agent.rpartition(".")
+                agent = f"{module}:{name}"
+            agent = load_function(agent, setting="the agent")
         if isinstance(agent, type):
             try:
                 inspect.signature(agent).bind(**arguments)
@@ -89,9 +93,12 @@ class AgentWorkflow:
             ConfigError: There are two.
         """
         if self._discount != 1.0 and adds_up(config):
+            by = f"tuner.algorithm.turn_discount {config.tuner.algorithm.turn_discount}"
+            if config.algorithm.advantage_fn == "ppo":
+                by = "algorithm.advantage_fn ppo"
             raise ConfigError(
                 f"AgentWorkflow has turn_discount {self._discount}, and the run too discounts what "
-                f"calls lead to ({_discounted_by(config)}): leave one of them out"
+                f"calls lead to ({by}): leave one of them out"
             )
 
     async def __call__(self, task: dict[str, Any], model: SessionHandle) -> WorkflowOutput:
@@ -104,17 +111,14 @@ class AgentWorkflow:
         """
         session = model.session
         session.other_names = (ANY_MODEL,)
-        client = session.http_client(openai.DefaultAsyncHttpxClient)
-        arguments = {
-            "data": task,
-            "base_url": model.base_url,
-            "api_key": model.api_key,
-            "http_client": client,
-        }
-        try:
+        async with aclosing(session.http_client(openai.DefaultAsyncHttpxClient)) as client:
+            arguments = {
+                "data": task,
+                "base_url": model.base_url,
+                "api_key": model.api_key,
+                "http_client": client,
+            }
             value = await call_function(self._run, arguments)
-        finally:
-            await client.aclose()
         if value is None:
             raise Rejected(f"{self._source} returned None")
         if isinstance(value, Mapping):
@@ -173,12 +177,6 @@ def returns(
     return totals
 
 
-def _discounted_by(config: RunConfig) -> str:
-    if config.algorithm.advantage_fn == "ppo":
-        return "algorithm.advantage_fn ppo"
-    return f"tuner.algorithm.turn_discount {config.tuner.algorithm.turn_discount}"
-
-
 def _response(call_id: str) -> str:
     """The id of the response that a call is a choice of."""
     return call_id.rpartition("-")[0]
@@ -195,13 +193,6 @@ def _number(value: Any, source: str) -> float:
     if not math.isfinite(number):
         raise FunctionError(f"{source} returned the reward {number}: give a finite number")
     return number
-
-
-def _with_colon(reference: str) -> str:
-    if ":" in reference or "." not in reference:
-        return reference
-    module, _, name = reference.rpartition(".")
-    return f"{module}:{name}"
 
 
 def as_workflow(workflow: Any) -> Any:

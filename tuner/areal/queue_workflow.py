@@ -147,7 +147,16 @@ class GymnasiumEnvironment(EnvironmentService):
     def __init__(
         self, id: str | Any, read_action: Callable[[Any], Any] | None = None, **make_args: Any
     ) -> None:
-        self.env: Any = _gymnasium(id, **make_args) if isinstance(id, str) else id
+        if isinstance(id, str):
+            try:
+                import gymnasium
+            except ImportError as error:
+                raise MissingDependencyError(
+                    f"environment {id!r} needs gymnasium, which does not import ({error}): "
+                    "pip install 'agentscope-tuner[gymnasium]'"
+                ) from error
+            id = gymnasium.make(id, **make_args)
+        self.env: Any = id
         self._read_action = read_action
 
     async def reset(
@@ -169,17 +178,6 @@ class GymnasiumEnvironment(EnvironmentService):
     async def close(self) -> None:
         """As gymnasium's `Env.close`."""
         await in_thread(self.env.close)
-
-
-def _gymnasium(id: str, **args: Any) -> Any:
-    try:
-        import gymnasium
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"environment {id!r} needs gymnasium, which does not import ({error}): "
-            "pip install 'agentscope-tuner[gymnasium]'"
-        ) from error
-    return gymnasium.make(id, **args)
 
 
 register_environment("gymnasium", GymnasiumEnvironment)

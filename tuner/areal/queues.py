@@ -28,7 +28,6 @@ from torch import Tensor
 
 from tuner.areal.token_workflow import GenerationHyperparameters, SessionEngine
 from tuner.areal.trajectories import Trajectory, read_trajectories
-from tuner.engines.base import Generation
 from tuner.errors import FunctionError, TunerError
 
 IDS, MASK, LOGPROBS, REWARDS = "packed_input_ids", "prompt_mask", "packed_logprobs", "rewards"
@@ -269,8 +268,18 @@ async def serve(
     begun: asyncio.Queue[asyncio.Task[BundledGenerationOutputs]] = asyncio.Queue()
 
     async def answer(observation: Observation) -> BundledGenerationOutputs:
-        qid, token_ids, gconfig = observation
-        return _bundle(qid, token_ids, await engine.sample(token_ids, gconfig))
+        qid, prompt_ids, gconfig = observation
+        sampled = await engine.sample(prompt_ids, gconfig)
+        return BundledGenerationOutputs(
+            qid=qid,
+            prompt_ids=prompt_ids,
+            output_ids=[list(g.completion_ids) for g in sampled],
+            seqs=[[*prompt_ids, *g.completion_ids] for g in sampled],
+            logprobs=[[0.0] * (len(prompt_ids) - 1) + list(g.logprobs) for g in sampled],
+            no_eos=[g.finish_reason == "length" for g in sampled],
+            version_start=[g.versions[0] for g in sampled],
+            version_end=[g.versions[-1] for g in sampled],
+        )
 
     async def deliver() -> None:
         while True:
@@ -283,21 +292,6 @@ async def serve(
                 begun.put_nowait(group.create_task(answer(await observations.get())))
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
-
-
-def _bundle(
-    qid: str, prompt_ids: list[int], generations: Sequence[Generation]
-) -> BundledGenerationOutputs:
-    return BundledGenerationOutputs(
-        qid=qid,
-        prompt_ids=prompt_ids,
-        output_ids=[list(g.completion_ids) for g in generations],
-        seqs=[[*prompt_ids, *g.completion_ids] for g in generations],
-        logprobs=[[0.0] * (len(prompt_ids) - 1) + list(g.logprobs) for g in generations],
-        no_eos=[g.finish_reason == "length" for g in generations],
-        version_start=[g.versions[0] for g in generations],
-        version_end=[g.versions[-1] for g in generations],
-    )
 
 
 class CheckedEnvironment(EnvironmentService):

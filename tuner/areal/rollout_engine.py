@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -149,7 +148,7 @@ class RolloutEngine:
             ConfigError: The workflow and the configuration do not go together.
         """
         groups = self._groups_of(workflow, group_size, should_accept_fn)
-        batch = int(dataloader.batch_size)
+        batch, patience = int(dataloader.batch_size), self._run.config.tuner.signal_patience
         done: list[tuple[int, Group]] = []
         left_out: list[Group] = []
 
@@ -186,7 +185,8 @@ class RolloutEngine:
                     del self._rows[number]
                     if group.tensors is None:
                         left_out.append(group)
-                        self._check_patience(len(done), left_out, batch)
+                        if not done and len(left_out) >= patience * batch:
+                            raise _nothing_left(left_out)
                     else:
                         done.append((number, group))
             self._accepted = self._counted(batch) + batch
@@ -210,11 +210,6 @@ class RolloutEngine:
         """Groups that were handed out; after a resume those of the updates before."""
         return max(self._accepted, self.get_version() * batch)
 
-    def _check_patience(self, done: int, left_out: Sequence[Group], batch: int) -> None:
-        patience = self._run.config.tuner.signal_patience
-        if not done and len(left_out) >= patience * batch:
-            raise _nothing_left(sum((group.account for group in left_out), Account()))
-
     def _numbered(self, rows: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
         """Rows of which groups are begun, by the numbers of those."""
         first = self._begun + 1
@@ -224,35 +219,30 @@ class RolloutEngine:
     def _groups_of(
         self, workflow: Any, group_size: int, accept: AcceptFunction | None
     ) -> Callable[[Mapping[int, dict[str, Any]]], Coroutine[Any, Any, list[Group]]]:
-        """What runs groups of a workflow, once it and its settings are checked."""
+        """What runs a group of rollouts of each row, by number, once the workflow and its settings
+        are checked."""
         self._run.check_can_generate()
-        workflow = as_workflow(workflow)
-        check_settings(workflow, self._run.config)
+        workflow, config = as_workflow(workflow), self._run.config
+        check_settings(workflow, config)
         if group_size < 1:
             raise ConfigError(f"group_size is {group_size}, but must be at least 1")
-        return partial(self._run_groups, workflow, group_size, accept)
 
-    async def _run_groups(
-        self,
-        workflow: Any,
-        group_size: int,
-        accept: AcceptFunction | None,
-        rows: Mapping[int, dict[str, Any]],
-    ) -> list[Group]:
-        """A group of rollouts of each row, by number."""
-        config, episodes = self._run.config, dict[str, Episode]()
-        wanted = {
-            RolloutId(number, 0, rollout, "rollout"): row
-            for number, row in rows.items()
-            for rollout in range(group_size)
-        }
-        RUNNING.set((workflow, episodes))
-        traces = await self._run.rollouts.run(wanted, self._run.defaults)
-        rollouts = [list(attempts) for _, attempts in groupby(traces, lambda trace: trace.id)]
-        return [
-            group_of(list(group), episodes, selection(config), accept, adds_up=adds_up(config))
-            for _, group in groupby(rollouts, lambda attempts: attempts[0].id.step)
-        ]
+        async def run(rows: Mapping[int, dict[str, Any]]) -> list[Group]:
+            episodes: dict[str, Episode] = {}
+            wanted = {
+                RolloutId(number, 0, rollout, "rollout"): row
+                for number, row in rows.items()
+                for rollout in range(group_size)
+            }
+            RUNNING.set((workflow, episodes))
+            traces = await self._run.rollouts.run(wanted, self._run.defaults)
+            rollouts = [list(attempts) for _, attempts in groupby(traces, lambda trace: trace.id)]
+            return [
+                group_of(list(group), episodes, selection(config), accept, adds_up=adds_up(config))
+                for _, group in groupby(rollouts, lambda attempts: attempts[0].id.step)
+            ]
+
+        return run
 
     def pause(self) -> None:
         """Hold generation between two tokens until `resume`."""
@@ -292,7 +282,6 @@ class RolloutEngine:
 
 def _joined(groups: Sequence[Group]) -> TrajectoryBatch:
     """Groups as one batch, numbered anew."""
-    account = sum((group.account for group in groups), Account())
     parts = []
     rollouts = accumulate((group.rollouts for group in groups), initial=0)
     for number, (group, first) in enumerate(zip(groups, rollouts, strict=False)):
@@ -303,11 +292,17 @@ def _joined(groups: Sequence[Group]) -> TrajectoryBatch:
             parts.append(tensors)
     joined = concat_padded_tensors(parts) if parts else None
     if joined is None:
-        raise _nothing_left(account)
-    return TrajectoryBatch(joined, account, [t for group in groups for t in group.traces])
+        raise _nothing_left(groups)
+    traces = [trace for group in groups for trace in group.traces]
+    return TrajectoryBatch(joined, _account(groups), traces)
 
 
-def _nothing_left(account: Account) -> TrainingError:
+def _account(groups: Sequence[Group]) -> Account:
+    return sum((group.account for group in groups), Account())
+
+
+def _nothing_left(groups: Sequence[Group]) -> TrainingError:
+    account = _account(groups)
     outcomes = ", ".join(f"{count} {name}" for name, count in account.outcomes.items()) or "none"
     last = f"; the last error: {account.errors[-1]}" if account.errors else ""
     return TrainingError(f"no trajectory is left to train; rollouts: {outcomes}{last}")

@@ -7,6 +7,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal, Protocol, Self
 
 from tuner.areal.trajectories import Trajectory, read_trajectories, settle
@@ -313,8 +314,10 @@ def settled_episode(trajectories: Sequence[Trajectory], session: Session, source
             record.exclude()
             continue
         index, places = entry
-        for start, stop in _gaps(places, len(record.call.completion_ids)):
-            record.mask(start, stop)
+        edges = [-1, *sorted(places), len(record.call.completion_ids)]
+        for before, after in pairwise(edges):
+            if after - before > 1:
+                record.mask(before + 1, after)
         if len(trajectories) > 1:
             record.reward = trajectories[index].reward
     if len(trajectories) > 1:
@@ -324,16 +327,3 @@ def settled_episode(trajectories: Sequence[Trajectory], session: Session, source
                 recorded[own[-1]].gained = trajectory.reward
     mean = sum(trajectory.reward for trajectory in trajectories) / len(trajectories)
     return Episode(tuple(trajectories), settled.owners, mean)
-
-
-def _gaps(places: frozenset[int], length: int) -> list[tuple[int, int]]:
-    """The stretches [from, to) of 0 .. length - 1 that are not in `places`."""
-    gaps: list[tuple[int, int]] = []
-    for place in range(length):
-        if place in places:
-            continue
-        if gaps and gaps[-1][1] == place:
-            gaps[-1] = (gaps[-1][0], place + 1)
-        else:
-            gaps.append((place, place + 1))
-    return gaps

@@ -239,9 +239,7 @@ def _row(
         name: kind(values[key][row, start]) if key in values else getattr(default, name)
         for key, (name, kind) in SAMPLING_KEYS.items()
     }
-    versions: tuple[int, ...] = ()
-    if "versions" in values:
-        versions = tuple(values["versions"][row, start:stop].tolist())
+    versions = values["versions"][row, start:stop].tolist() if "versions" in values else ()
     ids = values["input_ids"][row, :stop].tolist()
     call = f"call-{int(values['calls'][row, start])}" if "calls" in values else f"{row}-{start}"
     return Row(
@@ -253,6 +251,6 @@ def _row(
         sampling=SamplingParams(max_tokens=stop - start, **sampling),
         reward=reward,
         peers=peers,
-        versions=versions,
+        versions=tuple(versions),
         gained=gained,
     )

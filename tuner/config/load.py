@@ -188,7 +188,7 @@ def _merge(
 ) -> dict[str, Any]:
     """All layers as one nested dict, interpolations resolved and paths absolute."""
     here = Path.cwd()
-    in_file = _without_empty_sections(file.tree) if file is not None else {}
+    in_file = without_empty_sections(file.tree, schema_paths()) if file is not None else {}
     if one_total_steps:
         in_file = _with_one_total_steps(in_file, problems)
     merged = OmegaConf.merge(in_file, absolute_paths(_by_name(settings, in_file), here))
@@ -210,15 +210,18 @@ def _merge(
     return tree
 
 
-def _without_empty_sections(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A section with nothing under it (`cluster:`) says nothing."""
-    sections = {path.rsplit(".", 1)[0] for path in schema_paths() if "." in path}
+def without_empty_sections(
+    tree: dict[str, Any], known: Sequence[str], prefix: str = ""
+) -> dict[str, Any]:
+    """`tree` without sections of the known keys that have nothing under them: `cluster:` says
+    nothing."""
+    sections = {path.rsplit(".", 1)[0] for path in known if "." in path}
     kept: dict[str, Any] = {}
     for key, value in tree.items():
         if value is None and f"{prefix}{key}" in sections:
             continue
         inner = isinstance(value, dict) and f"{prefix}{key}" in sections
-        kept[key] = _without_empty_sections(value, f"{prefix}{key}.") if inner else value
+        kept[key] = without_empty_sections(value, known, f"{prefix}{key}.") if inner else value
     return kept
 
 

@@ -186,13 +186,11 @@ def task_of(row: Mapping[str, Any]) -> Task:
     return dict(row)
 
 
-# Columns of pictures, which are given to Trinity-RFT as they are.
-_OTHER_MEDIA = ("image_key", "video_key")
-
-
 def is_text(algorithm: str, form: Mapping[str, Any]) -> bool:
-    """Whether the rows of an algorithm are conversations, or pairs of them, of text alone."""
-    return bool(RECORDED.get(algorithm)) and not any(form.get(key) for key in _OTHER_MEDIA)
+    """Whether the rows of an algorithm are conversations, or pairs of them, of text alone: those
+    with pictures are given to Trinity-RFT as they are."""
+    pictured = form.get("image_key") or form.get("video_key")
+    return bool(RECORDED.get(algorithm)) and not pictured
 
 
 def as_messages(

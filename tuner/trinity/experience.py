@@ -61,20 +61,16 @@ def merged(calls: Sequence[Call]) -> list[TrainedSequence]:
     A call joins the longest sequence so far that is a prefix of its prompt. Where another call has
     continued that sequence already, the prefix is context here, and is trained there.
     """
+    whole = [call.prompt_ids + call.completion_ids for call in calls]
     chains: list[list[int]] = []
-    ends: list[tuple[int, ...]] = []
     # Shorter prompts first, so that the order in which parallel calls arrive changes nothing.
     for place in sorted(range(len(calls)), key=lambda place: len(calls[place].prompt_ids)):
-        call = calls[place]
-        fitting = [at for at, end in enumerate(ends) if call.prompt_ids[: len(end)] == end]
-        sequence = call.prompt_ids + call.completion_ids
+        prompt = calls[place].prompt_ids
+        fitting = [one for one in chains if prompt[: len(whole[one[-1]])] == whole[one[-1]]]
         if fitting:
-            longest = max(fitting, key=lambda at: len(ends[at]))
-            chains[longest].append(place)
-            ends[longest] = sequence
+            max(fitting, key=lambda chain: len(whole[chain[-1]])).append(place)
         else:
             chains.append([place])
-            ends.append(sequence)
     chains.sort(key=max)
     found = [_sequence([calls[place] for place in chain]) for chain in chains]
     return [sequence for sequence in found if any(sequence.action_mask)]

@@ -20,22 +20,23 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.config.load import RECORDED, Layers, mode_of
+from tuner.config.load import RECORDED, Layers, mode_of, without_empty_sections
 from tuner.config.problems import Problem
 from tuner.config.schema import Penalize, RunConfig, TunerSection
 from tuner.errors import ConfigError
+from tuner.run.directory import free_name
 from tuner.trinity.endpoints import ENGINE_ARGS
 from tuner.trinity.installed import (
+    known_keys,
     lookup,
     refuse_peft_without_weights,
     set_default,
     tasksets,
     unknown_keys,
     uses_tinker,
-    without_empty_sections,
 )
 from tuner.trinity.refusals import refused, tuner_section, warn_of_truncated_sampling
-from tuner.trinity.stage import READS_TASKS, ROLLS_OUT, bench_folder, fill_mode, mode_problems
+from tuner.trinity.stage import READS_TASKS, ROLLS_OUT, fill_mode, mode_problems
 
 if TYPE_CHECKING:
     from trinity.common.config import Config
@@ -68,7 +69,8 @@ class TrinitySettings:
         tuner: Our own section.
         rollout: Limits of one rollout and how its model speaks, as plain data for the workers.
         trackers: Names of the trackers besides `metrics.jsonl`.
-        folder: Where traces and results go, below the run's own folder; empty for that one.
+        folder: Where traces and results go, below the run's own folder; empty for that one. That
+            of a benchmark is below the run whose checkpoints it evaluates.
     """
 
     tree: dict[str, Any]
@@ -107,7 +109,7 @@ def resolve(layers: Layers) -> TrinitySettings:
     """
     tree = restored(layers.tree)
     tuner = tuner_section(tree.pop("tuner", None), layers.problems)
-    tree = without_empty_sections(tree)
+    tree = without_empty_sections(tree, known_keys())
     for key, meant in unknown_keys(tree):
         hint = f"did you mean {meant}?" if meant else "Trinity-RFT 0.6 has no key like it"
         layers.problems.append(Problem(key, f"unknown key {key}; {hint}"))
@@ -122,7 +124,7 @@ def resolve(layers: Layers) -> TrinitySettings:
     trackers = (kinds,) if isinstance(kinds, str) else tuple(kinds)
     resolved = TrinitySettings(tree, tuner, _rollout(tree, tuner), trackers)
     if mode == "bench":
-        return replace(resolved, folder=bench_folder(resolved.run_dir))
+        return replace(resolved, folder=free_name(resolved.run_dir / "bench").name)
     return resolved
 
 
@@ -254,6 +256,10 @@ def install(
         policy["reasoning_parser"] = None  # reasoning is read by our gateway
         for model in (policy, *(explorer.get("auxiliary_models") or ())):
             model["extra_engine_args"] = {**(model.get("extra_engine_args") or {}), **ENGINE_ARGS}
+    # Our own section as it can be read back; the functions travel with the tasks.
+    section = settings.tuner.model_dump(
+        mode="json", exclude_defaults=True, exclude={"workflow", "judge"}
+    )
     monitor = tree.setdefault("monitor", {})
     monitor["monitor_type"] = MONITOR
     monitor["monitor_args"] = {
@@ -263,16 +269,10 @@ def install(
             "folder": settings.folder,
             "limits": {"timeout": timeout, "max_retries": retries},
             "reasoning_parser": reasoning_parser,
-            "section": _section(settings.tuner),
+            "section": {**section, "backend": "trinity"},
         },
     }
     return tree
-
-
-def _section(tuner: TunerSection) -> dict[str, Any]:
-    """Our own section as it can be read back; the functions travel with the tasks."""
-    given = tuner.model_dump(mode="json", exclude_defaults=True, exclude={"workflow", "judge"})
-    return {**given, "backend": "trinity"}
 
 
 def checked(tree: Mapping[str, Any]) -> Config:

@@ -69,20 +69,6 @@ def refuse_peft_without_weights() -> None:
         )
 
 
-def unknown_keys(tree: dict[str, Any]) -> Iterator[tuple[str, str | None]]:
-    """(dotted key, the key that was probably meant) of everything that Trinity-RFT has no key for.
-
-    Raises:
-        MissingDependencyError: Trinity-RFT is not installed in a version that works.
-    """
-    yield from _unknown(tree, _root(), "")
-
-
-def without_empty_sections(tree: dict[str, Any]) -> dict[str, Any]:
-    """`tree` without sections that have nothing under them: `cluster:` says nothing."""
-    return _without_empty(tree, _root())
-
-
 @cache
 def known_keys() -> tuple[str, ...]:
     """Every key of Trinity-RFT's, dotted; `*` is an index or a name."""
@@ -114,10 +100,15 @@ def _section(hint: Any) -> tuple[type[Any] | None, bool]:
     return None, False
 
 
-def _unknown(
-    tree: dict[str, Any], section: type[Any], prefix: str
+def unknown_keys(
+    tree: dict[str, Any], section: type[Any] | None = None, prefix: str = ""
 ) -> Iterator[tuple[str, str | None]]:
-    types = _types(section)
+    """(dotted key, the key that was probably meant) of everything that Trinity-RFT has no key for.
+
+    Raises:
+        MissingDependencyError: Trinity-RFT is not installed in a version that works.
+    """
+    types = _types(section or _root())
     for name, value in tree.items():
         if name not in types:
             yield f"{prefix}{name}", nearest(f"{prefix}{name}", known_keys())
@@ -134,19 +125,7 @@ def _unknown(
         for key, item in items:
             if isinstance(item, dict):
                 below = f"{prefix}{name}.{key}." if key != "" else f"{prefix}{name}."
-                yield from _unknown(item, inner, below)
-
-
-def _without_empty(tree: dict[str, Any], section: type[Any]) -> dict[str, Any]:
-    types = _types(section)
-    kept = {}
-    for name, value in tree.items():
-        inner, many = _section(types[name]) if name in types else (None, False)
-        if inner is None or many:
-            kept[name] = value
-        elif value is not None:
-            kept[name] = _without_empty(value, inner) if isinstance(value, dict) else value
-    return kept
+                yield from unknown_keys(item, inner, below)
 
 
 def _paths(section: type[Any], prefix: str, depth: int = 0) -> Iterator[str]:

@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from tuner.trinity.stage import (
     Stage,
     checkpoints,
     forget_server,
+    planned_steps,
     recorded_steps,
     require_free_port,
     server_url,
@@ -66,7 +67,7 @@ def run_trinity(
     Must be called where no event loop is running.
 
     Args:
-        config_path, settings, overrides: What `handover.resolve` takes.
+        layers: What `handover.resolve` takes.
         workflow, judge, train_dataset, eval_dataset: As given to `tune()`.
         report: Leaves a report of the run however it ends.
 
@@ -122,6 +123,8 @@ class _Run:
             compared=config.algorithm.algorithm_type in COMPARE_GROUPS,
             penalty=failure.penalize if isinstance(failure, Penalize) else None,
         )
+        self._logs = folder / "log"
+        self._kept = self._logs / "ray"  # what Ray's workers printed is copied there
         self._started = time.time()
         self._error: str | None = None
         self._reason: FunctionError | TrainingError | None = None
@@ -233,7 +236,9 @@ class _Run:
     def _write_metrics(self) -> list[dict[str, float]]:
         history = self._progress.history()
         if history:
-            write_atomically(self.directory.metrics, "".join(_line(row) for row in history))
+            write_atomically(
+                self.directory.metrics, "".join(json.dumps(row) + "\n" for row in history)
+            )
         return history
 
     def _check_done(self, trained: int, explored: int) -> None:
@@ -281,11 +286,8 @@ class _Run:
         return f"not judged: {'; '.join(parts)}" if parts else None
 
     def _planned_steps(self) -> int:
-        """Steps of rollouts: `total_steps`, or as many full batches as all epochs have."""
-        buffer = self._config.buffer
-        if buffer.total_steps is not None:
-            return int(buffer.total_steps)
-        return int(buffer.total_epochs * self._prepared.rows // buffer.batch_size)
+        """Steps of rollouts."""
+        return planned_steps(self._config, self._prepared.rows, self._config.buffer.batch_size)
 
     def _asked_steps(self) -> int:
         """Updates of the weights that were asked for."""
@@ -299,15 +301,6 @@ class _Run:
 
     def _has_explored(self) -> bool:
         return max(self._progress.ended_steps(), default=0) >= self._planned_steps()
-
-    @property
-    def _logs(self) -> Path:
-        return self.directory.path / "log"
-
-    @property
-    def _kept(self) -> Path:
-        """Where what Ray's workers printed is copied to."""
-        return self._logs / "ray"
 
     def _logged(self) -> str:
         return last_errors(self._logs, newer_than=self._started)
@@ -332,7 +325,3 @@ class _Run:
             "the rollouts again that completed."
         )
         return TrainingError("\n".join(parts))
-
-
-def _line(row: Mapping[str, float]) -> str:
-    return json.dumps(row) + "\n"

@@ -69,11 +69,6 @@ class _Rewarded:
         """What it is compared in."""
         return self.experience.eid.tid, self.role
 
-    @property
-    def rollout(self) -> Any:
-        """The rollout that made it."""
-        return self.experience.eid.rid
-
     def mask(self) -> Any:
         """The call's trained tokens, shape [response]."""
         inside = torch.zeros_like(self.experience.action_mask, dtype=torch.bool)
@@ -108,16 +103,17 @@ class CallRewards(StepWiseGRPOAdvantageFn):  # type: ignore[misc]  # untyped
         return found, metrics | self._compare(rewarded)
 
     def _compare(self, rewarded: Sequence[_Rewarded]) -> dict[str, float]:
-        sets = peer_sets((call.peers, call.rollout) for call in rewarded)
+        sets = peer_sets((call.peers, call.experience.eid.rid) for call in rewarded)
         compared = [call for call in rewarded if call.peers in sets]
         for call in rewarded:
             if call.peers not in sets:
                 call.experience.action_mask &= ~call.mask()
         if compared:
-            rollouts = list(dict.fromkeys(call.rollout for call in compared))
+            made_by = [call.experience.eid.rid for call in compared]
+            rollouts = list(dict.fromkeys(made_by))
             advantages = call_normalized(
                 torch.tensor([call.reward for call in compared], dtype=torch.float64),
-                torch.tensor([rollouts.index(call.rollout) for call in compared]),
+                torch.tensor([rollouts.index(rollout) for rollout in made_by]),
                 torch.tensor([sets[call.peers] for call in compared]),
                 GRPOAdvantage(epsilon=self.epsilon, std_cal_level=self.std_cal_level),
             )

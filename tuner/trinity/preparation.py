@@ -23,7 +23,13 @@ from tuner.run.directory import free_name
 from tuner.trinity.datafiles import put_evaluations, put_recorded, put_tasks
 from tuner.trinity.handover import TrinitySettings, checked, install, resolve
 from tuner.trinity.installed import SERVICE, lookup, require_service, tasksets, uses_tinker
-from tuner.trinity.stage import READS_TASKS, ROLLS_OUT, checkpoints, recorded_steps
+from tuner.trinity.stage import (
+    READS_TASKS,
+    ROLLS_OUT,
+    checkpoints,
+    planned_steps,
+    recorded_steps,
+)
 from tuner.trinity.workers import PICKLE, is_own, ship, with_sizes
 
 if TYPE_CHECKING:
@@ -162,10 +168,17 @@ def check_trinity(
         MissingDependencyError: Trinity-RFT is not installed.
     """
     settings = resolve(read_layers(path, None, overrides, backend="trinity"))
-    missing = _missing(settings)
-    if missing and not lookup(settings.tree, "cluster.gpu_per_node"):
-        raise ConfigError(missing)
-    with tempfile.TemporaryDirectory() as folder, _quiet():
+    missing = None  # of what a cluster of the run's own needs
+    try:
+        with_sizes(settings.tree, device=settings.tuner.device)
+    except ConfigError as error:
+        if not lookup(settings.tree, "cluster.gpu_per_node"):
+            raise
+        missing = f"NOT READY on this machine: {error}"
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        # Trinity-RFT logs what it fills in; what it refuses it raises.
+        stack.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.CRITICAL)
         prepared = prepare(
             _elsewhere(settings, Path(folder)),
             workflow=workflow,
@@ -174,32 +187,16 @@ def check_trinity(
             eval_dataset=None,
             counted_gpus=not missing,
         )
+        there = "" if prepared.own_cluster else ", if the cluster is there; nothing was asked of it"
         sections = [
             _inputs(settings, prepared, workflow, judge),
             _plan(settings, prepared),
-            _last_words(prepared, missing),
+            [
+                "Trinity-RFT's own check accepts this configuration.",
+                missing or f"READY{there}.",
+            ],
         ]
         return Verdict(missing is None, "\n\n".join("\n".join(section) for section in sections))
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the lines in which Trinity-RFT says what it fills in; what it refuses it raises."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)
-
-
-def _missing(settings: TrinitySettings) -> str | None:
-    """What this machine has not that a cluster of the run's own needs."""
-    try:
-        with_sizes(settings.tree, device=settings.tuner.device)
-    except ConfigError as error:
-        return str(error)
-    return None
 
 
 def _elsewhere(settings: TrinitySettings, folder: Path) -> TrinitySettings:
@@ -270,7 +267,7 @@ def _plan(settings: TrinitySettings, prepared: Prepared) -> Iterator[str]:
     buffer, group = config.buffer, config.algorithm.repeat_times
     yield "WHAT WOULD HAPPEN"
     if config.mode in READS_TASKS:
-        steps = buffer.total_steps or buffer.total_epochs * prepared.rows // buffer.batch_size
+        steps = planned_steps(config, prepared.rows, buffer.batch_size)
         yield (
             f"  {steps} steps x {buffer.batch_size} tasks x {group} rollouts = "
             f"{steps * buffer.batch_size * group} rollouts"
@@ -293,13 +290,3 @@ def _plan(settings: TrinitySettings, prepared: Prepared) -> Iterator[str]:
         yield f"  a server on {listens} until it is asked to stop"
     for name in settings.trackers:
         yield f"  metrics to {name} and metrics.jsonl"
-
-
-def _last_words(prepared: Prepared, missing: str | None) -> Iterator[str]:
-    yield "Trinity-RFT's own check accepts this configuration."
-    if missing is not None:
-        yield f"NOT READY on this machine: {missing}"
-    elif prepared.own_cluster:
-        yield "READY."
-    else:
-        yield "READY, if the cluster is there; nothing was asked of it."

@@ -100,10 +100,7 @@ def report_file(run_dir: Path, role: str) -> Path:
     return run_dir / "tuner" / f"{role}.jsonl"
 
 
-# What a turn of the trainer's loop is made of: waiting for rollouts, and the rest.
-_WAITING = "time/read_experience"
-_WORKING = ("time/train_step", "time/save_checkpoint")
-_HANDING_OVER = "time/sync_weight"
+_HANDED_OVER = "experience_pipeline/experience_count"
 # Algorithms that learn from the differences between the rewards of a group; `grpo_verl` is the
 # trainer's copy of grpo.
 COMPARE_GROUPS = frozenset(
@@ -157,23 +154,27 @@ class Progress:
 
     def trained_steps(self) -> list[int]:
         """Updates of the weights that the trainer reported, rising."""
-        return sorted(step for step, row in self.reports("trainer").items() if _is_update(row))
+        # A step that changed nothing for want of data, or died half-way, reports no gradient.
+        changed = {"actor/grad_norm", "actor/pg_loss", "actor/loss"}
+        return sorted(step for step, row in self.reports("trainer").items() if changed & {*row})
 
     def explored_steps(self) -> list[int]:
         """Steps of rollouts that were handed over, rising."""
-        return sorted(step for step, row in self.reports("explorer").items() if _is_handover(row))
+        return self._reporting(_HANDED_OVER)
 
     def ended_steps(self) -> list[int]:
         """Steps whose rollouts have all ended, handed over or not, rising."""
-        rows = self.reports("explorer").items()
-        return sorted(step for step, row in rows if "rollout/finished_task_count" in row)
+        return self._reporting("rollout/finished_task_count")
+
+    def _reporting(self, name: str) -> list[int]:
+        return sorted(step for step, row in self.reports("explorer").items() if name in row)
 
     def experiences(self, up_to: int | None = None) -> int:
         """Experiences handed over to the trainer, of all steps or of those up to one."""
         return sum(
-            int(row["experience_pipeline/experience_count"])
+            int(row.get(_HANDED_OVER, 0))
             for step, row in self.reports("explorer").items()
-            if _is_handover(row) and (up_to is None or step <= up_to)
+            if up_to is None or step <= up_to
         )
 
     def traces(self, step: int) -> list[Trace]:
@@ -199,18 +200,13 @@ class Progress:
         Rewards, outcomes and evaluations come from the traces; what Trinity-RFT's processes
         reported is under `explorer/` and `trainer/`.
         """
-        explorer, trainer = self.reports("explorer"), self.reports("trainer")
-        rows = []
-        for step in sorted({0, *explorer, *trainer}):
-            row = self.row(step, explorer.get(step, {}), trainer.get(step, {}))
-            if row:
-                rows.append({"step": step, **row})
-        return rows
+        steps = sorted({0, *self.reports("explorer"), *self.reports("trainer")})
+        return [{"step": step, **row} for step in steps if (row := self.row(step))]
 
-    def row(
-        self, step: int, explorer: Mapping[str, float], trainer: Mapping[str, float]
-    ) -> dict[str, float]:
-        """The metrics of one step from what the two processes reported of it."""
+    def row(self, step: int) -> dict[str, float]:
+        """The metrics of one step."""
+        explorer = self.reports("explorer").get(step, {})
+        trainer = self.reports("trainer").get(step, {})
         row: dict[str, float] = {}
         if traces := self.traces(step):
             row |= rollout_metrics(traces)
@@ -229,8 +225,7 @@ class Progress:
         Args:
             needs_group: Whether a rollout that is alone in its group teaches nothing.
         """
-        counts = TokenCounts()
-        dropped: Counter[str] = Counter()
+        counts, dropped = TokenCounts(), Counter[str]()
         for step in sorted({*self.reports("explorer"), *self.reports("trainer")}):
             batch = build_batch(
                 self.traces(step),
@@ -249,9 +244,10 @@ def _times(
     traces: Sequence[Trace], explorer: Mapping[str, float], trainer: Mapping[str, float]
 ) -> dict[str, float]:
     """Wall seconds of a step by part, as Trinity-RFT measured them."""
-    collecting = trainer.get(_WAITING, explorer.get("explorer/time/wait_explore_step", 0.0))
-    training = sum(trainer.get(name, 0.0) for name in _WORKING)
-    sync = trainer.get(_HANDING_OVER, 0.0)
+    waiting = explorer.get("explorer/time/wait_explore_step", 0.0)
+    collecting = trainer.get("time/read_experience", waiting)
+    training = trainer.get("time/train_step", 0.0) + trainer.get("time/save_checkpoint", 0.0)
+    sync = trainer.get("time/sync_weight", 0.0)
     seconds = collecting + training + sync
     if not seconds:
         return {}
@@ -261,15 +257,6 @@ def _times(
         "time/step": seconds,
         "tokens_per_second": sampled / seconds,
     }
-
-
-def _is_update(row: Mapping[str, float]) -> bool:
-    """A step that changed nothing for want of data, or died half-way, reports no gradient."""
-    return "actor/grad_norm" in row or "actor/pg_loss" in row or "actor/loss" in row
-
-
-def _is_handover(row: Mapping[str, float]) -> bool:
-    return "experience_pipeline/experience_count" in row
 
 
 class _Report:
@@ -309,11 +296,7 @@ class _Report:
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
     """The Hugging Face folder of the newest checkpoint that has one."""
-    found = [
-        folder
-        for folder in run_dir.glob("global_step_*/actor/huggingface")
-        if any(folder.glob("*.safetensors"))
-    ]
+    found = {file.parent for file in run_dir.glob("global_step_*/actor/huggingface/*.safetensors")}
     return max(found, key=lambda folder: step_of(folder.parents[1]), default=None)
 
 

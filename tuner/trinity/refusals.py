@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from tuner.algorithms.table import ALGORITHMS, NOT_HERE
 from tuner.config.document import accepted
@@ -55,9 +55,14 @@ class Refusal:
         return self.unless is None or lookup(tree, self.unless[0]) != self.unless[1]
 
 
+def _shown(value: Any) -> str:
+    if isinstance(value, (list, dict)):
+        return "set"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _only(key: str, value: Any, why: str) -> Refusal:
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    return Refusal(key, f"`{text}`", why, lambda found: bool(found == value))
+    return Refusal(key, f"`{_shown(value)}`", why, lambda found: bool(found == value))
 
 
 def _set(key: str, why: str) -> Refusal:
@@ -210,12 +215,6 @@ def refused(tree: Mapping[str, Any]) -> Iterator[Problem]:
     yield from _conflicts(tree)
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, (list, dict)):
-        return "set"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def _conflicts(tree: Mapping[str, Any]) -> Iterator[Problem]:
     warm = float(lookup(tree, "model.temperature", 1.0))
     for taskset in training_sets(tree):
@@ -274,7 +273,9 @@ def tuner_section(section: Any, problems: list[Problem]) -> TunerSection | None:
     for name, info in TunerSection.model_fields.items():
         value = getattr(tuner, name)
         if name not in USED | WITHOUT_EFFECT and value != info.default:
-            shown = _changed(value) if hasattr(value, "model_fields_set") else repr(value)
+            shown = repr(value)
+            if isinstance(value, BaseModel):
+                shown = str({one: getattr(value, one) for one in sorted(value.model_fields_set)})
             problems.append(
                 Problem(
                     f"tuner.{name}",
@@ -283,10 +284,6 @@ def tuner_section(section: Any, problems: list[Problem]) -> TunerSection | None:
                 )
             )
     return tuner
-
-
-def _changed(section: Any) -> str:
-    return str({name: getattr(section, name) for name in sorted(section.model_fields_set)})
 
 
 def warn_of_truncated_sampling(tree: Mapping[str, Any]) -> None:
@@ -319,17 +316,11 @@ OURS = {
 }
 
 
-def table() -> str:
-    """The tables, as they stand between the marks of docs/capabilities.md."""
-    parts = (*_algorithms(), "", *_settings(), "", *_with_tinker())
-    return "\n".join((BEGIN.rstrip(), *parts, END))
-
-
 def page() -> str:
-    """docs/capabilities.md with the tables as they have to be."""
-    text = PAGE.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    return before + table() + rest.partition(END)[2]
+    """docs/capabilities.md with the tables, between their marks, as they have to be."""
+    parts = (*_algorithms(), "", *_settings(), "", *_with_tinker())
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    return before + BEGIN + "\n".join((*parts, END)) + rest.partition(END)[2]
 
 
 def _algorithms() -> Iterator[str]:
@@ -345,7 +336,10 @@ def _settings() -> Iterator[str]:
     """The settings that are not the same on both; the others are read by both."""
     yield "| setting | `local` | `trinity` |"
     yield "|---|---|---|"
-    refusals = {row.key: f"{_not(row.values)}: {row.why}" for row in REFUSALS}
+    refusals = {
+        row.key: f"{'no' if row.values == 'anything' else f'not {row.values}'}: {row.why}"
+        for row in REFUSALS
+    }
     rows = {"mode": ("`both`, `train`", ", ".join(f"`{mode}`" for mode in MODES))}
     for path, info in fields():
         if section_of(info.annotation) is None or info.description:
@@ -353,7 +347,9 @@ def _settings() -> Iterator[str]:
     for row in FOREIGN:
         key = row.path.removesuffix(".**")
         there = OURS.get(row.path.rpartition(".")[2], "yes")
-        rows[row.path] = (_local(accepted(row)), refusals.pop(key, there))
+        taken = accepted(row)
+        local = {"anything": "no effect", "nothing": "no"}.get(taken, f"only {taken}")
+        rows[row.path] = (local, refusals.pop(key, there))
     # What is left is a key inside one that the local backend takes no other values of.
     rows |= {key: ("no", why) for key, why in refusals.items()}
     folded: dict[tuple[str, str, str], list[str]] = {}
@@ -378,14 +374,6 @@ def _with_tinker() -> Iterator[str]:
         whys.setdefault(why, []).append(f"`{name}`")
     for why, names in whys.items():
         yield f"| `algorithm.algorithm_type` {', '.join(names)} | {why} |"
-
-
-def _not(values: str) -> str:
-    return "no" if values == "anything" else f"not {values}"
-
-
-def _local(values: str) -> str:
-    return {"anything": "no effect", "nothing": "no"}.get(values, f"only {values}")
 
 
 def _of_ours(path: str) -> str:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.run.directory import MAY_CHANGE, RunDirectory, check_same_run, write_atomically
-from tuner.traces import Outcome, Trace, read_traces
+from tuner.traces import Outcome, TraceStore, read_traces
 from tuner.traces.store import trace_to_json
 from tuner.trinity.handover import named_now
 from tuner.trinity.installed import TINKERS_CHECKPOINT
@@ -104,7 +105,9 @@ def rewind(config: Config, progress: Progress, sizes: Sequence[int]) -> Start:
         return Start()
     trained = last_checkpoint(run_dir)
     if config.mode == "explore":
-        trained, explored = 0, _unbroken(progress.explored_steps())
+        handed_over = progress.explored_steps()
+        # The last of the steps 1, 2, 3, ... without a gap.
+        trained, explored = 0, next(step for step in count() if step + 1 not in handed_over)
     else:
         explored = _given(progress, trained * int(config.buffer.train_batch_size))
         _put_back_trainer(run_dir, config.trainer.name, trained)
@@ -136,15 +139,6 @@ def _given(progress: Progress, used: int) -> int:
     """The last step of rollouts whose experiences are all among the first `used`."""
     ended = [step for step in progress.ended_steps() if progress.experiences(step) <= used]
     return max(ended, default=0) if used else 0
-
-
-def _unbroken(steps: Sequence[int]) -> int:
-    """The last of the steps 1, 2, 3, ... without a gap."""
-    last = 0
-    for step in sorted(steps):
-        if step == last + 1:
-            last = step
-    return last
 
 
 def _put_back_trainer(run_dir: Path, name: str, step: int) -> None:
@@ -240,15 +234,14 @@ def _set_failed_aside(path: Path, run_dir: Path, *, keep: bool) -> int:
     """Move traces to `tuner/replaced`, all but those of completed rollouts; gives their number."""
     traces = list(read_traces(path))
     done = {t.id for t in traces if keep and t.final and t.outcome is Outcome.COMPLETED}
-    folder = Journal(run_dir).folder / "replaced"
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / path.name).open("a", encoding="utf-8") as file:
-        file.write(_lines(trace for trace in traces if trace.id not in done))
-    write_atomically(path, _lines(trace for trace in traces if trace.id in done))
+    aside = TraceStore(Journal(run_dir).folder / "replaced")
+    kept = []
+    for trace in traces:
+        if trace.id in done:
+            kept.append(json.dumps(trace_to_json(trace)) + "\n")
+        else:
+            aside.append(trace)
+    write_atomically(path, "".join(kept))
     if not done:
         path.unlink()
     return len(done)
-
-
-def _lines(traces: Iterable[Trace]) -> str:
-    return "".join(json.dumps(trace_to_json(trace)) + "\n" for trace in traces)

@@ -28,7 +28,6 @@ import httpx
 from tuner.config.load import RECORDED
 from tuner.config.problems import Problem
 from tuner.errors import ConfigError, DatasetError, TrainingError
-from tuner.run.directory import free_name
 from tuner.traces import TraceStore
 from tuner.trinity.installed import lookup, set_default
 
@@ -92,22 +91,22 @@ def mode_problems(tree: Mapping[str, Any], mode: str) -> Iterator[Problem]:
         )
 
 
-def bench_folder(run_dir: Path) -> str:
-    """Where a benchmark's traces and results go, below the run whose checkpoints it evaluates."""
-    return free_name(run_dir / "bench").name
+def planned_steps(config: Config, rows: int, batch: int) -> int:
+    """`buffer.total_steps`, or as many full batches as all epochs of so many rows have."""
+    buffer = config.buffer
+    if buffer.total_steps is not None:
+        return int(buffer.total_steps)
+    return int(buffer.total_epochs * rows // batch)
 
 
 def recorded_steps(config: Config, rows: int) -> int:
     """Steps of mode `train` that a buffer with so many rows or experiences has."""
-    buffer = config.buffer
+    buffer, batch = config.buffer, config.buffer.train_batch_size
     if config.trainer.total_steps:
         return int(config.trainer.total_steps)
-    batch = buffer.train_batch_size
     if buffer.trainer_input.experience_buffer.storage_type == "sql":
         return int(rows // batch)
-    if buffer.total_steps is not None:
-        return int(buffer.total_steps)
-    return int(buffer.total_epochs * rows // batch)
+    return planned_steps(config, rows, batch)
 
 
 def count_experiences(url: str, name: str) -> int | None:

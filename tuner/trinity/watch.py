@@ -17,6 +17,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,13 +110,9 @@ class Watch:
                 self._said["explorer"].add(0)
                 self._console.say(f"serving {url}/v1  Ctrl-C ends it")
         role = "trainer" if self._config.mode in ("both", "colocate", "train") else "explorer"
-        done = self._progress.reports(role)
-        fresh = sorted(set(done) - self._said[role])
-        for step in fresh:
+        for step in sorted(set(self._progress.reports(role)) - self._said[role]):
             self._said[role].add(step)
-            explorer = self._progress.reports("explorer").get(step, {})
-            trainer = self._progress.reports("trainer").get(step, {})
-            row = self._progress.row(step, explorer, trainer)
+            row = self._progress.row(step)
             with self._metrics.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, **row}) + "\n")
             if "time/step" in row:
@@ -181,27 +178,21 @@ class Synchronizer:
 
     def explorer_waits(self) -> bool:
         """Whether an explorer waits for weights."""
-        actor = self._actor()
-        return actor is not None and bool(self._ask(actor.explorer_requires_sync))
+        return bool(self._ask("explorer_requires_sync"))
 
     def let_explorer_go_on(self) -> None:
         """Tell it that there are none."""
-        if (actor := self._actor()) is not None:
-            self._ask(actor.notify_no_new_model_state_dict)
+        self._ask("notify_no_new_model_state_dict")
 
-    def _actor(self) -> Any:
-        import ray
-
-        try:
-            return ray.get_actor("synchronizer", namespace=self._namespace)
-        except ValueError:  # not started yet
-            return None
-
-    def _ask(self, method: Any) -> Any:
+    def _ask(self, method: str) -> Any:
         """The method's answer; None where it takes long, and is asked again the next time."""
         import ray
 
-        done, _ = ray.wait([method.remote()], timeout=_ASK_RAY_EVERY)
+        try:
+            actor = ray.get_actor("synchronizer", namespace=self._namespace)
+        except ValueError:  # not started yet
+            return None
+        done, _ = ray.wait([getattr(actor, method).remote()], timeout=_ASK_RAY_EVERY)
         return ray.get(done[0]) if done else None
 
 
@@ -209,11 +200,9 @@ def synchronizer_of(config: Config) -> Synchronizer | None:
     """How the explorer is let go on; with NCCL, Trinity-RFT does it after its `sync_timeout`."""
     from trinity.common.constants import SyncMethod
 
-    if config.mode not in ("both", "colocate"):
-        return None
-    if config.synchronizer.sync_method == SyncMethod.NCCL:
-        return None
-    return Synchronizer(config.ray_namespace)
+    by_nccl = config.synchronizer.sync_method == SyncMethod.NCCL
+    exchanged = config.mode in ("both", "colocate")
+    return Synchronizer(config.ray_namespace) if exchanged and not by_nccl else None
 
 
 _LINES = 20
@@ -293,12 +282,16 @@ def printed_by(said: str, session: Path | None, keep: Path) -> str:
 
 def _kept(name: str, pid: int, session: Path | None, keep: Path) -> list[str]:
     """Copy what a process printed; its last lines."""
-    quotes = []
-    for path in _printed(session, pid) if session is not None and pid else ():
-        keep.mkdir(parents=True, exist_ok=True)
-        copy = keep / f"{name.replace('/', '_')}_{pid}{path.suffix}"
-        shutil.copyfile(path, copy)
-        quotes += _end(copy)
+    quotes: list[str] = []
+    if session is None or not pid:
+        return quotes
+    for suffix in (".err", ".out"):
+        copy = keep / f"{name.replace('/', '_')}_{pid}{suffix}"
+        # Ray names the files `worker-<id>-<job>-<pid>.out` and `.err`.
+        for path in session.glob(f"logs/worker-*-{pid}{suffix}"):
+            keep.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+            quotes += _end(copy)
     return quotes
 
 
@@ -310,12 +303,6 @@ def _end(path: Path) -> list[str]:
     return [f"  {path}:", *(f"    {line}" for line in lines[-_LINES:])] if lines else []
 
 
-def _printed(session: Path, pid: int) -> Iterator[Path]:
-    """What a worker printed: Ray names the files `worker-<id>-<job>-<pid>.out` and `.err`."""
-    for suffix in ("err", "out"):
-        yield from (session / "logs").glob(f"worker-*-{pid}.{suffix}")
-
-
 def _cause(cause: Any) -> str | None:
     """Why an actor died; None where that was meant."""
     kind = cause.WhichOneof("context")
@@ -324,18 +311,16 @@ def _cause(cause: Any) -> str | None:
     context = getattr(cause, kind)
     if kind == "actor_died_error_context":
         reasons = context.DESCRIPTOR.fields_by_name["reason"].enum_type.values_by_number
-        if reasons[context.reason].name in _ON_PURPOSE or _left_by_itself(context.error_message):
+        said = context.error_message
+        # `exit_actor()` is how Trinity-RFT's synchronizer ends when nobody needs it any more.
+        left_by_itself = "INTENDED" in said or "exit_actor" in said
+        if left_by_itself or reasons[context.reason].name in _ON_PURPOSE:
             return None
-        return _one_line(context.error_message)
+        return _one_line(said)
     if kind == "creation_task_failure_context":
         return _one_line(context.formatted_exception_string) or "it could not be made"
     message = getattr(context, "error_message", "") or str(context)
     return _one_line(message) or kind
-
-
-def _left_by_itself(message: str) -> bool:
-    """`exit_actor()`, as Trinity-RFT's synchronizer ends when nobody needs it any more."""
-    return "INTENDED" in message or "exit_actor" in message
 
 
 def _one_line(text: str) -> str:
@@ -343,7 +328,7 @@ def _one_line(text: str) -> str:
     return " ".join(text.partition("Some common causes")[0].split())
 
 
-_LINE = re.compile(r"^(DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d [\d:]+ \[[^\]]+\] ?(.*)$")
+_ERROR = re.compile(r"^(?:ERROR|CRITICAL) \d\d-\d\d [\d:]+ \[[^\]]+\] ?(.*)$")
 _LONGEST = 30
 
 
@@ -363,16 +348,12 @@ def last_errors(folder: Path, *, newer_than: float = 0.0) -> str:
 
 
 def _last_error(path: Path) -> list[str]:
+    text = path.read_text(encoding="utf-8", errors="replace")
+    found = (_ERROR.match(line.strip("\r")) for line in text.splitlines())
     block: list[str] = []
-    inside = False
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        found = _LINE.match(line.strip("\r"))
-        if found is None or found[1] not in ("ERROR", "CRITICAL"):
-            inside = False
-            continue
-        if not inside:
-            block, inside = [], True
-        block.append(found[2])
+    for is_error, lines in groupby(found, key=bool):
+        if is_error:
+            block = [line[1] for line in lines if line]
     return block[-_LONGEST:]
 
 

@@ -86,9 +86,17 @@ class TunerWorkflow(Workflow):  # type: ignore[misc]  # untyped
     async def _rollout(self, host: _Host, id: RolloutId) -> Trace:
         """One rollout's last attempt; all of them go to the trace store."""
         task = task_of(self.task.raw_task)
-        if (before := _recorded(self._journal.folder, id)) is not None:
-            return before
-        attempts = await host.runner(self._settings).run(task, id, self._sampling())
+        for before in _step_before(self._journal.folder, id.split, id.step):
+            if before.id == id and before.final:
+                return before  # a run that goes on has it; it is not sampled again
+        given = self.task.rollout_args
+        sampling = SamplingDefaults(
+            temperature=given.temperature,
+            top_p=given.top_p,
+            top_k=given.top_k,
+            max_tokens=given.max_tokens,
+        )
+        attempts = await host.runner(self._settings).run(task, id, sampling)
         self._journal.write(attempts)
         final = attempts[-1]
         if (
@@ -112,15 +120,6 @@ class TunerWorkflow(Workflow):  # type: ignore[misc]  # untyped
             split=split or "train",
         )
 
-    def _sampling(self) -> SamplingDefaults:
-        given = self.task.rollout_args
-        return SamplingDefaults(
-            temperature=given.temperature,
-            top_p=given.top_p,
-            top_k=given.top_k,
-            max_tokens=given.max_tokens,
-        )
-
     def _experiences(self, traces: Sequence[Trace]) -> list[Experience]:
         if self.task.is_eval:
             experiences = [e for trace in traces for e in _measured(trace)]
@@ -136,7 +135,8 @@ class TunerWorkflow(Workflow):  # type: ignore[misc]  # untyped
                 used = alike(used)
             experiences = [e for trace, reward in used for e in self._trained(trace, reward)]
         if not experiences:
-            raise TrainingError(f"this group has nothing to train on: {_failures(traces)}")
+            whys = "; ".join(f"{one.id} {one.outcome}: {_why_unused(one)}" for one in traces)
+            raise TrainingError(f"this group has nothing to train on: {whys}")
         return experiences
 
     def _trained(self, trace: Trace, reward: float) -> list[Experience]:
@@ -212,21 +212,11 @@ def _metrics(trace: Trace, reward: float) -> dict[str, float]:
     }
 
 
-def _failures(traces: Sequence[Trace]) -> str:
-    return "; ".join(f"{trace.id} {trace.outcome}: {_why_unused(trace)}" for trace in traces)
-
-
 def _why_unused(trace: Trace) -> str:
     if trace.error is not None or not trace.calls:
         return trace.error or "no calls"
     reasons = sorted({reason for call in trace.calls if (reason := left_out(call)) is not None})
     return ", ".join(reasons) or "the others of its group failed"
-
-
-def _recorded(folder: Path, id: RolloutId) -> Trace | None:
-    """This very rollout, where a run that goes on has it from before: it is not sampled again."""
-    found = (trace for trace in _step_before(folder, id.split, id.step) if trace.id == id)
-    return next((trace for trace in found if trace.final), None)
 
 
 @lru_cache(maxsize=4)
@@ -274,9 +264,14 @@ async def _host(
         models = AuxiliaryModels(kind)
         for index, wrapper in enumerate(auxiliary):
             config = wrapper.config
+            read_as = {
+                "reasoning": "template",
+                "tool_call_parser": config.tool_call_parser or "hermes",
+                "reasoning_parser": config.reasoning_parser or "deepseek_r1",
+            }
             models.add_local(
                 config.name or f"auxiliary_{index}",
-                _gateway(wrapper, {"reasoning": "template", **_parsers(config)}),
+                _gateway(wrapper, read_as),
                 SamplingDefaults(
                     temperature=config.temperature,
                     top_p=config.top_p,
@@ -288,13 +283,6 @@ async def _host(
             models.add_remote(name, **remote)
         here[address] = _Host(_gateway(model, settings), models, kind)
     return here[address]
-
-
-def _parsers(config: Any) -> dict[str, Any]:
-    return {
-        "tool_call_parser": config.tool_call_parser or "hermes",
-        "reasoning_parser": config.reasoning_parser or "deepseek_r1",
-    }
 
 
 def _adapter_folder(config: Any, version: int) -> str:
