@@ -21,7 +21,8 @@ from tuner.config.keys import fields, nearest, schema_paths, split_keys
 from tuner.config.problems import Problem, describe
 from tuner.config.schema import TunerSection
 from tuner.config.section import section_of
-from tuner.trinity.installed import lookup, training_sets, uses_tinker
+from tuner.config.source import lookup
+from tuner.trinity.installed import training_sets, uses_tinker
 from tuner.trinity.stage import MODES
 
 logger = logging.getLogger("tuner")
@@ -275,13 +276,11 @@ def tuner_section(section: Any, problems: list[Problem]) -> TunerSection | None:
         value = getattr(tuner, name)
         if name not in USED | WITHOUT_EFFECT and value != info.default:
             shown = _changed(value) if hasattr(value, "model_fields_set") else repr(value)
-            problems.append(
-                Problem(
-                    f"tuner.{name}",
-                    f"tuner.{name} is {shown}: only the local backend does this; remove it, or set "
-                    "tuner.backend to local",
-                )
+            text = (
+                f"tuner.{name} is {shown}: only the local backend does this; remove it, or set "
+                "tuner.backend to local"
             )
+            problems.append(Problem(f"tuner.{name}", text))
     return tuner
 
 
