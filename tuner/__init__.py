@@ -35,31 +35,16 @@ if TYPE_CHECKING:
     TrinityChatModel = Any
 
 _MODULES = {
-    "AlgorithmConfig": "tuner.settings",
-    "ConfigError": "tuner.errors",
-    "ContextLengthError": "tuner.errors",
-    "Dataset": "tuner.data.dataset",
-    "DatasetConfig": "tuner.data.dataset",
-    "DatasetError": "tuner.errors",
-    "FunctionError": "tuner.errors",
-    "JudgeOutput": "tuner.functions.outputs",
-    "JudgeType": "tuner.functions.outputs",
-    "MissingDependencyError": "tuner.errors",
-    "ModelLoadError": "tuner.errors",
-    "RemoteModel": "tuner.config",
-    "RunConfig": "tuner.config",
-    "TrainingError": "tuner.errors",
-    "TuneResult": "tuner.result",
-    "TunerError": "tuner.errors",
-    "TunerModelConfig": "tuner.settings",
-    "WorkflowOutput": "tuner.functions.outputs",
-    "WorkflowType": "tuner.functions.outputs",
-    "check_judge_function": "tuner.functions.calling",
-    "check_workflow_function": "tuner.functions.calling",
-    "require_agentscope1": "tuner.chat_models",
-    "require_agentscope2": "tuner.chat_models",
-    "tune": "tuner.tune",
+    "tuner.chat_models": ("require_agentscope1", "require_agentscope2"),
+    "tuner.config": ("RemoteModel", "RunConfig"),
+    "tuner.data.dataset": ("Dataset", "DatasetConfig"),
+    "tuner.functions.calling": ("check_judge_function", "check_workflow_function"),
+    "tuner.functions.outputs": ("JudgeOutput", "JudgeType", "WorkflowOutput", "WorkflowType"),
+    "tuner.result": ("TuneResult",),
+    "tuner.settings": ("AlgorithmConfig", "TunerModelConfig"),
+    "tuner.tune": ("tune",),
 }
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "AlgorithmConfig",
@@ -95,8 +80,8 @@ def __getattr__(name: str) -> Any:
         from tuner.chat_models import trinity_chat_model_class
 
         value: Any = trinity_chat_model_class()
-    elif name in _MODULES:
-        value = getattr(import_module(_MODULES[name]), name)
+    elif name in __all__:  # what is in no other module is an error
+        value = getattr(import_module(_MODULE_OF.get(name, "tuner.errors")), name)
     else:
         raise AttributeError(f"module 'tuner' has no attribute {name!r}")
     globals()[name] = value

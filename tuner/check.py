@@ -22,7 +22,7 @@ from tuner.functions.calling import where
 from tuner.gateway import SamplingDefaults
 from tuner.rollout import StepPlan, collect
 from tuner.sources import batch_of, read_examples
-from tuner.traces import Call, Outcome, Trace, TraceStore
+from tuner.traces import Outcome, Trace, TraceStore
 from tuner.training import build_batch
 from tuner.tune import Run
 
@@ -42,17 +42,6 @@ class Verdict:
 
     ready: bool
     text: str
-
-
-@dataclass(frozen=True)
-class _Costs:
-    """What was measured: seconds of one rollout beside the others, of one forward pass over all.
-
-    The faster rollout counts: the first one also warms up.
-    """
-
-    rollout: float
-    forward: float
 
 
 def check_run(run: Run) -> Verdict:
@@ -88,13 +77,14 @@ async def _check(run: Run) -> Verdict:
                 plan, stack.runner, TraceStore(Path(folder)), max_running=ROLLOUTS
             )
         final = [trace for trace in traces if trace.final]
-        costs = _Costs(min(map(_seconds, final)), _forward_seconds(run, stack, traces))
+        fastest = min(map(_seconds, final))  # the first one also warms up
+        forward = _forward_seconds(run, stack, traces)
         ready = all(trace.outcome is Outcome.COMPLETED for trace in final)
         sections = [
             inputs(run, stack),
             _one_call(stack, final),
             _rewards(final),
-            _plan(run, stack, final, costs),
+            _plan(run, stack, final, rollout=fastest, forward=forward),
             _last_words(ready, final),
         ]
         return Verdict(ready, "\n\n".join("\n".join(section) for section in sections))
@@ -150,22 +140,18 @@ def _one_call(stack: Stack, traces: Sequence[Trace]) -> Iterator[str]:
     yield from (f"  | {line}" for line in stack.tokenizer.decode(call.prompt_ids).split("\n"))
     yield ""
     yield "TOKENS AND MASK of this call (1: sampled, so trained; 0: prompt)"
-    yield f"  {'mask':>4}  {'id':>7}  {'log-prob':>8}  text"
-    yield from _token_lines(stack, call)
+    yield from prompt_lines(stack, call.prompt_ids, "log-prob")
+    logprobs = [f"{logprob:.3f}" for logprob in call.logprobs]
+    yield from completion_lines(stack, call.completion_ids, logprobs)
     yield (
         f"  {len(call.prompt_ids)} prompt tokens, {len(call.completion_ids)} sampled, "
         f"finish_reason {call.finish_reason}; {len(calls)} calls in this rollout"
     )
 
 
-def _token_lines(stack: Stack, call: Call) -> Iterator[str]:
-    yield from prompt_lines(stack, call.prompt_ids)
-    logprobs = [f"{logprob:.3f}" for logprob in call.logprobs]
-    yield from completion_lines(stack, call.completion_ids, logprobs)
-
-
-def prompt_lines(stack: Stack, ids: Sequence[int]) -> Iterator[str]:
-    """The last tokens of a prompt, which are not trained."""
+def prompt_lines(stack: Stack, ids: Sequence[int], numbers: str) -> Iterator[str]:
+    """The head of a table of tokens, and the last tokens of a prompt, which are not trained."""
+    yield f"  {'mask':>4}  {'id':>7}  {numbers:>8}  text"
     skipped = len(ids) - SHOWN_PROMPT
     if skipped > 0:
         yield f"     0  ... {skipped} more"
@@ -204,7 +190,10 @@ def _rewards(traces: Sequence[Trace]) -> Iterator[str]:
         yield f"  mean {mean:g}, variance {variance:g}: {meaning}"
 
 
-def _plan(run: Run, stack: Stack, traces: Sequence[Trace], costs: _Costs) -> Iterator[str]:
+def _plan(
+    run: Run, stack: Stack, traces: Sequence[Trace], *, rollout: float, forward: float
+) -> Iterator[str]:
+    """From the seconds of one rollout beside the others, and of one forward pass over all."""
     config = run.config
     batch, group = config.buffer.batch_size, config.algorithm.repeat_times
     rollouts, steps = batch * group, planned_steps(config, len(run.train_tasks))
@@ -217,9 +206,9 @@ def _plan(run: Run, stack: Stack, traces: Sequence[Trace], costs: _Costs) -> Ite
     yield f"  {_trained(stack)}, {algorithm_line(config)}"
     yield f"  memory  about {memory(config, stack) / 2**30:.2f} GiB, and that of one micro-batch"
     concurrent = min(config.explorer.runner_per_model, config.tuner.max_slots, rollouts)
-    train = FORWARDS_PER_UPDATE * costs.forward * rollouts / len(traces)
-    slow = costs.rollout * rollouts / len(traces) + train
-    fast = costs.rollout * rollouts / concurrent + train
+    train = FORWARDS_PER_UPDATE * forward * rollouts / len(traces)
+    slow = rollout * rollouts / len(traces) + train
+    fast = rollout * rollouts / concurrent + train
     yield (
         f"  time    {fast:.1f} to {slow:.1f} s per step, {duration(fast * steps)} to "
         f"{duration(slow * steps)} in all, evaluations not counted"
@@ -317,8 +306,7 @@ def _first_row(stack: Stack, examples: Examples) -> Iterator[str]:
         which = f" of the {name} answer" if len(conversations) > 1 else ""
         yield ""
         yield f"TOKENS AND MASK of its first turn{which} (1: trained; 0: prompt)"
-        yield f"  {'mask':>4}  {'id':>7}  {'':>8}  text"
-        yield from prompt_lines(stack, turns[0].prompt_ids)
+        yield from prompt_lines(stack, turns[0].prompt_ids, "")
         ids = turns[0].completion_ids
         yield from completion_lines(stack, ids, [""] * len(ids))
 

@@ -21,8 +21,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -37,9 +38,10 @@ from tuner.gateway import SamplingDefaults
 from tuner.result import TuneResult
 from tuner.rollout import Rollouts, StepPlan
 from tuner.run.directory import TRAINER_STATE, Report, reported
+from tuner.run.metrics import evaluation_metrics
 from tuner.run.record import RunRecord, finished_result, open_directory
 from tuner.sources import RolloutSource, RowSource, Source, read_examples
-from tuner.traces import Outcome, Trace, TraceStore
+from tuner.traces import TraceStore
 from tuner.training import Batch, PolicyTrainer, RecordedBatch, recorded_update
 
 logger = logging.getLogger("tuner")
@@ -107,10 +109,12 @@ async def _run(
         with record.console, ThreadPoolExecutor(1, "tuner-training") as thread:
             rollouts = None
             if stack.runner is not None:
+                # One after the other the global random states belong to one.
+                alone = config.tuner.deterministic
                 rollouts = Rollouts(
                     stack.runner,
                     TraceStore(record.directory.traces),
-                    max_running=_most_rollouts(config),
+                    max_running=1 if alone else config.explorer.runner_per_model,
                     on_end=record.timeline.rollout,
                 )
             if isinstance(data, Examples):
@@ -118,8 +122,8 @@ async def _run(
             else:
                 assert rollouts is not None, "prepare() lets no rollouts be without a workflow"
                 source = RolloutSource(config, record, data, rollouts)
-            evaluation = Evaluation(config, record, eval_tasks, rollouts)
-            await _steps(config, record, stack, trainer, source, evaluation, thread)
+            evaluate = partial(_evaluate, config, record, rollouts, eval_tasks)
+            await _steps(config, record, stack, trainer, source, evaluate, thread)
         return record.finish(trainer.step, rows=source.rows)
     finally:
         if source is not None:
@@ -128,18 +132,13 @@ async def _run(
         await stack.aclose()
 
 
-def _most_rollouts(config: RunConfig) -> int:
-    """Rollouts at the same time. One after the other the global random states belong to one."""
-    return 1 if config.tuner.deterministic else config.explorer.runner_per_model
-
-
 async def _steps(
     config: RunConfig,
     record: RunRecord,
     stack: Stack,
     trainer: PolicyTrainer,
     source: Source,
-    evaluation: Evaluation,
+    evaluate: Callable[[int], Awaitable[dict[str, float]]],
     thread: ThreadPoolExecutor,
 ) -> None:
     """The loop; what would keep generation waiting is done in `thread`.
@@ -155,9 +154,8 @@ async def _steps(
             return work()
         return await asyncio.get_running_loop().run_in_executor(thread, work)
 
-    if not record.history and config.explorer.eval_on_startup and evaluation.tasks:
-        started = time.perf_counter()
-        metrics = await evaluation.run(0)
+    started = time.perf_counter()
+    if not record.history and config.explorer.eval_on_startup and (metrics := await evaluate(0)):
         record.log(0, {**metrics, "time/step": time.perf_counter() - started})
 
     for step in record.remaining():
@@ -183,8 +181,8 @@ async def _steps(
             raise TrainingError(f"step {step}: {stack.engine.failure}")
 
         last = step == record.total_steps
-        if evaluation.tasks and (last or is_due(step, config.explorer.eval_interval)):
-            metrics |= await evaluation.run(step)
+        if last or is_due(step, config.explorer.eval_interval):
+            metrics |= await evaluate(step)
         metrics["time/step"] = time.perf_counter() - started
         record.log(step, metrics)
         if last or is_due(step, config.trainer.save_interval):
@@ -206,68 +204,40 @@ def _update(trainer: PolicyTrainer, batch: Batch | RecordedBatch) -> dict[str, f
     return metrics
 
 
-class Evaluation:
-    """Rollouts that are not trained.
-
-    Args:
-        config: The effective configuration.
-        record: Where people look.
-        tasks: Rows of each evaluation set, by its name.
-        rollouts: Runs them; None where nothing can be rolled out, and there are no tasks.
-    """
-
-    def __init__(
-        self,
-        config: RunConfig,
-        record: RunRecord,
-        tasks: Mapping[str, list[Task]],
-        rollouts: Rollouts | None,
-    ) -> None:
-        self._config = config
-        self._record = record
-        self._rollouts = rollouts
-        self.tasks = tasks
-
-    async def run(self, step: int) -> dict[str, float]:
-        """Mean reward on each evaluation set, and how many rollouts failed, which have none."""
-        metrics: dict[str, float] = {}
-        settings = {t.name: t for t in self._config.buffer.explorer_input.eval_tasksets}
-        with self._record.timeline.span("evaluation", step=step):
-            for name, tasks in self.tasks.items():
-                defaults = SamplingDefaults(
-                    **self._config.rollout_args(settings[name]).model_dump()
-                )
-                plan = StepPlan(split=name, step=step, tasks=tasks, repeat=1, defaults=defaults)
-                final = [trace for trace in await self._traces(plan) if trace.final]
-                rewards = [trace.reward for trace in final if trace.reward is not None]
-                if rewards:
-                    metrics[f"eval/{name}/reward"] = sum(rewards) / len(rewards)
-                failed = sum(trace.outcome is not Outcome.COMPLETED for trace in final)
-                metrics[f"eval/{name}/failed"] = failed
-        return metrics
-
-    async def _traces(self, plan: StepPlan) -> list[Trace]:
-        assert self._rollouts is not None, "prepare() lets no evaluation be without a workflow"
-        console = self._record.console
-        console.begin(f"evaluation {plan.split}", len(plan.ids), step=plan.step)
-        return await self._rollouts.run(
-            plan.wanted,
-            plan.defaults,
-            known=self._rollouts.known(plan.split, plan.step),
-            on_trace=lambda trace: console.rollout_done() if trace.final else None,
-        )
+async def _evaluate(
+    config: RunConfig,
+    record: RunRecord,
+    rollouts: Rollouts | None,
+    tasks: Mapping[str, list[Task]],
+    step: int,
+) -> dict[str, float]:
+    """The metrics of each evaluation set, whose rollouts are not trained; none without sets."""
+    if not tasks:
+        return {}
+    assert rollouts is not None, "prepare() lets no evaluation be without a workflow"
+    console, metrics = record.console, dict[str, float]()
+    settings = {t.name: t for t in config.buffer.explorer_input.eval_tasksets}
+    with record.timeline.span("evaluation", step=step):
+        for name, rows in tasks.items():
+            defaults = SamplingDefaults(**config.rollout_args(settings[name]).model_dump())
+            plan = StepPlan(split=name, step=step, tasks=rows, repeat=1, defaults=defaults)
+            console.begin(f"evaluation {name}", len(rows), step=step)
+            traces = await rollouts.run(
+                plan.wanted,
+                defaults,
+                known=rollouts.known(name, step),
+                on_trace=lambda trace: console.rollout_done() if trace.final else None,
+            )
+            metrics |= evaluation_metrics(name, traces)
+    return metrics
 
 
-class deterministic_torch:
+@contextmanager
+def deterministic_torch(enabled: bool) -> Iterator[None]:
     """While the block runs, torch refuses operations whose result may differ between runs."""
-
-    def __init__(self, enabled: bool) -> None:
-        self._enabled = enabled
-        self._before = torch.are_deterministic_algorithms_enabled()
-
-    def __enter__(self) -> None:
-        if self._enabled:
-            torch.use_deterministic_algorithms(True)
-
-    def __exit__(self, *_: object) -> None:
-        torch.use_deterministic_algorithms(self._before)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(before or enabled)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)

@@ -191,7 +191,7 @@ def _steps(dataset: Any) -> dict[str, Any]:
 def _eval_settings(dataset: Any) -> dict[str, Any]:
     if dataset is None:
         return {}
-    named = dataset if is_by_name(dataset) else {"": dataset}
+    named = dataset if isinstance(dataset, dict) else {"": dataset}
     for one in named.values():
         for field in ("total_epochs", "total_steps"):
             if field in getattr(one, "model_fields_set", frozenset()):
@@ -211,10 +211,6 @@ def location(dataset: Any) -> dict[str, Any]:
     if hasattr(dataset, "path") and hasattr(dataset, "split"):
         return {"path": dataset.path, "split": dataset.split, "subset_name": dataset.name}
     return {"path": None, "subset_name": None}
-
-
-def is_by_name(dataset: Any) -> bool:
-    return isinstance(dataset, dict)
 
 
 def _auxiliary_settings(models: Mapping[str, Any]) -> dict[str, Any]:

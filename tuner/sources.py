@@ -65,27 +65,26 @@ class Found:
 class Source(Protocol):
     """Where a step's training data comes from."""
 
-    @property
-    def rows(self) -> Mapping[str, int]:
-        """Of recorded data how many rows are used, and how many are left out by which reason."""
+    rows: Mapping[str, int] = {}
+    """Of recorded data how many rows are used, and how many are left out by which reason."""
 
     async def take(self, step: int, version: int) -> Found:
         """What step `step` trains, whose weights have seen `version` updates."""
 
     def advance(self, step: int) -> dict[str, float]:
         """Step `step` is trained; metrics of what is under way."""
+        return {}
 
     def diagnosis(self) -> str | None:
         """Why the run should not go on, after a step is logged and saved; None where it should."""
+        return None
 
     async def close(self) -> None:
         """End what is under way."""
 
 
-class RolloutSource:
+class RolloutSource(Source):
     """Rollouts of the run's own tasks, collected ahead where that is allowed."""
-
-    rows: Mapping[str, int] = {}
 
     def __init__(
         self, config: RunConfig, record: RunRecord, tasks: list[Task], rollouts: Rollouts
@@ -134,8 +133,8 @@ class RolloutSource:
         groups = self._groups
         if not groups.ahead:
             return {}
-        waiting, running = groups.waiting, groups.running
-        groups.advance(step)
+        waiting, running = groups.schedule.complete, groups.schedule.running
+        groups.schedule.advance(step)
         return {"groups/waiting": waiting, "rollouts/running": running}
 
     def diagnosis(self) -> str | None:
@@ -154,7 +153,7 @@ def _oldest(config: RunConfig) -> int:
     return config.synchronizer.sync_offset if limit is None else limit
 
 
-class RowSource:
+class RowSource(Source):
     """Rows of recorded conversations or pairs, in the order that `data_selector` says."""
 
     def __init__(self, config: RunConfig, record: RunRecord, examples: Examples) -> None:
@@ -177,12 +176,6 @@ class RowSource:
         # Nothing is sampled and nothing of a row that is used is left out.
         sampled = {"rows/trained": size, "tokens/sampled": batch.trained_tokens}
         return Found(batch, {**sampled, **tree_metrics(batch.rows)})
-
-    def advance(self, step: int) -> dict[str, float]:
-        return {}
-
-    def diagnosis(self) -> str | None:
-        return None
 
     async def close(self) -> None:
         pass

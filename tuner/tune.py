@@ -7,6 +7,7 @@ import contextvars
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
@@ -26,7 +27,6 @@ from tuner.settings import (
     AlgorithmConfig,
     Given,
     TunerModelConfig,
-    is_by_name,
     location,
     settings_of,
 )
@@ -143,16 +143,7 @@ def tune(
     run = _prepared(layers, workflow_func, judge_func, train_dataset, eval_dataset)
     from tuner.loop import run_local
 
-    return outside_event_loop(
-        lambda: run_local(
-            run.config,
-            workflow=run.workflow,
-            judge=run.judge,
-            train_tasks=run.train_tasks,
-            eval_tasks=run.eval_tasks,
-            report=leave_report,
-        )
-    )
+    return outside_event_loop(lambda: run_local(**vars(run), report=leave_report))
 
 
 def leave_report(directory: RunDirectory, stopped: str | None) -> Path | None:
@@ -283,22 +274,17 @@ def outside_event_loop(call: Callable[[], T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return call()
-    results: list[T] = []
-    errors: list[BaseException] = []
+    future: Future[T] = Future()
     context = contextvars.copy_context()
 
     def run() -> None:
         try:
-            results.append(context.run(call))
+            future.set_result(context.run(call))
         except BaseException as error:
-            errors.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=run, name="tuner", daemon=True)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    threading.Thread(target=run, name="tuner", daemon=True).start()
+    return future.result()
 
 
 def _train_tasks(config: RunConfig, dataset: Any) -> list[Task]:
@@ -318,7 +304,7 @@ def _train_tasks(config: RunConfig, dataset: Any) -> list[Task]:
 
 
 def _eval_tasks(config: RunConfig, dataset: Any) -> dict[str, list[Task]]:
-    in_memory = dataset if is_by_name(dataset) else None
+    in_memory = dataset if isinstance(dataset, dict) else None
     tasks = {}
     for taskset in config.buffer.explorer_input.eval_tasksets:
         source: Any = dataset if in_memory is None else in_memory.get(taskset.name)

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from tuner.assembly.models import checkpoint_tensors
 from tuner.assembly.placement import (
+    TRANSFERS,
     Machine,
-    PathKind,
     Placement,
     Sides,
     WeightPath,
@@ -40,7 +40,6 @@ from tuner.errors import ConfigError, MissingDependencyError
 
 _log = logging.getLogger(__name__)
 _SHARED_MEMORY = Path("/dev/shm")
-_TRANSFER: Mapping[PathKind, Literal["ipc", "nccl"]] = {"cuda_ipc": "ipc", "nccl": "nccl"}
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,9 @@ def build_engine(
     else:
         rank = None if adapter is None else _rank(adapter)
         settings = vllm_settings(config, max_model_len, end_ids, rank, placement, path)
-        trained = _trained(settings, model)
+        if settings.transfer is not None:  # weights that do not go as a checkpoint
+            weights, size = partial(checkpoint_tensors, model), settings.tensor_parallel_size
+            trained = TrainerWeights(settings.transfer, weights, model.device, size)
         servers, check = _vllm_servers(config, settings, placement, trained), check_for_vllm
     engine = ServedEngine(
         servers,
@@ -175,18 +176,10 @@ def vllm_settings(
         gpu_memory_utilization=placement.gpu_memory_utilization,
         enforce_eager=rollout_model.enforce_eager,
         seed=config.tuner.seed,
-        transfer=_TRANSFER.get(weights.kind),
+        transfer=TRANSFERS.get(weights.kind),
         sleeps=placement.sleeps,
         extra=rollout_model.extra_engine_args,
     )
-
-
-def _trained(settings: VllmSettings, model: Any) -> TrainerWeights | None:
-    """Where vLLM gets weights from that do not go as a checkpoint."""
-    if settings.transfer is None:
-        return None
-    weights = partial(checkpoint_tensors, model)
-    return TrainerWeights(settings.transfer, weights, model.device, settings.tensor_parallel_size)
 
 
 def _sglang_servers(

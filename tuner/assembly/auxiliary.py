@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tuner.chat_models import ChatModelKind, chat_model, remote_chat_model
+from tuner.config import RemoteModel
 from tuner.data.order import derive_seed
 from tuner.errors import ConfigError
 from tuner.gateway import Gateway, SamplingDefaults
@@ -29,32 +30,25 @@ class AuxiliaryModels:
         """A model that an engine of ours serves."""
         self._local[name] = (gateway, defaults)
 
-    def add_remote(
-        self,
-        name: str,
-        *,
-        base_url: str,
-        model_name: str,
-        api_key_env: str | None,
-        max_concurrent: int | None = None,
-    ) -> None:
+    def add_remote(self, name: str, remote: RemoteModel) -> None:
         """A model behind any OpenAI-compatible URL.
 
         Raises:
             ConfigError: The environment variable that should hold the key is not set.
         """
-        key = os.environ.get(api_key_env) if api_key_env else "none"
+        variable = remote.api_key_env
+        key = os.environ.get(variable) if variable else "none"
         if key is None:
             raise ConfigError(
-                f"tuner.auxiliary_models.{name}.api_key_env = {api_key_env!r}: this environment "
+                f"tuner.auxiliary_models.{name}.api_key_env = {variable!r}: this environment "
                 "variable is not set; set it, or leave api_key_env out if no key is needed"
             )
         self._remote[name] = remote_chat_model(
-            base_url=base_url,
+            base_url=remote.base_url,
             api_key=key,
-            model_name=model_name,
+            model_name=remote.model_name,
             kind=self._kind,
-            max_concurrent=max_concurrent,
+            max_concurrent=remote.max_concurrent,
         )
 
     @contextmanager

@@ -299,7 +299,8 @@ _WORDS: Mapping[PathKind, str] = {
     "shared_memory": "as a checkpoint in this machine's shared memory",
     "disk": "as a checkpoint in the run directory",
 }
-_BACKENDS: Mapping[PathKind, str] = {"cuda_ipc": "ipc", "nccl": "nccl"}
+TRANSFERS: Mapping[PathKind, Literal["ipc", "nccl"]] = {"cuda_ipc": "ipc", "nccl": "nccl"}
+"""What vLLM calls the ways from GPU to GPU."""
 
 
 @dataclass(frozen=True)
@@ -382,6 +383,6 @@ def _obstacle(kind: PathKind, sides: Sides) -> str | None:
         return "trainer and engine share a GPU, and NCCL joins different ones"
     if sides.adapter:
         return "an adapter is trained, which vLLM takes as files"
-    if _BACKENDS[kind] not in sides.backends:
-        return f"the installed vLLM has no weight transfer {_BACKENDS[kind]!r}"
+    if TRANSFERS[kind] not in sides.backends:
+        return f"the installed vLLM has no weight transfer {TRANSFERS[kind]!r}"
     return None

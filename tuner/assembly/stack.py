@@ -24,16 +24,14 @@ from tuner.assembly.models import (
     save_model,
 )
 from tuner.assembly.parameters import rollout_settings, trainer_settings
-from tuner.chat_models import ChatModelKind, chat_model, default_kind
+from tuner.chat_models import chat_model, default_kind
 from tuner.config import RunConfig
 from tuner.engines import TrainingEngine
 from tuner.engines.transformers.engine import TransformersEngine
 from tuner.errors import ConfigError
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults
 from tuner.rollout import RolloutRunner
-from tuner.training import (
-    PolicyTrainer,
-)
+from tuner.training import PolicyTrainer
 from tuner.training.references import Reference
 
 
@@ -189,7 +187,9 @@ def build_stack(
         adapter=None if adapter is None else adapter.model,
         references=int(settings.uses_reference and adapter is None),
         critics=int(settings.uses_critic),
-        auxiliary=sum(_bytes(other) for other, _ in loaded.values()),
+        auxiliary=sum(
+            p.numel() * p.element_size() for other, _ in loaded.values() for p in other.parameters()
+        ),
     )
     gateway = Gateway(
         engine,
@@ -208,17 +208,13 @@ def build_stack(
             gateway,
             workflow,
             judge,
-            make_model=_model_maker(kind),
+            make_model=partial(chat_model, kind=kind),
             auxiliary_models=auxiliary.opened,
             settings=rollout_settings(config),
         )
     return Stack(
         model, adapter, tokenizer, engine, gateway, auxiliary, runner, teacher, served, arrangement
     )
-
-
-def _bytes(model: PreTrainedModel) -> int:
-    return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def _save(model: PreTrainedModel, adapter: Adapter | None, tokenizer: Any, folder: Path) -> None:
@@ -259,10 +255,6 @@ def _critic(config: RunConfig, stack: Stack) -> PreTrainedModel:
     tokenizer = load_tokenizer(path, setting=setting)
     check_same_vocabulary(stack.tokenizer, tokenizer, what=f"{setting} = {path!r}")
     return load_model(path, device=device, dtype=dtype, setting=setting)
-
-
-def _model_maker(kind: ChatModelKind) -> Callable[[Any], Any]:
-    return lambda session: chat_model(session, kind=kind)
 
 
 def chat_renderer(config: RunConfig, tokenizer: Any) -> ChatRenderer:
@@ -327,13 +319,7 @@ def _add_auxiliary_models(
             ),
         )
     for name, remote in config.tuner.auxiliary_models.items():
-        auxiliary.add_remote(
-            name,
-            base_url=remote.base_url,
-            model_name=remote.model_name,
-            api_key_env=remote.api_key_env,
-            max_concurrent=remote.max_concurrent,
-        )
+        auxiliary.add_remote(name, remote)
     return loaded
 
 

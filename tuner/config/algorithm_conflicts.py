@@ -8,7 +8,6 @@ from typing import Any
 from tuner.algorithms.spec import ADVANTAGES, POLICY_LOSSES, TURN_DISCOUNTED, PPOLoss
 from tuner.algorithms.table import ALGORITHMS, Recorded
 from tuner.config.algorithm import PARTS
-from tuner.config.problems import Problem
 from tuner.config.schema import Penalize, RunConfig
 
 BUFFER = "buffer.trainer_input.experience_buffer"
@@ -37,92 +36,81 @@ CORRECTIONS = (
 )
 
 
-def algorithm_conflicts(config: RunConfig) -> Iterator[Problem]:
+def algorithm_conflicts(config: RunConfig) -> Iterator[str]:
     """Every setting of `algorithm` and `tuner.algorithm` that would be without use or sense."""
     algorithm, extras = config.algorithm, config.tuner.algorithm
     for key, users in algorithm.unused():
         choice = key.removeprefix("algorithm.").partition("_args.")[0]
-        yield Problem(
-            key,
+        yield (
             f"{key} is set, but algorithm.{choice} is {getattr(algorithm, choice)} (of "
             f"algorithm.algorithm_type {algorithm.algorithm_type}), which does not use it: remove "
-            f"it, or set algorithm.{choice} to {users}",
+            f"it, or set algorithm.{choice} to {users}"
         )
     longest = longest_answer(config)
     if algorithm.loss_agg_mode == "seq-mean-token-sum-norm" and longest is None:
-        yield Problem(
-            "algorithm.loss_agg_mode",
+        yield (
             "algorithm.loss_agg_mode is seq-mean-token-sum-norm, which divides by the tokens that "
-            "an answer may have: set model.max_response_tokens",
+            "an answer may have: set model.max_response_tokens"
         )
     if ALGORITHMS[algorithm.algorithm_type].recorded is not None:
         # Nothing is rolled out: `recorded_conflicts` has what matters then.
         return
     yield from _of_recorded_data(config)
     if (algorithm.advantage_fn == "best_of_group") != (algorithm.policy_loss_fn == "sft"):
-        yield Problem(
-            "algorithm.policy_loss_fn",
+        yield (
             f"algorithm.policy_loss_fn {algorithm.policy_loss_fn} and algorithm.advantage_fn "
             f"{algorithm.advantage_fn} do not go together: sft imitates what best_of_group keeps; "
-            "set both, as algorithm.algorithm_type raft does, or neither",
+            "set both, as algorithm.algorithm_type raft does, or neither"
         )
     if algorithm.advantage_fn == "best_of_group" and algorithm.kl_penalty_fn != "none":
-        yield Problem(
-            "algorithm.kl_penalty_fn",
+        yield (
             f"algorithm.kl_penalty_fn is {algorithm.kl_penalty_fn}, but raft chooses by rewards "
-            "before they are changed: set algorithm.kl_loss_fn instead",
+            "before they are changed: set algorithm.kl_loss_fn instead"
         )
     tau_pos, tau_neg = (
         getattr(algorithm.policy_loss_fn_args, key) for key in ("tau_pos", "tau_neg")
     )
     if tau_pos is not None and tau_neg is not None and tau_neg < tau_pos:
-        yield Problem(
-            "algorithm.policy_loss_fn_args.tau_neg",
+        yield (
             f"algorithm.policy_loss_fn_args.tau_neg is {tau_neg}, below tau_pos "
-            f"{tau_pos}: bad answers would be pushed further than good ones; raise it",
+            f"{tau_pos}: bad answers would be pushed further than good ones; raise it"
         )
     if isinstance(algorithm.policy_loss, PPOLoss) and algorithm.policy_loss.low >= 1:
-        yield Problem(
-            "algorithm.policy_loss_fn_args.clip_range_low",
+        yield (
             "algorithm.policy_loss_fn_args.clip_range_low is 1: a ratio never falls below 0, so "
-            "nothing would be clipped; lower it",
+            "nothing would be clipped; lower it"
         )
     if extras.success_rate_lb > extras.success_rate_ub:
-        yield Problem(
-            "tuner.algorithm.success_rate_lb",
+        yield (
             f"tuner.algorithm.success_rate_lb is {extras.success_rate_lb}, above success_rate_ub "
-            f"{extras.success_rate_ub}: every group would be left out",
+            f"{extras.success_rate_ub}: every group would be left out"
         )
     if (extras.rejection_low is None) != (extras.rejection_high is None):
-        yield Problem(
-            "tuner.algorithm.rejection_low",
+        yield (
             f"tuner.algorithm.rejection_low is {extras.rejection_low} and rejection_high is "
-            f"{extras.rejection_high}: set both or none",
+            f"{extras.rejection_high}: set both or none"
         )
     if extras.overlong_buffer is None and "overlong_penalty" in extras.changed():
-        yield Problem(
-            "tuner.algorithm.overlong_penalty",
+        yield (
             f"tuner.algorithm.overlong_penalty is {extras.overlong_penalty}, but long answers are "
-            "not punished: set tuner.algorithm.overlong_buffer too",
+            "not punished: set tuner.algorithm.overlong_buffer too"
         )
     if extras.importance_sampling == "none" and "importance_cap" in extras.changed():
-        yield Problem(
-            "tuner.algorithm.importance_cap",
+        yield (
             f"tuner.algorithm.importance_cap is {extras.importance_cap}, but "
-            "tuner.algorithm.importance_sampling is none: remove one of them",
+            "tuner.algorithm.importance_sampling is none: remove one of them"
         )
     yield from _groups(config)
     yield from _critic(config)
     yield from _corrections(config)
     if extras.overlong_buffer is not None and (longest is None or extras.overlong_buffer > longest):
-        yield Problem(
-            "tuner.algorithm.overlong_buffer",
+        yield (
             f"tuner.algorithm.overlong_buffer is {extras.overlong_buffer}, but an answer may have "
-            f"{longest or 'any number of'} tokens: set model.max_response_tokens to more",
+            f"{longest or 'any number of'} tokens: set model.max_response_tokens to more"
         )
 
 
-def _of_recorded_data(config: RunConfig) -> Iterator[Problem]:
+def _of_recorded_data(config: RunConfig) -> Iterator[str]:
     """Parts that only algorithms without rollouts have."""
     algorithm = config.algorithm
     for key, name, owner in (
@@ -130,30 +118,27 @@ def _of_recorded_data(config: RunConfig) -> Iterator[Problem]:
         ("policy_loss_fn", "dpo", "dpo"),
     ):
         if getattr(algorithm, key) == name:
-            yield Problem(
-                f"algorithm.{key}",
+            yield (
                 f"algorithm.{key} is {name}, which is for recorded data: set "
-                f"algorithm.algorithm_type to {owner}",
+                f"algorithm.algorithm_type to {owner}"
             )
 
 
-def _groups(config: RunConfig) -> Iterator[Problem]:
+def _groups(config: RunConfig) -> Iterator[str]:
     """What needs a group, or what calls lead to, where the advantage looks at neither."""
     algorithm, extras = config.algorithm, config.tuner.algorithm
     advantage = algorithm.advantage_fn
     if algorithm.repeat_times == 1 and ADVANTAGES[advantage].needs_group:
-        yield Problem(
-            "algorithm.repeat_times",
+        yield (
             f"algorithm.repeat_times is 1, but algorithm.advantage_fn {advantage} compares the "
             "rollouts of a task with each other: set it to 2 or more, or algorithm.algorithm_type "
-            "to ppo",
+            "to ppo"
         )
     if algorithm.repeat_times == 1 and extras.dynamic_sampling:
-        yield Problem(
-            "tuner.algorithm.dynamic_sampling",
+        yield (
             "tuner.algorithm.dynamic_sampling is true, but algorithm.repeat_times is 1: the one "
             "reward of a group is always equal to itself and every group would be left out; "
-            "remove it",
+            "remove it"
         )
     if extras.turn_discount is not None and advantage not in TURN_DISCOUNTED:
         mend = {
@@ -161,14 +146,13 @@ def _groups(config: RunConfig) -> Iterator[Problem]:
             "reinforceplusplus": "set algorithm.advantage_fn_args.gamma, which discounts from "
             "token to token of an answer, or another algorithm",
         }.get(advantage, "remove it")
-        yield Problem(
-            "tuner.algorithm.turn_discount",
+        yield (
             f"tuner.algorithm.turn_discount is {extras.turn_discount}, but algorithm.advantage_fn "
-            f"{advantage} does not compare what calls lead to: {mend}",
+            f"{advantage} does not compare what calls lead to: {mend}"
         )
 
 
-def _critic(config: RunConfig) -> Iterator[Problem]:
+def _critic(config: RunConfig) -> Iterator[str]:
     """Settings of a critic where there is none."""
     if config.algorithm.advantage_fn == "ppo":
         return
@@ -178,24 +162,22 @@ def _critic(config: RunConfig) -> Iterator[Problem]:
     if config.trainer.critic_warmup:
         given.append("trainer.critic_warmup")
     for key in given:
-        yield Problem(
-            key,
+        yield (
             f"{key} is set, but algorithm.advantage_fn {config.algorithm.advantage_fn} has no "
-            "critic: remove it, or set algorithm.algorithm_type to ppo",
+            "critic: remove it, or set algorithm.algorithm_type to ppo"
         )
 
 
-def _corrections(config: RunConfig) -> Iterator[Problem]:
+def _corrections(config: RunConfig) -> Iterator[str]:
     """What only a loss with a ratio to the policy that a step began with can use."""
     loss, extras = config.algorithm.policy_loss_fn, config.tuner.algorithm
     if POLICY_LOSSES[loss].ratio_to == "proximal":
         return
     for name in CORRECTIONS:
         if name in extras.changed():
-            yield Problem(
-                f"tuner.algorithm.{name}",
+            yield (
                 f"tuner.algorithm.{name} is {getattr(extras, name)}, but algorithm.policy_loss_fn "
-                f"{loss} has no ratio to the weights that a step began with: remove it",
+                f"{loss} has no ratio to the weights that a step began with: remove it"
             )
 
 
@@ -205,43 +187,39 @@ def longest_answer(config: RunConfig) -> int | None:
     return config.rollout_args(config.buffer.explorer_input.taskset).max_tokens
 
 
-def recorded_conflicts(config: RunConfig, foreign: Mapping[str, Any]) -> Iterator[Problem]:
+def recorded_conflicts(config: RunConfig, foreign: Mapping[str, Any]) -> Iterator[str]:
     """Every setting that the chosen source of training data has no use for."""
     name = config.algorithm.algorithm_type
     recorded = ALGORITHMS[name].recorded
     storage = foreign.get(f"{BUFFER}.storage_type")
     if recorded is None:
         if config.mode == "train":
-            yield Problem(
-                "mode",
+            yield (
                 f"mode is train, but algorithm.algorithm_type {name} trains on its own rollouts: "
-                "set mode to both, or algorithm.algorithm_type to sft or dpo",
+                "set mode to both, or algorithm.algorithm_type to sft or dpo"
             )
         if storage not in (None, "queue"):
-            yield Problem(
-                f"{BUFFER}.storage_type",
+            yield (
                 f"{BUFFER}.storage_type is {storage!r}, but rollouts are trained as they come: "
-                "set it to queue, or remove it",
+                "set it to queue, or remove it"
             )
         yield from _teacher(config)
         return
     if config.mode == "both":
-        yield Problem(
-            "mode",
+        yield (
             f"mode is both, but algorithm.algorithm_type {name} trains on recorded data and makes "
-            "no rollouts: set mode to train, or remove it",
+            "no rollouts: set mode to train, or remove it"
         )
     if storage not in (None, "file"):
-        yield Problem(
-            f"{BUFFER}.storage_type",
+        yield (
             f"{BUFFER}.storage_type is {storage!r}, but recorded data is read from files: set it "
-            "to file, or remove it",
+            "to file, or remove it"
         )
     yield from _parts(config)
     yield from _without_rollouts(config, recorded)
 
 
-def _parts(config: RunConfig) -> Iterator[Problem]:
+def _parts(config: RunConfig) -> Iterator[str]:
     """An algorithm on recorded data is one formula: its parts cannot be exchanged."""
     algorithm = config.algorithm
     row = ALGORITHMS[algorithm.algorithm_type]
@@ -252,14 +230,13 @@ def _parts(config: RunConfig) -> Iterator[Problem]:
             hint = ""
             if row.recorded == "pairs" and key == "kl_loss_fn":
                 hint = " (algorithm.policy_loss_fn_args.beta is what holds dpo at the reference)"
-            yield Problem(
-                f"algorithm.{key}",
+            yield (
                 f"algorithm.{key} is {value}, which algorithm.algorithm_type "
-                f"{algorithm.algorithm_type} has no place for: remove it{hint}",
+                f"{algorithm.algorithm_type} has no place for: remove it{hint}"
             )
 
 
-def _without_rollouts(config: RunConfig, recorded: Recorded) -> Iterator[Problem]:
+def _without_rollouts(config: RunConfig, recorded: Recorded) -> Iterator[str]:
     name, extras = config.algorithm.algorithm_type, config.tuner.algorithm
     unread = {f"tuner.algorithm.{key}": getattr(extras, key) for key in sorted(extras.changed())}
     if config.tuner.on_failure != "drop":
@@ -268,40 +245,35 @@ def _without_rollouts(config: RunConfig, recorded: Recorded) -> Iterator[Problem
     for key in sorted(form.changed() & set(NOT_READ[recorded])):
         unread[f"{BUFFER}.format.{key}"] = getattr(form, key)
     for path, value in unread.items():
-        yield Problem(
-            path,
-            f"{path} is {value}, but algorithm.algorithm_type {name} does not read it: remove it",
+        yield (
+            f"{path} is {value}, but algorithm.algorithm_type {name} does not read it: remove it"
         )
     if config.buffer.explorer_input.taskset.path is not None:
         path = "buffer.explorer_input.taskset.path"
-        yield Problem(
-            path,
+        yield (
             f"{path} is set, but algorithm.algorithm_type {name} makes no rollouts: set "
-            f"{BUFFER}.path instead",
+            f"{BUFFER}.path instead"
         )
 
 
-def _teacher(config: RunConfig) -> Iterator[Problem]:
+def _teacher(config: RunConfig) -> Iterator[str]:
     extras, algorithm = config.tuner.algorithm, config.algorithm
     names = [model.name for model in config.explorer.auxiliary_models]
     if algorithm.advantage_fn != "on_policy_distill":
         if extras.teacher is not None:
-            yield Problem(
-                "tuner.algorithm.teacher",
+            yield (
                 f"tuner.algorithm.teacher is {extras.teacher!r}, but algorithm.advantage_fn "
-                f"{algorithm.advantage_fn} has no teacher: remove it",
+                f"{algorithm.advantage_fn} has no teacher: remove it"
             )
     elif not names:
-        yield Problem(
-            "explorer.auxiliary_models",
+        yield (
             "explorer.auxiliary_models is empty, but on_policy_distill needs a teacher: name one "
-            "there, with its model_path",
+            "there, with its model_path"
         )
     elif extras.teacher is not None and extras.teacher not in names:
-        yield Problem(
-            "tuner.algorithm.teacher",
+        yield (
             f"tuner.algorithm.teacher is {extras.teacher!r}, but explorer.auxiliary_models has "
-            f"{', '.join(names)}",
+            f"{', '.join(names)}"
         )
     if ADVANTAGES[algorithm.advantage_fn].needs_reward:
         return
@@ -311,7 +283,6 @@ def _teacher(config: RunConfig) -> Iterator[Problem]:
     if algorithm.kl_penalty_fn != "none":
         unread.add("algorithm.kl_penalty_fn")
     for path in sorted(unread):
-        yield Problem(
-            path,
-            f"{path} is about rewards, which {algorithm.advantage_fn} does not train on: remove it",
+        yield (
+            f"{path} is about rewards, which {algorithm.advantage_fn} does not train on: remove it"
         )

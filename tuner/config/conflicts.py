@@ -1,4 +1,7 @@
-"""Settings that are fine alone and contradict each other."""
+"""Settings that are fine alone and contradict each other.
+
+A sentence is about the key that it begins with, unless it is a `Problem`, which names another.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ def conflicts(config: RunConfig, foreign: Mapping[str, Any]) -> list[Problem]:
         config: The typed configuration.
         foreign: Keys that only Trinity-RFT reads, by dotted path, as they were set.
     """
-    return [
+    found = [
         *_sizes(config, foreign),
         *_names(config),
         *_lora(config),
@@ -60,31 +63,29 @@ def conflicts(config: RunConfig, foreign: Mapping[str, Any]) -> list[Problem]:
         *algorithm_conflicts(config),
         *recorded_conflicts(config, foreign),
     ]
+    return [one if isinstance(one, Problem) else Problem(one.split(" ")[0], one) for one in found]
 
 
-def _sizes(config: RunConfig, foreign: Mapping[str, Any]) -> Iterator[Problem]:
+def _sizes(config: RunConfig, foreign: Mapping[str, Any]) -> Iterator[str | Problem]:
     batch, group = config.buffer.batch_size, config.algorithm.repeat_times
     train_batch = foreign.get("buffer.train_batch_size")
     if config.mode == "train":
         if train_batch is not None and str(train_batch) not in ("0", str(batch)):
-            yield Problem(
-                "buffer.train_batch_size",
+            yield (
                 f"buffer.train_batch_size is {train_batch} and buffer.batch_size is {batch}, but "
-                "a step on recorded data takes one number of rows: set buffer.batch_size to it",
+                "a step on recorded data takes one number of rows: set buffer.batch_size to it"
             )
     elif train_batch is not None and str(train_batch) not in ("0", str(batch * group)):
-        yield Problem(
-            "buffer.train_batch_size",
+        yield (
             f"buffer.train_batch_size is {train_batch}, but a step trains on every rollout of its "
             f"tasks, buffer.batch_size {batch} x algorithm.repeat_times {group} = {batch * group}; "
-            "remove it, or change the other two",
+            "remove it, or change the other two"
         )
     optimizer = config.algorithm.optimizer
     if optimizer.lr_warmup_steps >= 0 and optimizer.lr_warmup_steps_ratio > 0:
-        yield Problem(
-            "algorithm.optimizer.lr_warmup_steps",
+        yield (
             f"algorithm.optimizer.lr_warmup_steps is {optimizer.lr_warmup_steps} and "
-            f"lr_warmup_steps_ratio is {optimizer.lr_warmup_steps_ratio}: set one of them",
+            f"lr_warmup_steps_ratio is {optimizer.lr_warmup_steps_ratio}: set one of them"
         )
     model, rollout_model = config.model, config.explorer.rollout_model
     if (
@@ -92,10 +93,9 @@ def _sizes(config: RunConfig, foreign: Mapping[str, Any]) -> Iterator[Problem]:
         and model.max_response_tokens is not None
         and model.max_response_tokens >= model.max_model_len
     ):
-        yield Problem(
-            "model.max_response_tokens",
+        yield (
             f"model.max_response_tokens is {model.max_response_tokens}, which leaves no room for a "
-            f"prompt in model.max_model_len {model.max_model_len}; lower it or raise that",
+            f"prompt in model.max_model_len {model.max_model_len}; lower it or raise that"
         )
     if model.custom_chat_template is not None and model.chat_template_path is not None:
         yield Problem(
@@ -103,73 +103,63 @@ def _sizes(config: RunConfig, foreign: Mapping[str, Any]) -> Iterator[Problem]:
             "model.custom_chat_template and model.chat_template_path are both set: set one of them",
         )
     if config.tuner.reasoning == "keep" and rollout_model.reasoning_parser in (None, "none"):
-        yield Problem(
-            "tuner.reasoning",
+        yield (
             "tuner.reasoning is keep, but explorer.rollout_model.reasoning_parser is "
             f"{rollout_model.reasoning_parser or 'null'}: reasoning cannot be told from the rest "
-            "of an answer; set the parser, or tuner.reasoning to template",
+            "of an answer; set the parser, or tuner.reasoning to template"
         )
 
 
-def _names(config: RunConfig) -> Iterator[Problem]:
+def _names(config: RunConfig) -> Iterator[str]:
     seen: set[str] = {"train"}
     for index, taskset in enumerate(config.buffer.explorer_input.eval_tasksets):
         if taskset.name in seen:
             path = f"buffer.explorer_input.eval_tasksets.{index}.name"
-            yield Problem(
-                path, f"{path} is {taskset.name!r}, which is taken: give each set its own name"
-            )
+            yield f"{path} is {taskset.name!r}, which is taken: give each set its own name"
         seen.add(taskset.name)
     models: set[str] = set(config.tuner.auxiliary_models)
     for index, auxiliary in enumerate(config.explorer.auxiliary_models):
         if auxiliary.name in models:
             path = f"explorer.auxiliary_models.{index}.name"
-            yield Problem(
-                path, f"{path} is {auxiliary.name!r}, which is taken: give each model its own name"
-            )
+            yield f"{path} is {auxiliary.name!r}, which is taken: give each model its own name"
         models.add(auxiliary.name)
 
 
-def _lora(config: RunConfig) -> Iterator[Problem]:
+def _lora(config: RunConfig) -> Iterator[str]:
     for index, lora in enumerate(config.model.lora_configs):
         for key in ("target_modules", "exclude_modules"):
             if lora.path is not None and getattr(lora, key) is not None:
                 path = f"model.lora_configs.{index}.{key}"
-                yield Problem(
-                    path,
+                yield (
                     f"{path} is set beside path, but the layers of an adapter are in its own "
-                    "adapter_config.json; remove it",
+                    "adapter_config.json; remove it"
                 )
 
 
-def _sampling(config: RunConfig) -> Iterator[Problem]:
+def _sampling(config: RunConfig) -> Iterator[str]:
     if config.rollout_args(config.buffer.explorer_input.taskset).temperature == 0:
         path = "buffer.explorer_input.taskset.rollout_args.temperature"
-        yield Problem(
-            path,
+        yield (
             f"{path} is 0: all rollouts of a group would be the same and there would be nothing to "
-            "learn from; set it above 0",
+            "learn from; set it above 0"
         )
 
 
-def _agents(config: RunConfig) -> Iterator[Problem]:
+def _agents(config: RunConfig) -> Iterator[str]:
     tuner = config.tuner
     if tuner.agent is not None and tuner.workflow is not None:
-        yield Problem(
-            "tuner.agent",
+        yield (
             f"tuner.agent is {tuner.agent.type!r} and tuner.workflow is {tuner.workflow!r}: set "
-            "one of them",
+            "one of them"
         )
     if (tuner.agent is None) != (tuner.environment is None):
         there, missing = (
             ("agent", "environment") if tuner.environment is None else ("environment", "agent")
         )
-        yield Problem(
-            f"tuner.{there}", f"tuner.{there} is set without tuner.{missing}: set both of them"
-        )
+        yield f"tuner.{there} is set without tuner.{missing}: set both of them"
 
 
-def _asynchronous(config: RunConfig) -> Iterator[Problem]:
+def _asynchronous(config: RunConfig) -> Iterator[str]:
     """Every setting of running ahead that would be without use or sense."""
     offset = config.synchronizer.sync_offset
     algorithm, over = config.algorithm, config.explorer.over_rollout
@@ -181,47 +171,41 @@ def _asynchronous(config: RunConfig) -> Iterator[Problem]:
             ("explorer.over_rollout.ratio", over.ratio),
         ):
             if given:
-                yield Problem(
-                    key,
+                yield (
                     f"{key} is set, but algorithm.algorithm_type {algorithm.algorithm_type} makes "
-                    "no rollouts: remove it",
+                    "no rollouts: remove it"
                 )
         return
     if offset and config.tuner.deterministic:
-        yield Problem(
-            _OFFSET,
+        yield (
             f"{_OFFSET} is {offset} and tuner.deterministic is true, but which weights sample a "
-            "token depends on how long things take: set one of them to its default",
+            "token depends on how long things take: set one of them to its default"
         )
     if algorithm.sample_strategy == "staleness_control":
         if not offset:
-            yield Problem(
-                _STRATEGY,
+            yield (
                 f"{_STRATEGY} is staleness_control, but with {_OFFSET} 0 nothing is ever old: set "
-                f"{_OFFSET}, or remove it",
+                f"{_OFFSET}, or remove it"
             )
         if limit is None:
-            yield Problem(
-                _STALENESS,
+            yield (
                 f"{_STALENESS} is not set, but {_STRATEGY} is staleness_control: say how old a "
-                f"token may be, as {_OFFSET} does ({offset})",
+                f"token may be, as {_OFFSET} does ({offset})"
             )
     elif limit is not None:
-        yield Problem(
-            _STALENESS,
+        yield (
             f"{_STALENESS} is {limit}, but {_STRATEGY} is default, under which {_OFFSET} is the "
-            f"bound: remove it, or set {_STRATEGY} to staleness_control",
+            f"bound: remove it, or set {_STRATEGY} to staleness_control"
         )
     if not over.ratio:
         for name in sorted(over.changed()):
-            yield Problem(
-                f"explorer.over_rollout.{name}",
+            yield (
                 f"explorer.over_rollout.{name} is set, but explorer.over_rollout.ratio is 0 and "
-                "nothing is ended early: set ratio too, or remove it",
+                "nothing is ended early: set ratio too, or remove it"
             )
 
 
-def _engine(config: RunConfig) -> Iterator[Problem]:
+def _engine(config: RunConfig) -> Iterator[str | Problem]:
     """What the chosen engine cannot do."""
     engine_type = config.explorer.rollout_model.engine_type
     if engine_type == "transformers":
@@ -231,7 +215,7 @@ def _engine(config: RunConfig) -> Iterator[Problem]:
     yield from _with_vllm(config) if engine_type == "vllm" else _with_sglang(config)
 
 
-def _without_servers(config: RunConfig) -> Iterator[Problem]:
+def _without_servers(config: RunConfig) -> Iterator[str]:
     rollout_model, prefix = config.explorer.rollout_model, "explorer.rollout_model"
     given: dict[str, tuple[Any, Any]] = {
         f"{prefix}.engine_num": (rollout_model.engine_num, 1),
@@ -244,72 +228,64 @@ def _without_servers(config: RunConfig) -> Iterator[Problem]:
     }
     for path, (value, default) in given.items():
         if value != default:
-            yield Problem(
-                path,
+            yield (
                 f"{path} is {value}, but the engine over transformers is part of this process, "
-                f"with the trainer's own weights; remove it, or set {prefix}.engine_type to vllm",
+                f"with the trainer's own weights; remove it, or set {prefix}.engine_type to vllm"
             )
     if config.tuner.placement == "separate":
-        yield Problem(
-            "tuner.placement",
+        yield (
             "tuner.placement is separate, but the engine over transformers generates with the "
-            f"trainer's own weights: set it to colocate, or {prefix}.engine_type to vllm",
+            f"trainer's own weights: set it to colocate, or {prefix}.engine_type to vllm"
         )
 
 
-def _with_servers(config: RunConfig) -> Iterator[Problem]:
+def _with_servers(config: RunConfig) -> Iterator[str]:
     rollout_model, prefix = config.explorer.rollout_model, "explorer.rollout_model"
     urls = config.tuner.engine.urls
     if config.tuner.deterministic:
-        yield Problem(
-            "tuner.deterministic",
+        yield (
             f"tuner.deterministic is true, but {prefix}.engine_type is "
             f"{rollout_model.engine_type}, whose numbers depend on who else is in flight: set that "
-            "to transformers",
+            "to transformers"
         )
     if config.tuner.placement == "colocate" and urls:
-        yield Problem(
-            "tuner.placement",
+        yield (
             "tuner.placement is colocate, but tuner.engine.urls names servers elsewhere: set one "
-            "of them",
+            "of them"
         )
     if urls and rollout_model.engine_num not in (1, len(urls)):
-        yield Problem(
-            f"{prefix}.engine_num",
+        yield (
             f"{prefix}.engine_num is {rollout_model.engine_num}, but tuner.engine.urls names "
-            f"{len(urls)}: remove engine_num",
+            f"{len(urls)}: remove engine_num"
         )
 
 
-def _with_vllm(config: RunConfig) -> Iterator[Problem]:
+def _with_vllm(config: RunConfig) -> Iterator[str]:
     rollout_model, prefix = config.explorer.rollout_model, "explorer.rollout_model"
     if config.tuner.placement == "colocate" and rollout_model.engine_num > 1:
-        yield Problem(
-            f"{prefix}.engine_num",
+        yield (
             f"{prefix}.engine_num is {rollout_model.engine_num}, but tuner.placement is colocate, "
-            "which is one engine in this process: set placement to separate, or engine_num to 1",
+            "which is one engine in this process: set placement to separate, or engine_num to 1"
         )
     if config.tuner.engine.sleep and config.synchronizer.sync_offset:
-        yield Problem(
-            "tuner.engine.sleep",
+        yield (
             "tuner.engine.sleep is true, but synchronizer.sync_offset is "
             f"{config.synchronizer.sync_offset}, with which vLLM generates during updates: remove "
-            "sleep, or set sync_offset to 0",
+            "sleep, or set sync_offset to 0"
         )
     for name in sorted(_OURS.keys() & rollout_model.extra_engine_args.keys()):
         path = f"{prefix}.extra_engine_args.{name}"
         instead = f"set {_OURS[name]}" if _OURS[name] else "log-probs would not be exact otherwise"
-        yield Problem(path, f"{path} cannot be set: {instead}")
+        yield f"{path} cannot be set: {instead}"
     lora = config.model.lora
     if lora is not None and (lora.lora_rank or 0) > LARGEST_RANK:
-        yield Problem(
-            "model.lora_configs.0.lora_rank",
+        yield (
             f"model.lora_configs.0.lora_rank is {lora.lora_rank}, but vLLM serves {LARGEST_RANK} "
-            f"at most: lower it, or set {prefix}.engine_type to transformers",
+            f"at most: lower it, or set {prefix}.engine_type to transformers"
         )
 
 
-def _with_sglang(config: RunConfig) -> Iterator[Problem]:
+def _with_sglang(config: RunConfig) -> Iterator[str | Problem]:
     rollout_model, prefix = config.explorer.rollout_model, "explorer.rollout_model"
     if not config.tuner.engine.urls:
         yield Problem(
@@ -318,10 +294,9 @@ def _with_sglang(config: RunConfig) -> Iterator[Problem]:
             "not started by a run; start one as docs/engines.md says and name its address there",
         )
     if config.tuner.placement == "colocate":
-        yield Problem(
-            "tuner.placement",
+        yield (
             f"tuner.placement is colocate, but {prefix}.engine_type is sglang, whose servers run "
-            "elsewhere: remove placement",
+            "elsewhere: remove placement"
         )
     elsewhere: dict[str, tuple[Any, Any]] = {
         "tensor_parallel_size": (rollout_model.tensor_parallel_size, 1),
@@ -331,21 +306,18 @@ def _with_sglang(config: RunConfig) -> Iterator[Problem]:
     }
     for name, (value, default) in elsewhere.items():
         if value != default:
-            yield Problem(
-                f"{prefix}.{name}",
+            yield (
                 f"{prefix}.{name} is {value}, but SGLang servers run elsewhere: set it where they "
-                "are started, and remove it here",
+                "are started, and remove it here"
             )
     if config.model.lora is not None:
-        yield Problem(
-            "model.lora_configs",
+        yield (
             f"model.lora_configs is set, but {prefix}.engine_type is sglang, to which adapters are "
-            "not handed over: set it to vllm or transformers",
+            "not handed over: set it to vllm or transformers"
         )
     if config.model.top_k > 0 and config.model.top_p < 1:
-        yield Problem(
-            "model.top_k",
+        yield (
             f"model.top_k is {config.model.top_k} and model.top_p is {config.model.top_p}, but "
             f"{prefix}.engine_type is sglang, which cuts both from the whole distribution, where "
-            "top_p is meant of what top_k keeps: set one of them alone",
+            "top_p is meant of what top_k keeps: set one of them alone"
         )

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from tuner.config.foreign import FOREIGN, Anything, Foreign, Same, Values
+from tuner.config.foreign import FOREIGN, Foreign, Same, Values
 from tuner.config.keys import fields
 from tuner.config.section import Section
 
@@ -87,7 +87,11 @@ def _has_own_heading(info: FieldInfo) -> bool:
 
 
 def _row(path: str, info: FieldInfo) -> str:
-    cells = (f"`{path}`", _type(info.annotation), _default(info), info.description or "")
+    kind = _type(info.annotation)
+    return _table_row(f"`{path}`", kind, _default(info), info.description or "")
+
+
+def _table_row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -128,14 +132,13 @@ def _default(info: FieldInfo) -> str:
 
 def _foreign_rows() -> Iterator[str]:
     for row in FOREIGN:
-        cells = (f"`{row.path}`", accepted(row), row.why)
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        yield _table_row(f"`{row.path}`", accepted(row), row.why)
 
 
 def accepted(row: Foreign) -> str:
     """What a key of Trinity-RFT may be set to on the local backend, for a table."""
     match row.accepts:
-        case Anything():
+        case None:
             return "anything"
         case Same(path):
             return f"as `{path}`"

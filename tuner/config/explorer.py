@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from tuner.config.section import Section
+from tuner.config.section import Arguments, Section
 
 DEFAULT_RANK = 32
 DEFAULT_ALPHA = 32
@@ -43,17 +43,12 @@ class RolloutModelSection(Section):
         default=False,
         description="Do not capture CUDA graphs. For vllm; transformers captures none.",
     )
-    extra_engine_args: dict[str, Any] = Field(
+    extra_engine_args: Arguments = Field(
         default_factory=dict,
         description="Further arguments of vLLM's `AsyncEngineArgs`, by name. For vllm.",
     )
     tool_call_parser: str | None = Field(default="hermes", description=TOOL_CALL_PARSER)
     reasoning_parser: str | None = Field(default="deepseek_r1", description=REASONING_PARSER)
-
-    @field_validator("extra_engine_args", mode="before")
-    @classmethod
-    def _from_nothing(cls, value: Any) -> Any:
-        return {} if value is None else value
 
 
 class AuxiliaryModelSection(Section):

@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from tuner.config.source import lookup
+
 RULES = Path(__file__).with_name("foreign_keys.yaml")
 
 
@@ -29,12 +31,7 @@ class Same:
     path: str
 
 
-@dataclass(frozen=True)
-class Anything:
-    """Accepts every value: it cannot change what the run does."""
-
-
-Accepts = Values | Same | Anything
+Accepts = Values | Same | None
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,8 @@ class Foreign:
 
     Attributes:
         path: Dotted path of the key.
-        accepts: Values under which the local backend does what is asked.
+        accepts: Values under which the local backend does what is asked; None where no value can
+            change what the run does.
         why: What the key is about and why there is nothing to set here.
     """
 
@@ -57,9 +55,12 @@ class Foreign:
         if mine[-1] == "**":
             mine = mine[:-1]
             theirs = theirs[: len(mine)]
-        return len(mine) == len(theirs) and all(
-            a == b or (a == "*" and b.isdecimal()) for a, b in zip(mine, theirs, strict=True)
-        )
+        return _fits(mine, theirs)
+
+    def is_below(self, path: str) -> bool:
+        """Whether this key is under `path`, with indices as numbers."""
+        mine, theirs = self.path.split("."), path.split(".")
+        return len(mine) > len(theirs) and _fits(mine[: len(theirs)], theirs)
 
     def refusal(self, value: Any, config: Mapping[str, Any]) -> str | None:
         """Why `value` cannot be honoured and what to do, or None when it can.
@@ -69,7 +70,7 @@ class Foreign:
             config: The effective configuration as nested dicts, for keys that must agree.
         """
         match self.accepts:
-            case Anything():
+            case None:
                 return None
             case Values(allowed):
                 if value is None or any(_equal(value, one) for one in allowed):
@@ -79,10 +80,16 @@ class Foreign:
                 choice = " or ".join(_as_yaml(one) for one in allowed)
                 return f"{self.why}; set it to {choice}, or remove it"
             case Same(path):
-                wanted = _lookup(config, path)
+                wanted = lookup(config, path)
                 if value is None or _equal(value, wanted):
                     return None
                 return f"{self.why}; set {path} (now {_as_yaml(wanted)}) and remove this key"
+
+
+def _fits(pattern: list[str], parts: list[str]) -> bool:
+    return len(pattern) == len(parts) and all(
+        a == b or (a == "*" and b.isdecimal()) for a, b in zip(pattern, parts, strict=True)
+    )
 
 
 def _as_yaml(value: Any) -> str:
@@ -102,13 +109,6 @@ def _equal(value: Any, wanted: Any) -> bool:
     return bool(value == wanted) or str(value) == str(wanted)
 
 
-def _lookup(config: Mapping[str, Any], path: str) -> Any:
-    value: Any = config
-    for key in path.split("."):
-        value = value[key]
-    return value
-
-
 def _read(text: str) -> Iterator[Foreign]:
     """The rules, each key by its whole path, in the order in which they count."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -123,7 +123,7 @@ def _read(text: str) -> Iterator[Foreign]:
 def _accepts(given: Any) -> Accepts:
     match given:
         case "anything":
-            return Anything()
+            return None
         case {"as": path}:
             return Same(path)
         case _:

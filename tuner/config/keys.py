@@ -108,31 +108,26 @@ def _own_part(
         if info is None:
             _not_own(f"{prefix}{name}", value, split)
             continue
-        inner = section_of(info.annotation)
-        own[name] = value
-        if inner is None:
-            continue
+        inner, many = section_of(info.annotation), get_origin(info.annotation)
         path = f"{prefix}{name}."
-        if get_origin(info.annotation) is tuple and isinstance(value, list):
-            own[name] = [
-                _own_part(item, inner, f"{path}{index}.", split) if isinstance(item, dict) else item
-                for index, item in enumerate(value)
-            ]
-        elif get_origin(info.annotation) is dict and isinstance(value, dict):
-            own[name] = {
-                key: _own_part(item, inner, f"{path}{key}.", split)
-                if isinstance(item, dict)
-                else item
-                for key, item in value.items()
-            }
-        elif isinstance(value, dict):
-            own[name] = _own_part(value, inner, path, split)
+        if many is tuple and isinstance(value, list):
+            own[name] = [_own(one, inner, f"{path}{i}.", split) for i, one in enumerate(value)]
+        elif many is dict and isinstance(value, dict):
+            own[name] = {k: _own(one, inner, f"{path}{k}.", split) for k, one in value.items()}
+        else:
+            own[name] = _own(value, inner, path, split)
     return own
+
+
+def _own(value: Any, section: type[Section] | None, prefix: str, split: SplitKeys) -> Any:
+    if section is None or not isinstance(value, dict):
+        return value
+    return _own_part(value, section, prefix, split)
 
 
 def _not_own(path: str, value: Any, split: SplitKeys) -> None:
     row = find_foreign(path)
-    has_keys = any(_is_under(one.path, path) for one in FOREIGN)
+    has_keys = any(one.is_below(path) for one in FOREIGN)
     if has_keys and isinstance(value, dict):
         for name, item in value.items():
             _not_own(f"{path}.{name}", item, split)
@@ -140,13 +135,3 @@ def _not_own(path: str, value: Any, split: SplitKeys) -> None:
         split.foreign[path] = value
     elif not (has_keys and value is None):
         split.unknown.append(path)
-
-
-def _is_under(pattern: str, path: str) -> bool:
-    """Whether a row's pattern names a key below `path`."""
-    parts = path.split(".")
-    head = pattern.split(".")[: len(parts)]
-    below = len(pattern.split(".")) > len(parts)
-    return below and all(
-        a == b or (a == "*" and b.isdecimal()) for a, b in zip(head, parts, strict=True)
-    )

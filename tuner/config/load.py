@@ -31,6 +31,7 @@ from tuner.config.source import (
     Override,
     YamlFile,
     absolute_paths,
+    lookup,
     parse_override,
     read_yaml,
     register_resolvers,
@@ -110,7 +111,9 @@ def read_layers(
         decided = _merge(file, given, parsed, [], one_total_steps=False)
         backend = backend or _backend_of(decided)
         if train is not None:
-            given = _with_source(given, train, source_key(_trains_on(decided, backend)))
+            # Here a mode that contradicts the algorithm is refused later.
+            mode = mode_of({**decided, "mode": None} if backend == "local" else decided)
+            given = _with_source(given, train, source_key(mode))
     # Another name of `buffer.total_steps` where one step is one update; on a cluster they are two.
     one_total_steps = backend == "local"
     if one_total_steps:
@@ -293,8 +296,7 @@ def _with_one_total_steps(tree: dict[str, Any], problems: list[Problem]) -> dict
 
 def mode_of(tree: Mapping[str, Any]) -> str:
     """`mode`, or where it is not set, `train` for recorded data and else `both`."""
-    algorithm = tree.get("algorithm")
-    kind = algorithm.get("algorithm_type") if isinstance(algorithm, Mapping) else None
+    kind = lookup(tree, "algorithm.algorithm_type")
     return str(tree.get("mode") or ("train" if kind in RECORDED else "both"))
 
 
@@ -303,11 +305,6 @@ def source_key(mode: str) -> str:
     if mode == "train":
         return "buffer.trainer_input.experience_buffer"
     return "buffer.explorer_input.taskset"
-
-
-def _trains_on(tree: Mapping[str, Any], backend: Backend) -> str:
-    """The mode that says where training data belongs; a contradicting one is refused elsewhere."""
-    return mode_of({**tree, "mode": None} if backend == "local" else tree)
 
 
 def _with_source(
@@ -321,40 +318,19 @@ def _with_source(
 
 
 def _backend_of(tree: Mapping[str, Any]) -> Backend:
-    if _was_given_to_trinity(tree):
-        return "trinity"
-    section = tree.get("tuner")
-    backend = section.get("backend") if isinstance(section, Mapping) else None
-    if backend == "trinity":
-        return "trinity"
-    if backend in (None, "auto") and (
-        _declared_gpus(tree.get("cluster")) > 1 or _asks_for_tinker(tree.get("model"))
-    ):
+    backend = lookup(tree, "tuner.backend")
+    declared = _declared_gpus(tree) > 1 or lookup(tree, "model.tinker.enable") is True
+    # Only the `config.yaml` of a run on Trinity-RFT has this (`tuner.trinity.saved`).
+    saved = isinstance(lookup(tree, "monitor.monitor_args.tuner"), Mapping)
+    if saved or backend == "trinity" or (backend in (None, "auto") and declared):
         return "trinity"
     return "local"
 
 
-def _was_given_to_trinity(tree: Mapping[str, Any]) -> bool:
-    """Whether it is the `config.yaml` of a run on Trinity-RFT (`tuner.trinity.saved`)."""
-    for key in ("monitor", "monitor_args", "tuner"):
-        value = tree.get(key)
-        if not isinstance(value, Mapping):
-            return False
-        tree = value
-    return True
-
-
-def _asks_for_tinker(model: Any) -> bool:
-    tinker = model.get("tinker") if isinstance(model, Mapping) else None
-    return isinstance(tinker, Mapping) and tinker.get("enable") is True
-
-
-def _declared_gpus(cluster: Any) -> int:
-    if not isinstance(cluster, Mapping):
-        return 0
-    sizes = [cluster.get("node_num"), cluster.get("gpu_per_node")]
+def _declared_gpus(tree: Mapping[str, Any]) -> int:
+    sizes = [lookup(tree, f"cluster.{name}") or 1 for name in ("node_num", "gpu_per_node")]
     try:
-        nodes, gpus = (int(size or 1) for size in sizes)
+        nodes, gpus = map(int, sizes)
     except (TypeError, ValueError):
         return 0  # of the wrong type: its reader says so
     return nodes * gpus

@@ -17,7 +17,7 @@ from tuner.algorithms.table import ALGORITHMS
 from tuner.config.algorithm import AlgorithmExtras, AlgorithmSection, CriticSection
 from tuner.config.buffer import BufferSection, EvalTasksetSection, RolloutArgs, TasksetSection
 from tuner.config.explorer import EngineSection, ExplorerSection, ModelSection, SynchronizerSection
-from tuner.config.section import Section
+from tuner.config.section import Arguments, Section
 
 MonitorName = Literal["tensorboard", "wandb", "mlflow", "swanlab"]
 
@@ -58,7 +58,7 @@ class MonitorSection(Section):
         description="Where metrics go besides the console and `metrics.jsonl`: tensorboard, "
         "wandb, mlflow, swanlab, or a list of them.",
     )
-    monitor_args: dict[str, Any] = Field(
+    monitor_args: Arguments = Field(
         default_factory=dict, description="Given to the monitor as it is."
     )
 
@@ -66,11 +66,6 @@ class MonitorSection(Section):
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
-
-    @field_validator("monitor_args", mode="before")
-    @classmethod
-    def _from_nothing(cls, value: Any) -> Any:
-        return {} if value is None else value
 
 
 class Penalize(Section):
@@ -106,16 +101,11 @@ class NamedClass(Section):
         description="The name it is registered under, or `package.module:Class`, or "
         "`path/file.py:Class`.",
     )
-    args: dict[str, Any] = Field(
+    args: Arguments = Field(
         default_factory=dict,
         description="Arguments of its constructor, given as they are; `gconfig` becomes a "
         "`GenerationHyperparameters`.",
     )
-
-    @field_validator("args", mode="before")
-    @classmethod
-    def _from_nothing(cls, value: Any) -> Any:
-        return {} if value is None else value
 
 
 class TrinitySection(Section):

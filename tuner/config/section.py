@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, field_validator
+
+# Given to something else as they are; a key with nothing under it (`monitor_args:`) gives none.
+Arguments = Annotated[dict[str, Any], BeforeValidator(lambda given: {} if given is None else given)]
 
 
 class Section(BaseModel):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,16 @@ class Override:
     key: str
     value: Any
     text: str
+
+
+def lookup(tree: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """The value of a dotted key, `default` where it is not set or null."""
+    value: Any = tree
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return default
+        value = value[part]
+    return default if value is None else value
 
 
 def register_resolvers() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -238,17 +239,14 @@ def _from_datasets(shown: str, path: str, **options: Any) -> Iterator[Task]:
     return iter(loaded)
 
 
-class _as_dataset_error:
+@contextmanager
+def _as_dataset_error(path: str) -> Iterator[None]:
     """Turns what `datasets` raises into a `DatasetError` that names the dataset."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if not isinstance(error, Exception) or isinstance(error, DatasetError):
-            return
+    try:
+        yield
+    except DatasetError:
+        raise
+    except Exception as error:
         name = type(error).__name__
         # The cause says more than "an error occurred while generating the dataset".
         lines = str(error.__cause__ or error).strip().splitlines()
@@ -262,13 +260,13 @@ class _as_dataset_error:
             )
         else:
             text = f"cannot be read: {reason}"
-        raise DatasetError(f"dataset {self._path!r} {text}") from error
+        raise DatasetError(f"dataset {path!r} {text}") from error
 
 
 def _no_split(path: str, split: str | None, files: dict[str, Path]) -> DatasetError:
-    if split is None:
-        return DatasetError(f"dataset {path!r}: name a split ({', '.join(sorted(files))})")
     there = ", ".join(sorted(files))
+    if split is None:
+        return DatasetError(f"dataset {path!r}: name a split ({there})")
     return DatasetError(f"dataset {path!r} has no split {split!r}; it has: {there}")
 
 

@@ -20,6 +20,7 @@ from tuner.rollout.limits import Ending
 from tuner.rollout.runner import RolloutRunner
 from tuner.rollout.schedule import Schedule
 from tuner.traces import Outcome, RolloutId, Trace, TraceStore
+from tuner.traces.store import complete_lines, cut_torn_line
 
 
 class BatchLog:
@@ -42,12 +43,8 @@ class BatchLog:
         Raises:
             TunerError: Another line is not of this form.
         """
-        if not self._path.exists():
-            return {}
         found = {}
-        for number, line in enumerate(self._path.read_bytes().splitlines(keepends=True), 1):
-            if not line.endswith(b"\n"):
-                break
+        for number, line in complete_lines(self._path):
             try:
                 row = json.loads(line)
                 found[int(row["step"])] = [int(group) for group in row["groups"]]
@@ -57,15 +54,14 @@ class BatchLog:
 
     def append(self, step: int, groups: Sequence[int]) -> None:
         """Note what a step takes."""
-        before = self._path.read_bytes() if self._path.exists() else b""
+        cut_torn_line(self._path)
         with self._path.open("ab") as file:
-            if not before.endswith(b"\n"):
-                file.truncate(before.rfind(b"\n") + 1)
             file.write(json.dumps({"step": step, "groups": list(groups)}).encode() + b"\n")
 
 
 Wanted = Mapping[RolloutId, dict[str, Any]]
 _NOBODY: Mapping[RolloutId, Ending] = {}
+WENT_WELL = (Outcome.COMPLETED, Outcome.REJECTED)
 
 
 @dataclass(frozen=True)
@@ -166,7 +162,7 @@ class Rollouts:
             traces.extend(attempts)
             if ending is not None and ending.reason is not None:
                 return
-            if abort_on_failure and not _went_well(attempts[-1]):
+            if abort_on_failure and attempts[-1].outcome not in WENT_WELL:
                 raise TrainingError(
                     f"rollout {id} ended with {attempts[-1].outcome}: {attempts[-1].error} "
                     "(tuner.on_failure is 'abort')"
@@ -204,10 +200,6 @@ async def collect(
     )
 
 
-def _went_well(trace: Trace) -> bool:
-    return trace.outcome in (Outcome.COMPLETED, Outcome.REJECTED)
-
-
 Task = dict[str, Any]
 ENDED_EARLY = "ended before it was complete: its step had enough tasks (explorer.over_rollout)"
 
@@ -239,6 +231,10 @@ class TrainingGroups:
         total_steps: Length of the run.
         rollouts: Runs them; its store has what was recorded before.
         on_rollout: Called for each rollout that ended.
+
+    Attributes:
+        ahead: Updates by which collection may be ahead of training.
+        schedule: Which groups run, and which are complete.
     """
 
     def __init__(
@@ -268,7 +264,7 @@ class TrainingGroups:
         self._over: set[int] = set()
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self.ahead = config.synchronizer.sync_offset
-        self._schedule: Schedule[list[Trace]] = Schedule(
+        self.schedule: Schedule[list[Trace]] = Schedule(
             self._run,
             batch=self._batch,
             total=self._batch * total_steps,
@@ -304,21 +300,7 @@ class TrainingGroups:
                 self._complete[number // self._batch] += 1
             elif versions:  # without a token nothing of it is old
                 begun[number] = min(versions)
-        self._schedule.restore(trained=trained, complete=complete, begun=begun)
-
-    @property
-    def waiting(self) -> int:
-        """Complete groups that no step has taken."""
-        return self._schedule.complete
-
-    @property
-    def running(self) -> int:
-        """Rollouts that were begun and have not ended."""
-        return self._schedule.running
-
-    def advance(self, step: int) -> None:
-        """Step `step` is over: begin what may be begun now."""
-        self._schedule.advance(step)
+        self.schedule.restore(trained=trained, complete=complete, begun=begun)
 
     async def take(self, step: int) -> Collected:
         """What step `step` trains on, as soon as it is there.
@@ -327,8 +309,8 @@ class TrainingGroups:
             FunctionError: The workflow or judge returned something of the wrong type.
             TrainingError: A rollout failed, and `tuner.on_failure` is `abort`.
         """
-        self._schedule.advance(step - 1)
-        groups = await self._schedule.take(self._taken.get(step))
+        self.schedule.advance(step - 1)
+        groups = await self.schedule.take(self._taken.get(step))
         if self.ahead and step not in self._taken:
             self._batches.append(step, list(groups))
         traces = [trace for group in groups.values() for trace in group]
@@ -353,7 +335,7 @@ class TrainingGroups:
         def ended(trace: Trace) -> None:
             if trace.final:
                 del self._endings[planned][trace.id]
-                self._schedule.rollout_ended(number)
+                self.schedule.rollout_ended(number)
                 self._on_rollout()
 
         traces = await self._rollouts.run(
@@ -396,4 +378,4 @@ class TrainingGroups:
         """Cancel what runs."""
         for timer in self._timers.values():
             timer.cancel()
-        await self._schedule.cancel()
+        await self.schedule.cancel()

@@ -8,8 +8,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tuner.data.order import derive_seed, seed_everything
@@ -56,6 +55,7 @@ class _Attempt:
     reward: float | None = None
     error: str | None = None
     response: Any = None
+    metrics: dict[str, float] = field(default_factory=dict)
     workflow_seconds: float = 0.0
     judge_seconds: float = 0.0
 
@@ -114,8 +114,9 @@ class RolloutRunner:
         traces: list[Trace] = []
         while True:
             number = len(traces) + 1
-            if ending is not None and ending.reason is not None:
-                return [*traces, _not_begun(task, id, number, ending.reason)]
+            if ending is not None and (why := ending.reason) is not None:
+                never = Trace(id, task, (), Outcome.CANCELLED, None, error=why, attempt=number)
+                return [*traces, never]
             trace = await self._attempt(task, id, number, defaults, ending or Ending())
             if not traces:
                 trace.seconds["queue"] = queued
@@ -123,7 +124,7 @@ class RolloutRunner:
             if not retry or number > self._settings.max_retries:
                 return [*traces, trace]
             logger.info("%s, attempt %d: %s; trying again", id, number, trace.error)
-            traces.append(_superseded(trace))
+            traces.append(replace(trace, final=False))
 
     async def _attempt(
         self,
@@ -140,16 +141,14 @@ class RolloutRunner:
         session = self._gateway.open_session(
             f"{id}-{number}", seed=seed, defaults=defaults, limits=self._settings.limits
         )
-        state, metrics = _Attempt(), dict[str, float]()
+        state = _Attempt()
         tools = ToolTime(self._settings.tool_seconds, session)
         try:
             with self._auxiliary_models(session.id, seed) as auxiliary:
                 async with asyncio.timeout(self._settings.timeout) as deadline:
                     with ending.of(deadline):
-                        limited = partial(tools.limiting, deadline)
-                        await self._run_functions(
-                            task, session, dict(auxiliary), state, metrics, limited
-                        )
+                        limited = tools.limiting(deadline)
+                        await self._run_functions(task, session, dict(auxiliary), state, limited)
         except TimeoutError:
             pass
         finally:
@@ -179,7 +178,7 @@ class RolloutRunner:
             calls=calls,
             outcome=state.outcome,
             reward=state.reward,
-            metrics=metrics,
+            metrics=state.metrics,
             response=_as_text(state.response),
             error=state.error,
             attempt=number,
@@ -197,13 +196,12 @@ class RolloutRunner:
         session: Session,
         auxiliary: dict[str, Any],
         state: _Attempt,
-        metrics: dict[str, float],
-        limited: Callable[[], AbstractContextManager[None]],
+        limited: AbstractContextManager[None],
     ) -> None:
         started = time.perf_counter()
         try:
             model = self._make_model(session)
-            with limited():
+            with limited:
                 output = await call_workflow(
                     self._workflow,
                     task=dict(task),
@@ -234,22 +232,18 @@ class RolloutRunner:
         finally:
             state.workflow_seconds = time.perf_counter() - started
         state.response, state.reward = output.response, output.reward
-        metrics.update(output.metrics or {})
+        state.metrics.update(output.metrics or {})
         if self._judge is not None:
             started = time.perf_counter()
             try:
-                await self._run_judge(task, auxiliary, state, metrics)
+                await self._run_judge(task, auxiliary, state)
             finally:
                 state.judge_seconds = time.perf_counter() - started
         if state.outcome is Outcome.COMPLETED:
             _check_reward(state, judged=self._judge is not None, needed=self._settings.needs_reward)
 
     async def _run_judge(
-        self,
-        task: dict[str, Any],
-        auxiliary: dict[str, Any],
-        state: _Attempt,
-        metrics: dict[str, float],
+        self, task: dict[str, Any], auxiliary: dict[str, Any], state: _Attempt
     ) -> None:
         assert self._judge is not None
         for tries_left in range(self._settings.max_retries, -1, -1):
@@ -269,7 +263,7 @@ class RolloutRunner:
                 state.outcome, state.error = _of_judge(error), _describe(error, None)
             else:
                 state.reward = verdict.reward
-                metrics.update(verdict.metrics or {})
+                state.metrics.update(verdict.metrics or {})
             return
 
 
@@ -291,22 +285,6 @@ def _check_reward(state: _Attempt, *, judged: bool, needed: bool) -> None:
 def _of_judge(error: Exception) -> Outcome:
     """A reward function that failed is the judge's failure, whoever called it."""
     return Outcome.JUDGE_TIMEOUT if isinstance(error, RewardTimeout) else Outcome.JUDGE_ERROR
-
-
-def _not_begun(task: dict[str, Any], id: RolloutId, number: int, reason: str) -> Trace:
-    return Trace(
-        id=id,
-        task=task,
-        calls=(),
-        outcome=Outcome.CANCELLED,
-        reward=None,
-        error=reason,
-        attempt=number,
-    )
-
-
-def _superseded(trace: Trace) -> Trace:
-    return Trace(**{**vars(trace), "final": False})
 
 
 def _being_cancelled() -> bool:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.errors import ConfigError, TunerError
+from tuner.traces.store import complete_lines
 
 TRAINER_STATE = "trainer_state.pt"
 # Leaves a report of a run, which stopped for a reason, or None where it came to its end; says where
@@ -52,10 +53,9 @@ class RunDirectory:
 
     def checkpoint_steps(self) -> list[int]:
         """Steps of the complete checkpoints, rising."""
-        return sorted(int(path.name.removeprefix("step_")) for path in self._complete())
-
-    def _complete(self) -> list[Path]:
-        return list(self.checkpoints.glob("step_*"))
+        return sorted(
+            int(path.name.removeprefix("step_")) for path in self.checkpoints.glob("step_*")
+        )
 
     def save_checkpoint(self, step: int, write: Callable[[Path], None], *, keep: int) -> Path:
         """Let `write` fill a folder that gets its name only when it is complete.
@@ -88,19 +88,14 @@ def write_atomically(path: Path, text: str) -> None:
 
 def read_metrics(path: Path, *, up_to: int) -> list[dict[str, Any]]:
     """Metrics of the steps up to `up_to`; a torn last line and later steps are left out."""
-    if not path.exists():
-        return []
     rows = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise TunerError(f"{path}, line {number} is not JSON: {error}") from error
-            if row["step"] <= up_to:
-                rows.append(row)
+    for number, line in complete_lines(path):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise TunerError(f"{path}, line {number} is not JSON: {error}") from error
+        if row["step"] <= up_to:
+            rows.append(row)
     return rows
 
 

@@ -65,7 +65,8 @@ def evaluation_metrics(name: str, traces: Sequence[Trace]) -> dict[str, float]:
     if rewards:
         metrics[f"eval/{name}/reward"] = _mean(rewards)
     if final:
-        metrics[f"eval/{name}/failed"] = float(len(final) - len(rewards))
+        failed = sum(trace.outcome is not Outcome.COMPLETED for trace in final)
+        metrics[f"eval/{name}/failed"] = failed
     return metrics
 
 

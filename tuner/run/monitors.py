@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from tuner.errors import ConfigError, MissingDependencyError
+from tuner.run.directory import write_atomically
 
 
 class Monitor(Protocol):
@@ -29,9 +30,7 @@ class JsonlMonitor:
     """
 
     def __init__(self, path: Path, rows: list[dict[str, Any]]) -> None:
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        temporary.replace(path)
+        write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -42,86 +41,17 @@ class JsonlMonitor:
         self._file.close()
 
 
-class TensorBoardMonitor:
-    """Scalars under their metric's name. `first_step` hides what a killed run logged after it."""
-
-    def __init__(self, folder: Path, first_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder), purge_step=first_step)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandbMonitor:
-    """Weights & Biases; a resumed run continues the same W&B run."""
+class Tracker:
+    """A library's run. `log_step` gets a step's metrics and the step, `close` ends it."""
 
     def __init__(
-        self, project: str, name: str, folder: Path, config: dict[str, Any], args: dict[str, Any]
+        self, log_step: Callable[[dict[str, float], int], object], close: Callable[[], None]
     ) -> None:
-        self._run = _require("wandb").init(
-            project=project,
-            name=name,
-            id=name,
-            resume="allow",
-            dir=str(folder),
-            config=config,
-            **args,
-        )
+        self._log_step = log_step
+        self.close = close
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class MlflowMonitor:
-    """MLflow: the project is the experiment, the name is the run."""
-
-    def __init__(
-        self, project: str, name: str, config: dict[str, Any], args: dict[str, Any]
-    ) -> None:
-        for name, variable in (
-            ("username", "MLFLOW_TRACKING_USERNAME"),
-            ("password", "MLFLOW_TRACKING_PASSWORD"),
-        ):
-            if name in args:
-                os.environ[variable] = str(args[name])
-        self._mlflow = _require("mlflow")
-        if "uri" in args:
-            self._mlflow.set_tracking_uri(args["uri"])
-        self._mlflow.set_experiment(project)
-        self._mlflow.start_run(run_name=name)
-        self._mlflow.log_dict(config, "config.json")
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._mlflow.log_metrics(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._mlflow.end_run()
-
-
-class SwanlabMonitor:
-    """SwanLab."""
-
-    def __init__(
-        self, project: str, name: str, config: dict[str, Any], args: dict[str, Any]
-    ) -> None:
-        self._swanlab = _require("swanlab")
-        self._swanlab.init(project=project, experiment_name=name, config=config, **args)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._swanlab.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._swanlab.finish()
+        self._log_step(dict(metrics), step)
 
 
 def open_tracker(
@@ -148,14 +78,56 @@ def open_tracker(
             + (f" (it takes {', '.join(sorted(taken[kind]))})" if taken[kind] else "; remove it")
         )
     if kind == "tensorboard":
-        return TensorBoardMonitor(folder / "tensorboard", first_step)
-    if kind == "wandb":
-        return WandbMonitor(project, name, folder, config, args)
+        return _tensorboard(folder / "tensorboard", first_step)
+    if kind == "wandb":  # a resumed run continues the same W&B run
+        run = _require("wandb").init(
+            project=project,
+            name=name,
+            id=name,
+            resume="allow",
+            dir=str(folder),
+            config=config,
+            **args,
+        )
+        return Tracker(lambda metrics, step: run.log(metrics, step=step), run.finish)
     if kind == "mlflow":
-        return MlflowMonitor(project, name, config, args)
+        return _mlflow(project, name, config, args)
     if kind == "swanlab":
-        return SwanlabMonitor(project, name, config, args)
+        swanlab = _require("swanlab")
+        swanlab.init(project=project, experiment_name=name, config=config, **args)
+        return Tracker(lambda metrics, step: swanlab.log(metrics, step=step), swanlab.finish)
     raise AssertionError(f"monitor_type {kind!r} passed the configuration's check")
+
+
+def _tensorboard(folder: Path, first_step: int) -> Tracker:
+    """Scalars under their metric's name. `first_step` hides what a killed run logged after it."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(folder), purge_step=first_step)
+
+    def log(metrics: dict[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    return Tracker(log, writer.close)
+
+
+def _mlflow(project: str, name: str, config: dict[str, Any], args: dict[str, Any]) -> Tracker:
+    """The project is the experiment, the name is the run."""
+    for key, variable in (
+        ("username", "MLFLOW_TRACKING_USERNAME"),
+        ("password", "MLFLOW_TRACKING_PASSWORD"),
+    ):
+        if key in args:
+            os.environ[variable] = str(args[key])
+    mlflow = _require("mlflow")
+    if "uri" in args:
+        mlflow.set_tracking_uri(args["uri"])
+    mlflow.set_experiment(project)
+    mlflow.start_run(run_name=name)
+    mlflow.log_dict(config, "config.json")
+    return Tracker(lambda metrics, step: mlflow.log_metrics(metrics, step=step), mlflow.end_run)
 
 
 def _require(library: str) -> Any:

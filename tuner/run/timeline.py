@@ -18,6 +18,7 @@ from time import time
 from typing import Any, TextIO
 
 from tuner.traces import Call, Trace
+from tuner.traces.store import cut_torn_line
 
 _TRAINER, _ROLLOUTS = 1, 2
 
@@ -79,22 +80,17 @@ class Timeline:
     def _span(
         self, process: int, row: int, name: str, start: float, seconds: float, args: dict[str, Any]
     ) -> None:
-        times = {"ts": round(start * 1e6), "dur": round(seconds * 1e6)}
-        self._write({"ph": "X", "name": name, "pid": process, "tid": row, **times, "args": args})
-
-    def _write(self, event: dict[str, Any]) -> None:
         if self._file is None:
             self._file = self._open()
+        times = {"ts": round(start * 1e6), "dur": round(seconds * 1e6)}
+        event = {"ph": "X", "name": name, "pid": process, "tid": row, **times, "args": args}
         self._file.write(json.dumps(event) + ",\n")
         self._file.flush()
 
     def _open(self) -> TextIO:
-        before = self._path.read_bytes() if self._path.exists() else b""
-        if not before.endswith(b"\n"):  # a torn line
-            before = before[: before.rfind(b"\n") + 1]
-            self._path.write_bytes(before)
+        cut_torn_line(self._path)
         file = self._path.open("a", encoding="utf-8")
-        if not before:
+        if not file.tell():
             file.write("[\n")
             for process, name in ((_TRAINER, "trainer"), (_ROLLOUTS, "rollouts")):
                 event = {"ph": "M", "name": "process_name", "pid": process, "tid": 0}

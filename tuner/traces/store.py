@@ -38,31 +38,27 @@ class TraceStore:
     def append(self, trace: Trace) -> None:
         path = self.path(trace.id.split, trace.id.step)
         if path not in self._mended:
-            _cut_torn_line(path)
+            cut_torn_line(path)
             self._mended.add(path)
         with path.open("ab") as file:
             file.write(_line(trace_to_json(trace)))
 
     def read(self, split: str, step: int) -> list[Trace]:
         """Every attempt recorded so far for one step of one split, in order of arrival."""
-        path = self.path(split, step)
-        return list(read_traces(path)) if path.exists() else []
+        return list(read_traces(self.path(split, step)))
 
 
 def read_traces(path: Path) -> Iterator[Trace]:
-    """The traces of one file.
+    """The traces of one file; none where there is no file.
 
     Raises:
         TunerError: A line other than a torn last one is not a trace; names file and line.
     """
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                yield trace_from_json(json.loads(line))
-            except NOT_A_TRACE as error:
-                raise TunerError(f"{path}, line {number} is not a trace: {error!r}") from error
+    for number, line in complete_lines(path):
+        try:
+            yield trace_from_json(json.loads(line))
+        except NOT_A_TRACE as error:
+            raise TunerError(f"{path}, line {number} is not a trace: {error!r}") from error
 
 
 def trace_to_json(trace: Trace) -> dict[str, Any]:
@@ -98,7 +94,18 @@ def _unserializable(value: Any) -> Any:
     return repr(value)
 
 
-def _cut_torn_line(path: Path) -> None:
+def complete_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, line) of a file that may not be there; a torn last line is left out."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.endswith(b"\n"):
+                yield number, line
+
+
+def cut_torn_line(path: Path) -> None:
+    """Let a file, which may not be there, end with a complete line, so that one can follow."""
     if not path.exists():
         return
     with path.open("rb+") as file:

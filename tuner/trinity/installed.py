@@ -17,6 +17,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import httpx
 
 from tuner.config.keys import nearest
+from tuner.config.source import lookup
 from tuner.errors import ConfigError, MissingDependencyError
 
 SUPPORTED = "0.6"
@@ -136,16 +137,6 @@ def _paths(section: type[Any], prefix: str, depth: int = 0) -> Iterator[str]:
             yield from _paths(
                 inner, f"{prefix}{name}.*." if many else f"{prefix}{name}.", depth + 1
             )
-
-
-def lookup(tree: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """The value of a dotted key, `default` where it is not set or null."""
-    value: Any = tree
-    for part in key.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            return default
-        value = value[part]
-    return default if value is None else value
 
 
 def set_default(tree: dict[str, Any], key: str, value: Any) -> None:

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.config.load import read_layers
+from tuner.config.source import lookup
 from tuner.errors import ConfigError, FunctionError
 from tuner.functions.calling import where
 from tuner.run.directory import free_name
 from tuner.trinity.datafiles import put_evaluations, put_recorded, put_tasks
 from tuner.trinity.handover import TrinitySettings, checked, install, resolve
-from tuner.trinity.installed import SERVICE, lookup, require_service, tasksets, uses_tinker
+from tuner.trinity.installed import SERVICE, require_service, tasksets, uses_tinker
 from tuner.trinity.stage import (
     READS_TASKS,
     ROLLS_OUT,

@@ -21,7 +21,8 @@ from tuner.config.keys import fields, nearest, schema_paths, split_keys
 from tuner.config.problems import Problem, describe
 from tuner.config.schema import TunerSection
 from tuner.config.section import section_of
-from tuner.trinity.installed import lookup, training_sets, uses_tinker
+from tuner.config.source import lookup
+from tuner.trinity.installed import training_sets, uses_tinker
 from tuner.trinity.stage import MODES
 
 logger = logging.getLogger("tuner")
@@ -276,13 +277,11 @@ def tuner_section(section: Any, problems: list[Problem]) -> TunerSection | None:
             shown = repr(value)
             if isinstance(value, BaseModel):
                 shown = str({one: getattr(value, one) for one in sorted(value.model_fields_set)})
-            problems.append(
-                Problem(
-                    f"tuner.{name}",
-                    f"tuner.{name} is {shown}: only the local backend does this; remove it, or set "
-                    "tuner.backend to local",
-                )
+            text = (
+                f"tuner.{name} is {shown}: only the local backend does this; remove it, or set "
+                "tuner.backend to local"
             )
+            problems.append(Problem(f"tuner.{name}", text))
     return tuner
 
 

@@ -27,9 +27,10 @@ import httpx
 
 from tuner.config.load import RECORDED
 from tuner.config.problems import Problem
+from tuner.config.source import lookup
 from tuner.errors import ConfigError, DatasetError, TrainingError
 from tuner.traces import TraceStore
-from tuner.trinity.installed import lookup, set_default
+from tuner.trinity.installed import set_default
 
 if TYPE_CHECKING:
     from trinity.common.config import Config

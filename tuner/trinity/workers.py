@@ -34,10 +34,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tuner.config.source import lookup
 from tuner.errors import ConfigError, FunctionError, TrainingError
 from tuner.functions.calling import unwrapped, where
 from tuner.trinity.guardian import MARK, guarded
-from tuner.trinity.installed import lookup, uses_tinker
+from tuner.trinity.installed import uses_tinker
 
 logger = logging.getLogger("tuner")
 

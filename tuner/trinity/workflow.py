@@ -21,6 +21,7 @@ from trinity.common.workflows.workflow import Task, Workflow
 from tuner.assembly.auxiliary import AuxiliaryModels
 from tuner.assembly.models import load_tokenizer
 from tuner.chat_models import chat_model, default_kind
+from tuner.config import RemoteModel
 from tuner.errors import FunctionError, TrainingError
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults, SessionLimits
 from tuner.rollout import RolloutRunner, RolloutSettings
@@ -280,7 +281,7 @@ async def _host(
                 ),
             )
         for name, remote in settings["auxiliary_models"].items():
-            models.add_remote(name, **remote)
+            models.add_remote(name, RemoteModel(**remote))
         here[address] = _Host(_gateway(model, settings), models, kind)
     return here[address]
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tuner.config.source import lookup
 from tuner.errors import TunerError
 from tuner.run.directory import RunDirectory
 from tuner.traces.packing import unpack
@@ -143,9 +144,9 @@ class RunReader:
             "total_steps": self._total_steps(config, completed),
             "updated": self._updated(),
             "settings": {
-                "model": _short(_at(config, "model", "model_path")),
-                "algorithm": _at(config, "algorithm", "algorithm_type"),
-                "learning rate": _at(config, "algorithm", "optimizer", "lr"),
+                "model": _short(lookup(config, "model.model_path")),
+                "algorithm": lookup(config, "algorithm.algorithm_type"),
+                "learning rate": lookup(config, "algorithm.optimizer.lr"),
                 **_size_of_a_step(config),
             },
         }
@@ -188,7 +189,7 @@ class RunReader:
         if self._vocabulary is None or self._vocabulary.problem is not None:
             steps = self.directory.checkpoint_steps() if self.directory.checkpoints.is_dir() else []
             folders: list[str | Path] = [self.directory.checkpoint(step) for step in steps[-1:]]
-            model = _at(self._config(), "model", "model_path")
+            model = lookup(self._config(), "model.model_path")
             self._vocabulary = Vocabulary([*folders, *([model] if model else [])])
         return self._vocabulary
 
@@ -205,7 +206,7 @@ class RunReader:
         if completed:
             result = json.loads(self.directory.result.read_text(encoding="utf-8"))
             return int(result["steps"])
-        steps = _at(config, "buffer", "total_steps")
+        steps = lookup(config, "buffer.total_steps")
         return None if steps is None else int(steps)
 
     def _updated(self) -> float:
@@ -235,21 +236,14 @@ def _readable(value: Any) -> Any:
 
 
 def _size_of_a_step(config: dict[str, Any]) -> dict[str, Any]:
-    size = _at(config, "buffer", "batch_size")
+    size = lookup(config, "buffer.batch_size")
     if config.get("mode") == "train":
         return {"rows per step": size}
     return {
-        "rollouts per task": _at(config, "algorithm", "repeat_times"),
+        "rollouts per task": lookup(config, "algorithm.repeat_times"),
         "tasks per step": size,
-        "temperature": _at(config, "model", "temperature"),
+        "temperature": lookup(config, "model.temperature"),
     }
-
-
-def _at(config: dict[str, Any], *keys: str) -> Any:
-    value: Any = config
-    for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
 
 
 def _short(model: str | None) -> str | None:

@@ -9,7 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -142,7 +142,8 @@ def replay(
     scores: list[Score] = []
     unscored: dict[int, Counter[str]] = {}
     for step, file in _files(run, split, steps):
-        final = [_without_calls(trace) for trace in read_traces(file) if trace.final]
+        # Scores are kept until the end; token ids would fill the memory.
+        final = [replace(trace, calls=()) for trace in read_traces(file) if trace.final]
         judged = [trace for trace in final if trace.outcome in JUDGED]
         scores += asyncio.run(_score_all(judged, judge))
         unscored[step] = Counter(t.outcome.value for t in final if t.outcome not in JUDGED)
@@ -221,11 +222,6 @@ def _files(run: Path, split: str, steps: tuple[int, int] | None) -> list[tuple[i
             f"{', '.join(known) or 'none'}{numbers})"
         )
     return sorted(chosen)
-
-
-def _without_calls(trace: Trace) -> Trace:
-    """Scores are kept until the end; token ids would fill the memory."""
-    return Trace(**{**vars(trace), "calls": ()})
 
 
 async def _score_all(traces: Sequence[Trace], judge: Callable[..., Any]) -> list[Score]:

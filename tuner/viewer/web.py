@@ -47,37 +47,19 @@ def viewer_app(run: Path, token: str) -> Starlette:
 
     def metrics(query: dict[str, str]) -> dict[str, Any]:
         reader.metrics.refresh()
-        first = _first_row(query, reader.metrics.generation)
-        return {
-            "run": reader.info(),
-            "from": first,
-            "generation": reader.metrics.generation,
-            "rows": reader.metrics.rows[first:],
-        }
+        return {"run": reader.info(), **_rows(query, reader.metrics, reader.metrics.rows)}
 
     def traces(query: dict[str, str]) -> dict[str, Any]:
         complete = reader.traces.refresh(READING_SECONDS)
-        first = _first_row(query, reader.traces.generation)
-        rows = reader.traces.rows[first : first + ROWS]
-        return {
-            "from": first,
-            "generation": reader.traces.generation,
-            "rows": [row.to_json() for row in rows],
-            "more": not complete or first + len(rows) < len(reader.traces.rows),
-            "problems": reader.traces.problems,
-        }
+        found = _rows(query, reader.traces, reader.traces.rows)
+        rows = [row.to_json() for row in found["rows"][:ROWS]]
+        more = not complete or len(found["rows"]) > ROWS
+        return {**found, "rows": rows, "more": more, "problems": reader.traces.problems}
 
     def causes(query: dict[str, str]) -> dict[str, Any]:
         complete = reader.causes.refresh(CAUSE_SECONDS)
-        first = _first_row(query, reader.causes.generation)
-        rows = reader.causes.counts[first:]
-        return {
-            "from": first,
-            "generation": reader.causes.generation,
-            "rows": rows,
-            "more": not complete,
-            "problems": reader.causes.problems,
-        }
+        found = _rows(query, reader.causes, reader.causes.counts)
+        return {**found, "more": not complete, "problems": reader.causes.problems}
 
     def trace(query: dict[str, str]) -> dict[str, Any]:
         return reader.trace(query.get("file", ""), _number(query, "offset"))
@@ -172,9 +154,10 @@ def _response(text: str, kind: str, *, status: int = 200) -> Response:
     return Response(text, status_code=status, media_type=kind, headers=_HEADERS)
 
 
-def _first_row(query: dict[str, str], generation: int) -> int:
-    """Where to go on; 0 when the asker knows rows of a file that is gone."""
-    return _number(query, "from") if _number(query, "generation") == generation else 0
+def _rows(query: dict[str, str], source: Any, rows: list[Any]) -> dict[str, Any]:
+    """The rows that the asker has not; all of them if it knows those of a file that is gone."""
+    first = _number(query, "from") if _number(query, "generation") == source.generation else 0
+    return {"from": first, "generation": source.generation, "rows": rows[first:]}
 
 
 def _number(query: dict[str, str], name: str) -> int:
