@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tests.gateway.families import FAMILIES, Family, texts
 from tests.gateway.toy import ADD_TOOL, ids_of, tokenizer
@@ -212,9 +213,8 @@ def decode_in_pieces(spoken: PreTrainedTokenizerFast, ids: list[int], sizes: Seq
 
 
 def _byte_letters() -> dict[int, str]:
-    from tuner.gateway.model.renderer import _BYTE_OF
-
-    return {byte: letter for letter, byte in _BYTE_OF.items()}
+    letters: dict[int, str] = bytes_to_unicode()
+    return letters
 
 
 def test_endless_bytes_of_no_character_are_decoded_in_pieces() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,6 @@ from tuner.errors import MissingDependencyError
 if TYPE_CHECKING:
     from tuner.gateway import Session
 
-_INSTALL = "pip install 'agentscope-tuner[agentscope1]'"
-
 
 def agentscope_version() -> str | None:
     """The installed version of AgentScope, or None."""
@@ -22,6 +21,39 @@ def agentscope_version() -> str | None:
         return version("agentscope")
     except PackageNotFoundError:
         return None
+
+
+def agentscope_modules(
+    found: str | None, major: str, versions: str, extra: str, *names: str
+) -> list[Any]:
+    """AgentScope's modules of these names. Type checkers see AgentScope 1.x or 2.x, never both, so
+    they are told nothing.
+
+    Args:
+        found: The version that is installed, or None.
+        major, versions: The one that is needed, and which of its versions work: "1", ">=1.0.12,<2".
+        extra: What brings them.
+
+    Raises:
+        MissingDependencyError: They are not installed, or do not import.
+    """
+    install = f"pip install 'agentscope-tuner[{extra}]'"
+    if found is None:
+        raise MissingDependencyError(
+            f"this needs AgentScope {major}.x, which is not installed: {install}"
+        )
+    if not found.startswith(f"{major}."):
+        raise MissingDependencyError(
+            f"this needs agentscope{versions}, but {found} is "
+            f"installed: {install}, in an environment of its own"
+        )
+    try:
+        return [import_module(f"agentscope.{name}") for name in names]
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"agentscope {found} is installed but does not import ({error}): {install} brings "
+            "versions that work together"
+        ) from error
 
 
 def require_agentscope1() -> None:
@@ -40,25 +72,9 @@ def trinity_chat_model() -> type[Any]:
     Raises:
         MissingDependencyError: AgentScope 1.x is not installed, or does not import.
     """
-    found = agentscope_version()
-    if found is None:
-        raise MissingDependencyError(
-            f"this needs AgentScope 1.x, which is not installed: {_INSTALL}"
-        )
-    if not found.startswith("1."):
-        raise MissingDependencyError(
-            f"this needs agentscope>=1.0.12,<2, but {found} is "
-            f"installed: {_INSTALL}, in an environment of its own"
-        )
-    try:
-        from agentscope.model import OpenAIChatModel
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"agentscope {found} is installed but does not import ({error}): {_INSTALL} brings "
-            "versions that work together"
-        ) from error
+    model = _model()
 
-    class TrinityChatModel(SessionHandle, OpenAIChatModel):
+    class TrinityChatModel(SessionHandle, model.OpenAIChatModel):  # type: ignore[misc, name-defined]
         """The model being trained, as an AgentScope 1.x chat model.
 
         Settings of the run (temperature, limits) apply where a call does not say: none is
@@ -72,7 +88,7 @@ def trinity_chat_model() -> type[Any]:
             SessionHandle.__init__(self, session, role)
             client: Any = session.async_client(role)
             # AgentScope makes a client of its own here; given ours, it opens no connections.
-            OpenAIChatModel.__init__(
+            model.OpenAIChatModel.__init__(
                 self,
                 model_name=session.model_name,
                 api_key=self.api_key,
@@ -88,6 +104,12 @@ def trinity_chat_model() -> type[Any]:
             return super()._parse_openai_stream_response(start_datetime, readable, structured_model)
 
     return TrinityChatModel
+
+
+def _model() -> Any:
+    """AgentScope's `model`."""
+    (model,) = agentscope_modules(agentscope_version(), "1", ">=1.0.12,<2", "agentscope1", "model")
+    return model
 
 
 class _Readable:
@@ -135,11 +157,8 @@ def agentscope1_remote_model(
     Raises:
         MissingDependencyError: AgentScope 1.x is not installed, or does not import.
     """
-    trinity_chat_model()  # says what is wrong with the installation, if anything is
-    from agentscope.model import OpenAIChatModel
-
     # Not streamed: AgentScope 1.x cannot read the streams of today's openai package.
-    return OpenAIChatModel(
+    return _model().OpenAIChatModel(
         model_name=model_name,
         api_key=api_key,
         stream=False,

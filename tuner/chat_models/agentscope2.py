@@ -1,28 +1,28 @@
 """The chat model for AgentScope 2.x: its own `OpenAIChatModel` whose client is the gateway's.
 
 Its defaults are those that training needs (no streams, no retries, no sampling settings of its
-own). What the agent adds to them is looked at when it calls: see `agentscope2_check`.
+own). What the agent adds to them is looked at when it calls. What it does that spoils training
+without failing is a finding: a setting, and a sentence that says what it does and what to write
+instead.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from functools import cache
 from importlib import import_module
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from tuner.chat_models.agentscope1 import agentscope_version
-from tuner.chat_models.agentscope2_check import check_agent, check_replies_ended, check_summary
+from tuner.chat_models.agentscope1 import agentscope_modules, agentscope_version
 from tuner.chat_models.without_framework import SessionHandle
-from tuner.errors import MissingDependencyError
+from tuner.errors import TunerError
 
 if TYPE_CHECKING:
     from tuner.gateway import Session
 
-__all__ = ["agentscope2_remote_model", "check_agent", "require_agentscope2", "trinity_chat_model"]
-
-_INSTALL = "pip install 'agentscope-tuner[agentscope]'"
+_MANY_ITERATIONS = 50  # AgentScope's default; a reply of only reasoning is asked again as often
 
 
 def require_agentscope2() -> None:
@@ -104,12 +104,12 @@ def trinity_chat_model() -> type[Any]:
                 ParkedToolCallError: An agent still waits for permission to call a tool.
             """
             for setting, sentence in check_replies_ended(self._agents).items():
-                self._session.warn_once(setting, sentence)
+                self.session.warn_once(setting, sentence)
 
         def _warn(self, unsafe: dict[str, str]) -> None:
-            if self._session.recording.kept:  # nothing is trained on what the others say
+            if self.session.recording.kept:  # nothing is trained on what the others say
                 for setting, sentence in unsafe.items():
-                    self._session.warn_once(setting, sentence)
+                    self.session.warn_once(setting, sentence)
 
     return TrinityChatModel
 
@@ -133,28 +133,10 @@ def agentscope2_remote_model(
     return remote
 
 
-def _modules() -> tuple[Any, Any, Any]:
-    """AgentScope's `model`, `credential` and `agent`. Type checkers see AgentScope 1.x or 2.x,
-    never both, so they are told nothing."""
-    found = agentscope_version()
-    if found is None:
-        raise MissingDependencyError(
-            f"this needs AgentScope 2.x, which is not installed: {_INSTALL}"
-        )
-    if not found.startswith("2."):
-        raise MissingDependencyError(
-            f"this needs agentscope>=2.0.10,<3, but {found} is "
-            f"installed: {_INSTALL}, in an environment of its own"
-        )
-    try:
-        names = ("model", "credential", "agent")
-        model, credential, agent = (import_module(f"agentscope.{name}") for name in names)
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"agentscope {found} is installed but does not import ({error}): {_INSTALL} brings "
-            "versions that work together"
-        ) from error
-    return model, credential, agent
+def _modules() -> list[Any]:
+    """AgentScope's `model`, `credential` and `agent`."""
+    names = ("model", "credential", "agent")
+    return agentscope_modules(agentscope_version(), "2", ">=2.0.10,<3", "agentscope", *names)
 
 
 def _calling_agent(frame: FrameType | None, agent_class: type[Any]) -> Any:
@@ -170,3 +152,134 @@ def _calling_agent(frame: FrameType | None, agent_class: type[Any]) -> Any:
                 return owner
         frame = frame.f_back
     return None
+
+
+class ParkedToolCallError(TunerError, RuntimeError):
+    """A reply stopped at a tool call that waits for somebody's permission, and nobody answered."""
+
+
+async def check_agent(agent: Any) -> dict[str, str]:
+    """The unsafe settings of an `agentscope.agent.Agent`: sentences by setting, {} if there is
+    none."""
+    found = {}
+    if agent.injection_config.inject_runtime_state:
+        found["InjectionConfig.inject_runtime_state"] = (
+            "is True: AgentScope writes the time of day into the prompts, so the same task is "
+            "never asked twice in the same words; give the agent "
+            "injection_config=InjectionConfig(inject_runtime_state=False)"
+        )
+    if asking := await _tools_that_ask(agent):
+        found["PermissionContext.mode"] = (
+            f"is {agent.state.permission_context.mode.name}: calls of {', '.join(asking)} wait "
+            "for somebody's permission, and the rollout fails; give the agent "
+            "state=AgentState(permission_context=PermissionContext(mode=PermissionMode.BYPASS)) "
+            "or allow the tool, FunctionTool(..., permission=PermissionDecision(behavior="
+            "PermissionBehavior.ALLOW, message=''))"
+        )
+    if agent.react_config.max_iters >= _MANY_ITERATIONS:
+        found["ReActConfig.max_iters"] = (
+            f"is {agent.react_config.max_iters}: an answer of nothing but reasoning, such as one "
+            "that the token limit cuts, is asked again that often; give the agent "
+            "react_config=ReActConfig(max_iters=...) with what its tasks need"
+        )
+    if agent.model_config.max_retries > 0:
+        found["ModelConfig.max_retries"] = _retries(agent.model_config.max_retries)
+    if agent.model_config.fallback_model is not None:
+        found["ModelConfig.fallback_model"] = (
+            "is set: when a call fails, another model answers in the agent's name, and none of "
+            "that is recorded or trained; leave it out"
+        )
+    return found | _model_settings(agent.model)
+
+
+def check_summary(agent: Any, schema: Any) -> dict[str, str]:
+    """The finding if `agent` asks for a summary of its context with the time of day in it.
+
+    Args:
+        schema: What structured output is asked for.
+    """
+    config = agent.context_config
+    if schema is not config.summary_schema or "{current_time}" not in config.compression_prompt:
+        return {}
+    return {
+        "ContextConfig.compression_prompt": (
+            "holds {current_time}: the context is full and AgentScope has it summarized, with the "
+            "time of day in the prompt; write the prompt without it, or raise model.max_model_len "
+            "so that tasks fit"
+        )
+    }
+
+
+def check_replies_ended(agents: Iterable[Any]) -> dict[str, str]:
+    """The findings if replies of `agents` stopped in the middle.
+
+    Raises:
+        ParkedToolCallError: A tool call waits for permission.
+    """
+    found = {}
+    for agent in agents:
+        waiting = agent.state.get_awaiting_tool_calls(agent.name)
+        asking = _names(call for call in waiting if call.state.value == "asking")
+        if asking:
+            raise ParkedToolCallError(
+                f"agent {agent.name!r} stopped because calling {', '.join(asking)} needs a "
+                "permission that nobody gave: its reply is AgentScope's sentence, not the "
+                "model's; use PermissionMode.BYPASS, allow the tool, or answer with a "
+                "UserConfirmResultEvent in the workflow"
+            )
+        if waiting:
+            found["external tools"] = (
+                f"were called and not run ({', '.join(_names(waiting))}): the reply is not the "
+                "model's but AgentScope's, which waits; hand the results to the agent with an "
+                "ExternalExecutionResultEvent, or have the judge read the calls"
+            )
+    return found
+
+
+async def _tools_that_ask(agent: Any) -> list[str]:
+    """The functions among the agent's tools that it may not call without asking."""
+    function_tool = import_module("agentscope.tool").FunctionTool
+    engine = import_module("agentscope.permission").PermissionEngine(agent.state.permission_context)
+    groups = agent.state.tool_context.activated_groups
+    asking = []
+    for schema in await agent.toolkit.get_tool_schemas(groups):
+        tool = await agent.toolkit.check_tool_available(schema["function"]["name"], groups)
+        # Whether the tools that AgentScope brings ask depends on what they are called with.
+        if isinstance(tool, function_tool):
+            decision = await engine.check_permission(tool, {})
+            if decision.behavior.value in ("ask", "passthrough"):
+                asking.append(tool.name)
+    return asking
+
+
+def _model_settings(model: Any) -> dict[str, str]:
+    found = {}
+    if model.stream:
+        found["model.stream"] = (
+            "is True: an agent that stops reading early cuts the model's answer short, and "
+            "nothing is gained while nobody looks on; leave it False"
+        )
+    if model.max_retries > 0:
+        found["model.max_retries"] = _retries(model.max_retries)
+    retries = getattr(getattr(model, "client", None), "max_retries", 0)
+    if retries > 0:
+        found["model.client.max_retries"] = _retries(retries)
+    limit = getattr(model, "max_model_len", model.context_size)
+    if model.context_size > limit:
+        found["model.context_size"] = (
+            f"is {model.context_size}, but the model takes {limit} tokens: AgentScope begins to "
+            "shorten the context when calls have long been refused; leave it as it is"
+        )
+    return found
+
+
+def _retries(count: int) -> str:
+    return (
+        f"is {count}: a call that fails is made again, and what was sampled the first time may "
+        "already be in the trace; leave it 0, a rollout that fails is tried again as a whole "
+        "(explorer.max_retry_times)"
+    )
+
+
+def _names(calls: Iterable[Any]) -> list[str]:
+    return sorted({call.name for call in calls})

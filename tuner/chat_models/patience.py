@@ -38,24 +38,21 @@ class PatientClient(openai.DefaultAsyncHttpxClient):
         """As the library has it; waiting here counts in nobody's time limit but the
         rollout's own."""
         async with self._slots or nullcontext():
-            return await self._patiently(request, options)
-
-    async def _patiently(self, request: Any, options: dict[str, Any]) -> Any:
-        for number in range(1, TRIES + 1):
-            # Others may have been told to wait longer meanwhile.
-            while (left := self._not_before - time.monotonic()) > 0:  # noqa: ASYNC110
-                await asyncio.sleep(left)
-            response = await super().send(request, **options)
-            wait = _asked_to_wait(response, number)
-            if wait is None:
-                break
-            self._not_before = max(self._not_before, time.monotonic() + wait)
-            if number == TRIES:
-                # openai's client would send it all over again.
-                response.headers["x-should-retry"] = "false"
-                break
-            await response.aclose()
-        return response
+            for number in range(1, TRIES + 1):
+                # Others may have been told to wait longer meanwhile.
+                while (left := self._not_before - time.monotonic()) > 0:  # noqa: ASYNC110
+                    await asyncio.sleep(left)
+                response = await super().send(request, **options)
+                wait = _asked_to_wait(response, number)
+                if wait is None:
+                    break
+                self._not_before = max(self._not_before, time.monotonic() + wait)
+                if number == TRIES:
+                    # openai's client would send it all over again.
+                    response.headers["x-should-retry"] = "false"
+                    break
+                await response.aclose()
+            return response
 
 
 def _asked_to_wait(response: Any, number: int) -> float | None:

@@ -21,25 +21,21 @@ class SessionHandle:
         role: The agent that calls through this handle; None where there is but one.
 
     Attributes:
+        session: The rollout's session at the gateway.
         api_key: The rollout's key, for any other client; it names the role, too.
         model_name: What requests give as `model`.
     """
 
     def __init__(self, session: Session, role: str | None = None) -> None:
-        self._session = session
+        self.session = session
         self._role = role
         self.api_key = session.key_of(role)
         self.model_name = session.model_name
 
     @property
-    def session(self) -> Session:
-        """The rollout's session at the gateway."""
-        return self._session
-
-    @property
     def base_url(self) -> str:
         """Where any other client finds the gateway; the first use opens the HTTP door."""
-        return self._session.base_url
+        return self.session.base_url
 
     @cached_property
     def anthropic_client(self) -> anthropic.AsyncAnthropic:
@@ -48,12 +44,12 @@ class SessionHandle:
         Raises:
             MissingDependencyError: The anthropic package is not installed.
         """
-        return self._session.async_anthropic(self._role)
+        return self.session.async_anthropic(self._role)
 
     @property
     def calls(self) -> list[RecordedCall]:
         """The calls committed so far, in order: those of this role, or all where it has none."""
-        calls = self._session.recording.for_workflow()
+        calls = self.session.recording.for_workflow()
         return [c for c in calls if self._role is None or c.role == self._role]
 
     def role(self, name: str) -> Self:
@@ -62,7 +58,7 @@ class SessionHandle:
         Raises:
             ValueError: `name` is not 1 to 64 letters, digits, "_" or "-".
         """
-        return type(self)(self._session, name)
+        return type(self)(self.session, name)
 
 
 class PlainChatModel(SessionHandle):

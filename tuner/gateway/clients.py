@@ -174,7 +174,7 @@ class _Completions(AsyncCompletions):
         """
         client = self._client
         gateway = getattr(client, "gateway", None)
-        params = {name: value for name, value in params.items() if not _omitted(value)}
+        params = {name: value for name, value in params.items() if not isinstance(value, _OMITTED)}
         if (
             gateway is None
             or client.timeout is not None
@@ -198,10 +198,7 @@ class _Completions(AsyncCompletions):
 
 
 _LIBRARY_ONLY = {"extra_headers", "extra_query", "timeout", "response_format"}
-
-
-def _omitted(value: object) -> bool:
-    return isinstance(value, (openai.NotGiven, openai.Omit))
+_OMITTED = (openai.NotGiven, openai.Omit)
 
 
 def _jsonable(value: Any) -> Any:

@@ -102,14 +102,14 @@ class Completion:
         # First of all: what cannot be honoured is refused before anything is counted.
         rooms = [self._room(prompt.ids) for prompt in prompts]
         grammars = [renderer.grammar(request.constraints, prompt.ids) for prompt in prompts]
-        admission = session.admit([prompt.ids for prompt in prompts], request.n)
-        self.id = prefix + admission.id
+        id_, budget, seeds = session.admit([prompt.ids for prompt in prompts], request.n)
+        self.id = prefix + id_
         self._sampled: list[_Sampled] = []
         for prompt, room, grammar in zip(prompts, rooms, grammars, strict=True):
-            if admission.tokens is not None:
-                room = min(room, admission.tokens)
+            if budget is not None:
+                room = min(room, budget)
             for choice in range(request.n):
-                seed = admission.seeds[len(self._sampled)]
+                seed = seeds[len(self._sampled)]
                 sampling = self._sampling(room, seed, choice, grammar)
                 self._sampled.append(_Sampled(prompt, sampling, self._wake))
 

@@ -22,6 +22,7 @@ from tuner.gateway.fields import (
 )
 from tuner.gateway.model.grammars import AUTO, AnswerSchema, Constraints, ToolChoice
 from tuner.gateway.model.parsing import ParsedMessage
+from tuner.gateway.model.parsing.json_text import refuse_constant
 from tuner.gateway.model.template import Message
 from tuner.gateway.request_error import FieldError, Path, kind, shown, wrong
 
@@ -182,7 +183,7 @@ def json_object(body: bytes) -> dict[str, Any]:
     try:
         # Decoded here, because `json.loads` lets half of a surrogate pair through in bytes.
         fields = json.loads(
-            body.decode(), parse_constant=_refuse_constant, parse_float=_finite_number
+            body.decode(), parse_constant=refuse_constant, parse_float=_finite_number
         )
         if b"\\u" in body:  # half of a surrogate pair is JSON, but no text
             json.dumps(fields, ensure_ascii=False).encode()
@@ -193,10 +194,6 @@ def json_object(body: bytes) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise FieldError(f"the body must be a JSON object, not {kind(fields)}")
     return fields
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def _finite_number(text: str) -> float:

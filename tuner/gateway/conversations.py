@@ -106,18 +106,23 @@ class _Match:
     """A completion found in a text, which goes on at `position`.
 
     Attributes:
-        kept: How many of its ids are in the text: all, or all but the end token.
-        end: The end token if it is in the text; the text after it is encoded in its context.
+        end: The completion's end token if it is in the text; the text after it is encoded in its
+            context.
         unseen: How many ids up to here are reasoning that is not in the text.
         lacks_from: Where the first turn that lacks its reasoning begins.
     """
 
     completion: _Completion
     position: int
-    kept: int
     end: int | None
     unseen: int = 0
     lacks_from: int | None = None
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Prompt and completion as far as they are in the text: all, or all but the end token."""
+        whole = (*self.completion.prompt_ids, *self.completion.ids)
+        return whole if self.end == self.completion.end else whole[:-1]
 
 
 class Conversations:
@@ -161,11 +166,15 @@ class Conversations:
         found = match.completion
         rest = text[match.position :]
         if found is not self._root:
-            ids = self._encode_rest(match, rest)
+            special = self._renderer.special_tokens
+            if match.end is None:
+                ids = special.encode_from(rest)
+            else:
+                ids = special.encode_after(match.end, rest)
             if ids is not None:
-                reused = (*found.prompt_ids, *found.ids[: match.kept])
                 why = None if found.turns == turns else obstacle
                 again = self._recomputed(text, messages) if why == "text" else 0
+                reused = match.ids
                 return Prompt(
                     (*reused, *ids), len(reused), why, turns, found, rest, match.unseen, again
                 )
@@ -229,7 +238,7 @@ class Conversations:
         Returns:
             The match (the root at 0 where there is none), and why the search ended there.
         """
-        best = _Match(self._root, 0, 0, None)
+        best = _Match(self._root, 0, None)
         obstacle: Rerendered = "text"
         frontier = [best]
         for match in frontier:  # which grows by what is found: the way down the matching branch
@@ -311,10 +320,8 @@ class Conversations:
         if completion.text is None:
             return None
         special = self._renderer.special_tokens
-        kept = len(completion.ids)
         sampled = completion.text
         if completion.end is not None:
-            kept -= 1
             sampled = sampled.removesuffix(special.text(completion.end))
         if completion.turn is None:
             completion.turn = turn(self._renderer, sampled, opened=completion.opened)
@@ -333,10 +340,8 @@ class Conversations:
                 unseen = reasoning_ids(
                     self._renderer, completion.prompt_ids, completion.ids, before, tags
                 )
-            if end is None:
-                return _Match(completion, stop, kept, None, unseen)
-            past = stop + len(special.text(end))
-            return _Match(completion, past, len(completion.ids), end, unseen)
+            past = stop if end is None else stop + len(special.text(end))
+            return _Match(completion, past, end, unseen)
         return None
 
     def _ends(
@@ -358,17 +363,15 @@ class Conversations:
         if sampled is None:
             return None
         special = self._renderer.special_tokens
-        kept = len(completion.ids)
         if completion.end is not None:
             if text.startswith(sampled, start):
-                return _Match(completion, start + len(sampled), kept, completion.end)
+                return _Match(completion, start + len(sampled), completion.end)
             sampled = sampled.removesuffix(special.text(completion.end))
-            kept -= 1
         # Cut off, or ended by another token than the template writes: the template's own token
         # ends the turn, and was not sampled.
         position = start + len(sampled)
         if text.startswith(sampled, start) and special.at(text, position) is not None:
-            return _Match(completion, position, kept, None)
+            return _Match(completion, position, None)
         return None
 
     def _same_message(self, completion: _Completion, text: str, start: int) -> _Match | None:
@@ -385,14 +388,8 @@ class Conversations:
         message = completion.message
         if message is None or message != self._message(completion, text[start:stop]):
             return None
-        return _Match(completion, stop + len(end), len(completion.ids), completion.end)
+        return _Match(completion, stop + len(end), completion.end)
 
     def _message(self, completion: _Completion, text: str) -> tuple[object, ...] | None:
         parsed = self._renderer.parse_text(text, tools=completion.tools, opened=completion.opened)
         return comparable(parsed, text)
-
-    def _encode_rest(self, match: _Match, rest: str) -> tuple[int, ...] | None:
-        special = self._renderer.special_tokens
-        if match.end is not None:
-            return special.encode_after(match.end, rest)
-        return special.encode_from(rest)

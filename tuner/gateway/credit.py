@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tuner.errors import TunerError
@@ -12,12 +12,12 @@ from tuner.traces import Call
 
 @dataclass
 class Credit:
-    """What the workflow said about one call."""
+    """What the workflow said about one call, by the names of the call's fields."""
 
     reward: float | None = None
     gained: float | None = None
     excluded: bool = False
-    masked: list[tuple[int, int]] = field(default_factory=list)
+    masked: tuple[tuple[int, int], ...] = ()
 
 
 class Credits:
@@ -42,15 +42,7 @@ class Credits:
     def given_to(self, call: Call) -> Call:
         """The call with what was said about it."""
         credit = self._by_call.get(call.id)
-        if credit is None:
-            return call
-        return replace(
-            call,
-            reward=credit.reward,
-            gained=credit.gained,
-            excluded=credit.excluded,
-            masked=tuple(credit.masked),
-        )
+        return call if credit is None else replace(call, **vars(credit))
 
 
 class RecordedCall:
@@ -139,7 +131,7 @@ class RecordedCall:
                 "leaves all of them out"
             )
         self._open()
-        masked.append((start, stop))
+        self._credit.masked = (*masked, (start, stop))
 
     @property
     def _credit(self) -> Credit:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from tuner.engines.base import EngineCapabilities
 from tuner.gateway.request_error import Path, kind, shown, wrong
+
+T = TypeVar("T")
 
 MAX_STOP_STRINGS = 4  # OpenAI's limit
 
@@ -49,38 +51,27 @@ def integer(low: int, high: int | None = None) -> Reader:
     return read
 
 
-def boolean(at: Path, value: Any) -> bool:
-    """true or false."""
-    if not isinstance(value, bool):
-        raise wrong(at, f"must be true or false, not {kind(value)}")
-    return value
+def _typed(type_: type[T], what: str) -> Callable[[Path, Any], T]:
+    """A value of this type, which people call `what`."""
+
+    def read(at: Path, value: Any) -> T:
+        if not isinstance(value, type_):
+            raise wrong(at, f"must be {what}, not {kind(value)}")
+        return value
+
+    return read
 
 
-def string(at: Path, value: Any) -> str:
-    """Text."""
-    if not isinstance(value, str):
-        raise wrong(at, f"must be a string, not {kind(value)}")
-    return value
+boolean = _typed(bool, "true or false")
+string = _typed(str, "a string")
+object_field: Callable[[Path, Any], dict[str, Any]] = _typed(dict, "an object")
+array: Callable[[Path, Any], list[Any]] = _typed(list, "an array")
 
 
 def name(at: Path, value: Any) -> str:
     """Text that is not empty."""
     if not isinstance(value, str) or not value:
         raise wrong(at, "must be a string that is not empty")
-    return value
-
-
-def object_field(at: Path, value: Any) -> dict[str, Any]:
-    """A JSON object."""
-    if not isinstance(value, dict):
-        raise wrong(at, f"must be an object, not {kind(value)}")
-    return value
-
-
-def array(at: Path, value: Any) -> list[Any]:
-    """A JSON array."""
-    if not isinstance(value, list):
-        raise wrong(at, f"must be an array, not {kind(value)}")
     return value
 
 

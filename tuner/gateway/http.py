@@ -1,4 +1,4 @@
-"""The door for everything else: the gateway as a Starlette app on a loopback port."""
+"""The door for everything else: the gateway as an ASGI app on a loopback port."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
-from starlette.applications import Starlette
 from starlette.responses import Response
-from starlette.routing import Mount
 from starlette.types import Receive, Scope, Send
 
 from tuner.gateway.request_error import RequestError
@@ -37,7 +35,7 @@ class HttpDoor:
         self._socket.listen(2048)
         self.base_url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
         config = uvicorn.Config(
-            gateway_app(gateway),
+            _Endpoint(gateway),
             lifespan="off",
             log_config=None,
             access_log=False,
@@ -68,13 +66,8 @@ class _Server(uvicorn.Server):
         yield
 
 
-def gateway_app(gateway: Answers) -> Starlette:
-    """`Gateway.handle` as an ASGI application."""
-    return Starlette(routes=[Mount("/", app=_Endpoint(gateway))])
-
-
 class _Endpoint:
-    """Answers one request; a client that goes away cancels it."""
+    """`Gateway.handle` as an ASGI application; a client that goes away cancels its request."""
 
     def __init__(self, gateway: Answers) -> None:
         self._gateway = gateway
@@ -147,10 +140,6 @@ async def _send(reply: Reply, scope: Scope, receive: Receive, send: Send) -> Non
     await response(scope, receive, send)
 
 
-async def _next(events: Events) -> bytes | None:
-    return await anext(events, None)
-
-
 async def _send_events(events: Events, gone: asyncio.Future[None], send: Send) -> None:
     """Send a stream's events; a client that goes away, or stops reading, ends it.
 
@@ -160,7 +149,7 @@ async def _send_events(events: Events, gone: asyncio.Future[None], send: Send) -
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     try:
         while True:
-            coming = asyncio.ensure_future(_next(events))
+            coming = asyncio.ensure_future(anext(events, None))
             both: set[asyncio.Future[Any]] = {coming, gone}
             try:
                 await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)

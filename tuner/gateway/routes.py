@@ -8,7 +8,6 @@ import json
 import logging
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tuner.engines.base import Engine
@@ -19,7 +18,7 @@ from tuner.gateway.dialects.responses import ResponsesExchange
 from tuner.gateway.dialects.text import TextExchange
 from tuner.gateway.model.renderer import ChatRenderer
 from tuner.gateway.request_error import FieldError, RequestError
-from tuner.gateway.service import EVENT_STREAM, Events, Reply, Service, StreamReply, in_loop
+from tuner.gateway.service import EVENT_STREAM, Events, Replay, Reply, Service, StreamReply, in_loop
 from tuner.gateway.sessions import ROLE, SamplingDefaults, Session, SessionLimits
 from tuner.traces import ReasoningPolicy
 
@@ -39,23 +38,6 @@ _EXCHANGES: dict[str, type[Exchange]] = {
     "/v1/responses": ResponsesExchange,
 }
 _COUNT_TOKENS = "/v1/messages/count_tokens"
-
-
-@dataclass
-class Replay:
-    """What an idempotency key stands for: the request, and its answer once there is one."""
-
-    request: bytes
-    answer: Reply | None = None
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-@dataclass(frozen=True)
-class _Open:
-    """A session that takes calls, and its replies that are kept for retries, by their keys."""
-
-    session: Session
-    replays: dict[str, Replay] = field(default_factory=dict)
 
 
 class Gateway:
@@ -89,7 +71,7 @@ class Gateway:
     ) -> None:
         self.service = Service(engine, renderer, model_name, reasoning)
         self.warned: set[str] = set()
-        self._sessions: dict[str, _Open] = {}
+        self._sessions: dict[str, Session] = {}
         self._ended: OrderedDict[str, RequestError] = OrderedDict()
         self._door: HttpDoor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -131,13 +113,12 @@ class Gateway:
             defaults=defaults or SamplingDefaults(),
             limits=limits or SessionLimits(),
         )
-        self._sessions[session.key] = _Open(session)
+        self._sessions[session.key] = session
         return session
 
     def forget(self, key: str, sealed: RequestError) -> None:
         """Take a session's key out of service; from now on it gets the error."""
-        if (ended := self._sessions.pop(key, None)) is not None:
-            ended.replays.clear()
+        self._sessions.pop(key, None)
         self._ended[key] = sealed
         if len(self._ended) > _REMEMBERED_KEYS:
             self._ended.popitem(last=False)
@@ -157,8 +138,8 @@ class Gateway:
 
     async def aclose(self) -> None:
         """Seal every session and close the HTTP door."""
-        for opened in list(self._sessions.values()):
-            opened.session.seal()
+        for session in list(self._sessions.values()):
+            session.seal()
         if self._door is not None:
             door, self._door = self._door, None
             await door.aclose()
@@ -207,12 +188,11 @@ class Gateway:
         path = _served(path)
         kind = _dialect(path, headers)
         try:
-            opened, role = self._session(headers)
-            session = opened.session
+            session, role = self._session(headers)
             if method == "POST" and path in _EXCHANGES:
                 key = headers.get(IDEMPOTENCY_HEADER)
                 if key:
-                    return await _once(kind, opened, role, body, key)
+                    return await _once(kind, session, role, body, key)
                 return await _complete(kind(session, role, body))
             if (method, path) == ("GET", "/v1/models"):
                 form = anthropic if kind is anthropic.MessagesExchange else chat
@@ -230,15 +210,15 @@ class Gateway:
             failure = _failure(session, error)
             return Reply(failure.status, kind.error(failure))
 
-    def _session(self, headers: Mapping[str, str]) -> tuple[_Open, str | None]:
+    def _session(self, headers: Mapping[str, str]) -> tuple[Session, str | None]:
         """The session behind the request's key, and the role that the key names."""
         scheme, _, given = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             given = headers.get("x-api-key", "")
         key, _, role = given.strip().partition(".")
-        opened = self._sessions.get(key)
-        if opened is not None and (not role or ROLE.fullmatch(role)):
-            return opened, role or None
+        session = self._sessions.get(key)
+        if session is not None and (not role or ROLE.fullmatch(role)):
+            return session, role or None
         if key in self._ended:
             raise self._ended[key]
         raise RequestError(
@@ -292,10 +272,10 @@ async def _events(exchange: Exchange) -> AsyncGenerator[bytes, None]:
 
 
 async def _once(
-    kind: type[Exchange], opened: _Open, role: str | None, body: bytes, key: str
+    kind: type[Exchange], session: Session, role: str | None, body: bytes, key: str
 ) -> Reply | StreamReply:
     """The answer to a request with an idempotency key: sampled once, then replayed."""
-    while (known := opened.replays.get(key)) is not None:
+    while (known := session.replays.get(key)) is not None:
         if known.request != body:
             raise FieldError(
                 f"the idempotency key {key!r} was used for another request before: send each "
@@ -305,16 +285,16 @@ async def _once(
         if known.answer is not None:
             return known.answer
         await known.done.wait()  # a retry that overtook the first attempt
-    replay = opened.replays[key] = Replay(body)
+    replay = session.replays[key] = Replay(body)
 
     def settle() -> None:
         if replay.answer is None:
-            opened.replays.pop(key, None)
+            session.replays.pop(key, None)
         replay.done.set()
 
     reply: Reply | StreamReply | None = None
     try:
-        exchange = kind(opened.session, role, body)
+        exchange = kind(session, role, body)
         reply = await _complete(exchange)
         if isinstance(reply, Reply):
             replay.answer = reply

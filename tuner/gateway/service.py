@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from tuner.engines.base import Engine
@@ -21,14 +21,7 @@ EVENT_STREAM = "text/event-stream"
 
 @dataclass(frozen=True)
 class Service:
-    """Whom a gateway's requests are answered with.
-
-    Attributes:
-        engine: What generates.
-        renderer: The model family's chat form.
-        model_name: What requests must give as `model`.
-        reasoning: What becomes of earlier reasoning that is missing from a rendered prompt:
-            "template" leaves it out, "keep" puts it back as it was sampled.
+    """Whom a gateway's requests are answered with; `Gateway` says what each of them is.
 
     Raises:
         ConfigError: `reasoning` is "keep", and the renderer cannot tell what reasoning is.
@@ -74,6 +67,15 @@ class StreamReply:
     """
 
     events: Events
+
+
+@dataclass
+class Replay:
+    """What an idempotency key stands for: the request, and its answer once there is one."""
+
+    request: bytes
+    answer: Reply | None = None
+    done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Answers(Protocol):

@@ -19,7 +19,7 @@ from tuner.gateway.conversations import Conversations
 from tuner.gateway.credit import Credits, RecordedCall
 from tuner.gateway.model.template import Message
 from tuner.gateway.request_error import RequestError
-from tuner.gateway.service import Host, Service, in_loop
+from tuner.gateway.service import Host, Replay, Service, in_loop
 from tuner.traces import Call
 
 if TYPE_CHECKING:
@@ -62,21 +62,6 @@ class SessionLimits:
 
     calls: int | None = None
     tokens: int | None = None
-
-
-@dataclass(frozen=True)
-class Admission:
-    """What a request got when it began.
-
-    Attributes:
-        id: 24 hex digits, for the id of the response.
-        tokens: How many tokens each choice may sample at most; None is no limit.
-        seeds: One for each choice of each prompt, in order.
-    """
-
-    id: str
-    tokens: int | None
-    seeds: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -199,6 +184,7 @@ class Session:
         in_flight: What is being generated.
         conversations: What it has prompted and sampled, for the prompts that go on from there.
         responses: Answers of the Responses API that can be continued by their id.
+        replays: Requests with an idempotency key, by that.
     """
 
     def __init__(
@@ -225,6 +211,7 @@ class Session:
         self.in_flight = InFlight()
         self.conversations = Conversations(service.renderer, service.reasoning)
         self.responses: dict[str, KeptResponse] = {}
+        self.replays: dict[str, Replay] = {}
         self._admitted = 0
         self._asked: Counter[bytes] = Counter()
         self.sealed = False
@@ -300,6 +287,7 @@ class Session:
             self._host.forget(self.key, self.sealed_error())
             self.conversations = Conversations(self.service.renderer, self.service.reasoning)
             self.responses.clear()
+            self.replays.clear()
             self.in_flight.cancel()
         return self.calls
 
@@ -324,7 +312,9 @@ class Session:
                 code="model_not_found",
             )
 
-    def admit(self, prompts: Sequence[tuple[int, ...]], n: int) -> Admission:
+    def admit(
+        self, prompts: Sequence[tuple[int, ...]], n: int
+    ) -> tuple[str, int | None, list[int]]:
         """Count the choices of a request that begins.
 
         Equal seeds, names and requests in an equal order get equal ids and seeds.
@@ -332,6 +322,10 @@ class Session:
         Args:
             prompts: Token ids, shape [P] each.
             n: Choices of each.
+
+        Returns:
+            24 hex digits, for the id of the response; how many tokens each choice may sample at
+            most, None is no limit; and a seed for each choice of each prompt, in order.
 
         Raises:
             RequestError: 401: the session was sealed; 403: it has used up its limits.
@@ -362,7 +356,7 @@ class Session:
             asked.append((digest, before))
             drawn = (self.digest("seed", digest, before, choice) for choice in range(n))
             seeds += [int.from_bytes(seed[:8], "big") for seed in drawn]
-        return Admission(self.digest("id", self.id, *asked).hex()[:24], budget, tuple(seeds))
+        return self.digest("id", self.id, *asked).hex()[:24], budget, seeds
 
     def digest(self, *parts: object) -> bytes:
         """32 bytes that depend on the session's seed and `parts` alone: equal runs, equal bytes."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tuner.gateway.fields import array, boolean, object_field, only_keys, string
-from tuner.gateway.model.template import Message
+from tuner.gateway.model.template import Message, content_of
 from tuner.gateway.request_error import Path, kind, shown, wrong
 
 Content = str | list[dict[str, Any]]
@@ -38,7 +38,7 @@ def system_content(at: Path, value: Any) -> Content:
     Raises:
         RequestError: 400 that names the block and the field.
     """
-    return _content([_text(*block) for block in _blocks(value, at, ("text",))])
+    return content_of([_text(*block) for block in _blocks(value, at, ("text",))])
 
 
 def _system(content: Any, at: Path) -> list[Message]:
@@ -52,7 +52,7 @@ def _user(content: Any, at: Path) -> list[Message]:
 
     def say() -> None:
         if texts:
-            messages.append({"role": "user", "content": _content(texts)})
+            messages.append({"role": "user", "content": content_of(texts)})
             texts.clear()
 
     for block, here in _blocks(content, at, ("text", "tool_result")):
@@ -155,12 +155,5 @@ def _tool_result(block: dict[str, Any], at: Path) -> Message:
     return {
         "role": "tool",
         "tool_call_id": string((*at, "tool_use_id"), block.get("tool_use_id")),
-        "content": _content(texts),
+        "content": content_of(texts),
     }
-
-
-def _content(texts: list[str]) -> Content:
-    """One text as it is, several as the text parts of chat completions."""
-    if len(texts) == 1:
-        return texts[0]
-    return [{"type": "text", "text": text} for text in texts]

@@ -268,6 +268,9 @@ class ChatExchange:
         RequestError: The request cannot be read, or not be honoured.
     """
 
+    chunk = "chat.completion.chunk"
+    """What a piece of a stream is called."""
+
     def __init__(self, session: Session, role: str | None, body: bytes) -> None:
         request = read_chat_request(body, session.service.engine.capabilities)
         self.completion = Completion(session, role, request, dialect="chat", prefix="chatcmpl-")
@@ -283,10 +286,8 @@ class ChatExchange:
             for choice in answer.choices
         ]
         body: dict[str, Any] = {
-            "id": self.completion.id,
+            **self._frame(),
             "object": "chat.completion",
-            "created": int(self.completion.started),
-            "model": self.completion.service.model_name,
             "choices": choices,
             "usage": usage(answer),
         }
@@ -331,10 +332,13 @@ class ChatExchange:
     def _details(self, choice: Choice) -> dict[str, Any]:
         details: dict[str, Any] = {"logprobs": None}
         if self.completion.request.logprobs:
-            details["logprobs"] = chat_logprobs(self.completion.service.renderer, choice.generation)
+            details["logprobs"] = self._logprobs(choice)
         if self.completion.request.return_token_ids:
             details["token_ids"] = choice.generation.completion_ids
         return details
+
+    def _logprobs(self, choice: Choice) -> dict[str, Any]:
+        return chat_logprobs(self.completion.service.renderer, choice.generation)
 
     def _chunk(
         self, index: int, delta: dict[str, Any], finish_reason: str | None = None, **details: Any
@@ -345,7 +349,7 @@ class ChatExchange:
     def _frame(self) -> dict[str, Any]:
         return {
             "id": self.completion.id,
-            "object": "chat.completion.chunk",
+            "object": self.chunk,
             "created": int(self.completion.started),
             "model": self.completion.service.model_name,
         }

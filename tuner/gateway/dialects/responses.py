@@ -13,7 +13,6 @@ from tuner.gateway.dialects.chat import chat_logprobs
 from tuner.gateway.dialects.responses_items import RESPONSE_PREFIX, Item
 from tuner.gateway.dialects.responses_request import as_sent, read_responses_request
 from tuner.gateway.model.parsing import Delta
-from tuner.gateway.model.renderer import ChatRenderer
 from tuner.gateway.request_error import RequestError
 from tuner.gateway.service import sse
 from tuner.gateway.sessions import KeptResponse, Session
@@ -40,7 +39,7 @@ class ResponsesExchange:
     def answer(self, answer: Answer) -> dict[str, Any]:
         (choice,) = answer.choices
         items = output_items(choice, self.completion.id, self._logprobs(choice))
-        items.sort(key=lambda item: _place(self._open, item["type"]))
+        items.sort(key=lambda item: [*self._open, item["type"]].index(item["type"]))
         if self._asked.store:
             self._kept[self.completion.id] = KeptResponse(
                 [*self._asked.history, choice.message],
@@ -59,8 +58,9 @@ class ResponsesExchange:
                     "cache_write_tokens": 0,
                 },
                 "output_tokens": answer.completion_tokens,
+                # Those before the end of the reasoning: its tags count.
                 "output_tokens_details": {
-                    "reasoning_tokens": reasoning_tokens(self.completion.service.renderer, choice)
+                    "reasoning_tokens": self._tokens_of(choice, _reasoning_end(choice))
                 },
                 "total_tokens": answer.prompt_tokens + answer.completion_tokens,
             },
@@ -159,10 +159,7 @@ class ResponsesExchange:
         start = text.find(content, after)
         # A message in several pieces, around calls, is all that follows the reasoning.
         spans = (after, len(text)) if start < 0 else (start, start + len(content))
-        ids = choice.generation.completion_ids
-        first, last = (
-            _tokens_of(self.completion.service.renderer, ids, text[:end]) for end in spans
-        )
+        first, last = (self._tokens_of(choice, end) for end in spans)
         entries = chat_logprobs(self.completion.service.renderer, choice.generation)["content"][
             first:last
         ]
@@ -170,6 +167,14 @@ class ResponsesExchange:
             for token in (entry, *entry["top_logprobs"]):
                 token["bytes"] = token["bytes"] or []  # not null here, where they are not known
         return list(entries)
+
+    def _tokens_of(self, choice: Choice, end: int) -> int:
+        """How many tokens, from the first on, are needed to spell a choice's text up to `end`."""
+        ids, decode = choice.generation.completion_ids, self.completion.service.renderer.decode
+        text = choice.text[:end]
+        return bisect_left(
+            range(len(ids)), True, key=lambda count: decode(ids[:count]).startswith(text)
+        )
 
     def _frame(self, status: str) -> dict[str, Any]:
         """The response without what the model says."""
@@ -215,30 +220,11 @@ _REPEATED: dict[str, Any] = {
 """What the answer repeats of the request, where the request does not say."""
 
 
-def _place(order: list[str], type_: str) -> int:
-    return order.index(type_) if type_ in order else len(order)
-
-
-def reasoning_tokens(renderer: ChatRenderer, choice: Choice) -> int:
-    """How many tokens of a choice come before the end of its reasoning; its tags count."""
-    end = _reasoning_end(choice)
-    return _tokens_of(renderer, choice.generation.completion_ids, choice.text[:end])
-
-
 def _reasoning_end(choice: Choice) -> int:
     """Where the reasoning ends in a choice's text; 0 without, and where it is in several pieces."""
     reasoning = choice.parsed.reasoning
     start = choice.text.find(reasoning) if reasoning else -1
     return start + len(reasoning or "") if start >= 0 else 0
-
-
-def _tokens_of(renderer: ChatRenderer, ids: Sequence[int], text: str) -> int:
-    """How many of `ids`, from the first on, are needed to spell `text`."""
-    if not text:
-        return 0
-    return bisect_left(
-        range(len(ids)), True, key=lambda count: renderer.decode(ids[:count]).startswith(text)
-    )
 
 
 def output_items(choice: Choice, response_id: str, logprobs: list[dict[str, Any]]) -> list[Item]:
@@ -258,7 +244,8 @@ def output_items(choice: Choice, response_id: str, logprobs: list[dict[str, Any]
         part = {**text_part(parsed.content), "logprobs": logprobs}
         items.append({**new_item("message", own), "content": [part]})
     for place, (id_, call) in enumerate(zip(choice.tool_call_ids, parsed.tool_calls, strict=True)):
-        items.append({**new_call(own, place, id_, call.name), "arguments": call.arguments})
+        item = {"type": "function_call", "id": f"fc_{own}_{place}", "call_id": id_}
+        items.append({**item, "name": call.name, "arguments": call.arguments})
     for item in items:
         item["status"] = "completed"
     if choice.finish_reason == "length" and items and not parsed.tool_calls:
@@ -273,12 +260,6 @@ def new_item(type_: str, own: str) -> Item:
         return {**item, "encrypted_content": None, "status": "in_progress"}
     item = {"type": "message", "id": f"msg_{own}", "role": "assistant", "content": []}
     return {**item, "status": "in_progress"}
-
-
-def new_call(own: str, place: int, call_id: str, name: str) -> Item:
-    """A call before its arguments."""
-    item = {"type": "function_call", "id": f"fc_{own}_{place}", "call_id": call_id, "name": name}
-    return {**item, "arguments": "", "status": "in_progress"}
 
 
 def text_part(text: str) -> dict[str, Any]:

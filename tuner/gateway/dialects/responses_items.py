@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tuner.gateway.fields import object_field, only_keys, string
-from tuner.gateway.model.template import Message
+from tuner.gateway.model.template import Message, content_of
 from tuner.gateway.request_error import FieldError, Path, kind, shown, wrong
 from tuner.gateway.sessions import KeptResponse
 
@@ -171,10 +171,7 @@ def _text_parts(content: Any, at: Path) -> str | list[dict[str, Any]]:
     """Text as a chat message has it: one string, or several text parts."""
     if isinstance(content, str):
         return content
-    texts = _texts(content, at, ("input_text", "output_text"))
-    if len(texts) == 1:
-        return texts[0]
-    return [{"type": "text", "text": text} for text in texts]
+    return content_of(_texts(content, at, ("input_text", "output_text")))
 
 
 def _texts(parts: Any, at: Path, types: tuple[str, ...]) -> list[str]:

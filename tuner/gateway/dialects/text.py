@@ -73,6 +73,8 @@ class TextExchange(ChatExchange):
     of the tokenizer's own. In the trace the call's one message has the role "prompt".
     """
 
+    chunk = "text_completion"
+
     def __init__(self, session: Session, role: str | None, body: bytes) -> None:
         request = read_text_request(body, session.service)
         self.completion = Completion(session, role, request, dialect="completions", prefix="cmpl-")
@@ -99,11 +101,8 @@ class TextExchange(ChatExchange):
         return [self._chunk(index, {"text": delta.content or ""}, logprobs=None)]
 
     def _details(self, choice: Choice) -> dict[str, Any]:
-        details: dict[str, Any] = {"logprobs": None}
-        if self.completion.request.logprobs:
-            details["logprobs"] = self._logprobs(choice)
+        details = super()._details(choice)
         if self.completion.request.return_token_ids:
-            details["token_ids"] = choice.generation.completion_ids
             details["prompt_token_ids"] = choice.prompt_ids
         return details
 
@@ -130,14 +129,6 @@ class TextExchange(ChatExchange):
     ) -> bytes:
         said = {"index": index, "text": "", **delta, "finish_reason": finish_reason, **details}
         return sse({**self._frame(), "choices": [said]})
-
-    def _frame(self) -> dict[str, Any]:
-        return {
-            "id": self.completion.id,
-            "object": "text_completion",
-            "created": int(self.completion.started),
-            "model": self.completion.service.model_name,
-        }
 
 
 def _prompt(at: Path, value: Any) -> tuple[str | tuple[int, ...], ...]:

@@ -170,6 +170,18 @@ _HARMLESS = {"type", "title", "description", "default", "examples", "anyOf", "on
 _SHARED = ("$defs", "definitions")
 
 
+def between_tags(rules: Rules, call: str, several: bool) -> Calls:
+    r"""`<tool_call>\nCALL\n</tool_call>`, a newline between two."""
+    begin, end, line = rules.tag("<tool_call>"), rules.tag("</tool_call>"), literal("\n")
+    calls = f"{line} {call} {line} {end}"
+    if several:
+        calls += f" ({line} {begin} {calls})*"
+    rules.add("calls", calls)
+    return Calls(
+        f"{begin} calls", rules.free("<tool_call>"), f"{rules.free_until('<tool_call>')} calls"
+    )
+
+
 def qwen3_xml(rules: Rules, tools: Sequence[CallableTool], several: bool) -> Calls:
     r"""The form of Qwen3-Coder and Qwen3.5, whose parameters have a tag each.
 
@@ -179,16 +191,8 @@ def qwen3_xml(rules: Rules, tools: Sequence[CallableTool], several: bool) -> Cal
     value is written as its type wants it: text as it is, a word of an enumeration, and JSON for
     everything else. Parameters come in the order of the schema.
     """
-    begin, end, line = rules.tag("<tool_call>"), rules.tag("</tool_call>"), literal("\n")
-    bodies = [_function(rules, tool) for tool in tools]
-    call = rules.add("call", " | ".join(bodies))
-    rest = f"{line} {call} {line} {end}"
-    if several:
-        rest += f" ({line} {begin} {rest})*"
-    rules.add("calls", rest)
-    return Calls(
-        f"{begin} calls", rules.free("<tool_call>"), f"{rules.free_until('<tool_call>')} calls"
-    )
+    call = rules.add("call", " | ".join(_function(rules, tool) for tool in tools))
+    return between_tags(rules, call, several)
 
 
 def _function(rules: Rules, tool: CallableTool) -> str:

@@ -6,7 +6,7 @@ r"""From what a request demands to a grammar, in the form of the model's family.
             auto             free text, or free text and calls
             with a schema    JSON by the schema, or calls where tools may be called
 
-`CALL_FORMS` and `REASONING_FORMS` have a family's form by its parser's name, so that what a grammar
+`CALL_FORMS` and `TAG_FORMS` have a family's form by its parser's name, so that what a grammar
 allows is what that parser reads. A tag that the tokenizer has as a token of its own is that token;
 another is text. Free text holds no such tag, so a call is never written past the schema, and does
 not begin as reasoning does.
@@ -27,10 +27,13 @@ from tuner.gateway.model.grammar_rules import (
     Calls,
     Rules,
     TokenId,
+    between_tags,
     json_schema,
     literal,
     qwen3_xml,
 )
+from tuner.gateway.model.parsing.json_text import CALL, CALL_END, CALLS, CALLS_END, SEPARATOR
+from tuner.gateway.model.parsing.thinking import TAG_FORMS, TagForm
 from tuner.gateway.request_error import Path, RequestError, shown
 
 Tool = dict[str, Any]
@@ -137,15 +140,7 @@ CallForm = Callable[[Rules, Sequence[CallableTool], bool], Calls]
 
 def hermes(rules: Rules, tools: Sequence[CallableTool], several: bool) -> Calls:
     r"""`<tool_call>\n{"name": NAME, "arguments": {...}}\n</tool_call>`, a newline between two."""
-    begin, end, line = rules.tag("<tool_call>"), rules.tag("</tool_call>"), literal("\n")
-    call = _json_calls(rules, tools, "arguments")
-    rest = f"{line} {call} {line} {end}"
-    if several:
-        rest += f" ({line} {begin} {rest})*"
-    rules.add("calls", rest)
-    return Calls(
-        f"{begin} calls", rules.free("<tool_call>"), f"{rules.free_until('<tool_call>')} calls"
-    )
+    return between_tags(rules, _json_calls(rules, tools, "arguments"), several)
 
 
 def llama3_json(rules: Rules, tools: Sequence[CallableTool], several: bool) -> Calls:
@@ -173,21 +168,15 @@ def mistral(rules: Rules, tools: Sequence[CallableTool], several: bool) -> Calls
     return Calls(f"{begin} calls", rules.free("[TOOL_CALLS]"), f"{after} calls")
 
 
-# The bars of DeepSeek's tags are full-width, as the model writes them.
-_CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001
-_CALL, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001
-_SEPARATOR = "<｜tool▁sep｜>"  # noqa: RUF001
-
-
 def deepseek_v3(rules: Rules, tools: Sequence[CallableTool], several: bool) -> Calls:
     """Tags around each call and around all; `function`, the name, and JSON in a fence."""
-    parts = (f'"function" {rules.tag(_SEPARATOR)}', literal("\n```json\n"), literal("\n```"))
+    parts = (f'"function" {rules.tag(SEPARATOR)}', literal("\n```json\n"), literal("\n```"))
     return _deepseek(rules, tools, several, parts, between=literal("\n"))
 
 
 def deepseek_v31(rules: Rules, tools: Sequence[CallableTool], several: bool) -> Calls:
     """Tags around each call and around all; the name and JSON."""
-    return _deepseek(rules, tools, several, ("", rules.tag(_SEPARATOR), ""), between="")
+    return _deepseek(rules, tools, several, ("", rules.tag(SEPARATOR), ""), between="")
 
 
 def _deepseek(
@@ -202,11 +191,11 @@ def _deepseek(
     bodies = " | ".join(
         f"{head} {literal(tool.name)} {middle} {rules.json(tool.schema)} {tail}" for tool in tools
     )
-    call = rules.add("call", f"{rules.tag(_CALL)} ({bodies}) {rules.tag(_CALL_END)}")
+    call = rules.add("call", f"{rules.tag(CALL)} ({bodies}) {rules.tag(CALL_END)}")
     more = f"({between} {call})*" if several else ""
-    rules.add("calls", f"{call} {more} {rules.tag(_CALLS_END)}")
-    after = rules.free_until(_CALLS, _CALL)
-    return Calls(f"{rules.tag(_CALLS)} calls", rules.free(_CALLS, _CALL), f"{after} calls")
+    rules.add("calls", f"{call} {more} {rules.tag(CALLS_END)}")
+    after = rules.free_until(CALLS, CALL)
+    return Calls(f"{rules.tag(CALLS)} calls", rules.free(CALLS, CALL), f"{after} calls")
 
 
 def _json_calls(rules: Rules, tools: Sequence[CallableTool], key: str) -> str:
@@ -233,35 +222,12 @@ CALL_FORMS: Mapping[str, CallForm] = {
 }
 
 
-@dataclass(frozen=True)
-class TaggedReasoning:
-    r"""`<think>...</think>\n\n`: reasoning between two tags at the beginning.
-
-    Attributes:
-        line_ends: Whether newlines may follow.
-    """
-
-    opener: str
-    closer: str
-    line_ends: bool = True
-
-    def rule(self, rules: Rules, opened: bool) -> str:
-        """Reasoning that must be closed where the prompt has opened it, and else may be there."""
-        body = rules.until(self.closer)
-        if self.line_ends:
-            body += f" {rules.fresh('GAP', literal(chr(10)) + '{1,2}')}?"
-        return body if opened else f"({rules.tag(self.opener)} {body})?"
-
-
-_THINK = TaggedReasoning("<think>", "</think>")
-
-REASONING_FORMS: Mapping[str, TaggedReasoning | None] = {
-    "deepseek_r1": _THINK,
-    "deepseek_v3": _THINK,
-    "qwen3": _THINK,
-    "mistral": TaggedReasoning("[THINK]", "[/THINK]", line_ends=False),
-    "none": None,
-}
+def _reasoning(tags: TagForm, rules: Rules, opened: bool) -> str:
+    """Reasoning that must be closed where the prompt has opened it, and else may be there."""
+    body = rules.until(tags.closer)
+    if tags.line_ends:
+        body += f" {rules.fresh('GAP', literal(chr(10)) + '{1,2}')}?"
+    return body if opened else f"({rules.tag(tags.opener)} {body})?"
 
 
 def grammar_of(
@@ -286,11 +252,11 @@ def grammar_of(
     path = constraints.path
     if path is None:
         return ""
-    if reasoning_parser not in REASONING_FORMS:
-        raise _no_form(path, "reasoning_parser", reasoning_parser, REASONING_FORMS)
-    reasoning = REASONING_FORMS[reasoning_parser]
-    rules = Rules(token_id, reasoning.opener if reasoning else None)
-    before = reasoning.rule(rules, opened) + " " if reasoning else ""
+    tags = TAG_FORMS.get(reasoning_parser)
+    if tags is None and reasoning_parser != "none":
+        raise _no_form(path, "reasoning_parser", reasoning_parser, TAG_FORMS)
+    rules = Rules(token_id, tags.opener if tags else None)
+    before = _reasoning(tags, rules, opened) + " " if tags else ""
     bodies = []
     if constraints.tools:
         if tool_call_parser not in CALL_FORMS:
@@ -335,9 +301,8 @@ def _arguments_schema(tool: Tool, path: Path) -> dict[str, Any]:
 
 
 def _no_form(path: Path, setting: str, name: str, table: Mapping[str, object]) -> RequestError:
-    known = ", ".join(sorted(set(table) - {"none"}))
     return _unheld(
         path,
         "asks for a completion of a certain form, but there is no grammar for the form of "
-        f"{setting} {name!r} (there is for {known}): leave it out",
+        f"{setting} {name!r} (there is for {', '.join(sorted(table))}): leave it out",
     )

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from functools import partial
+from typing import TYPE_CHECKING
 
-from tuner.gateway.model.parsing import Delta, ParsedMessage, ParsedToolCall, Tools
-from tuner.gateway.model.parsing.scanning import PlainText, Scanner, begun
-from tuner.gateway.model.renderer import ChatRenderer
+from tuner.gateway.model.parsing import Delta, ParsedMessage, Tools, joined
+from tuner.gateway.model.parsing.message import PlainText, Scanner, begun
+from tuner.gateway.model.renderer import ChatRenderer, decode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,9 +52,7 @@ class MessageStream:
         if not plain:
             opened = renderer.opened_reasoning(prompt_ids)
             self._scanner = renderer.scanner(tools=tools, opened=opened)
-        self._reasoning: list[str] = []
-        self._content: list[str] = []
-        self._calls: list[ParsedToolCall] = []
+        self._said: list[Delta] = []
 
     def push(self, ids: Sequence[int]) -> list[Delta]:
         """Take the ids sampled next, shape [T]; what has become certain with them."""
@@ -62,7 +61,9 @@ class MessageStream:
         text = self._stop.push(self._text.push(known[: len(known) - len(self._last)]))
         deltas = self._scanner.feed(text) if text else []
         # An empty piece tells the parsers something, but not the reader.
-        return [self._said(delta) for delta in deltas if delta != _NO_REASONING]
+        new = [delta for delta in deltas if delta != Delta(reasoning="")]
+        self._said += new
+        return new
 
     def finish(self, message: ParsedMessage) -> list[Delta]:
         """What is still missing of the whole message.
@@ -74,35 +75,23 @@ class MessageStream:
         Raises:
             RuntimeError: The message does not begin with what was said.
         """
-        reasoning = _rest("reasoning", self._reasoning, message.reasoning)
-        content = _rest("content", self._content, message.content)
-        if message.tool_calls[: len(self._calls)] != tuple(self._calls):
+        said = joined(self._said, 0)
+        reasoning = _rest("reasoning", said.reasoning or "", message.reasoning)
+        content = _rest("content", said.content or "", message.content)
+        calls = len(said.tool_calls)
+        if message.tool_calls[:calls] != said.tool_calls:
             raise RuntimeError("the completion's tool calls are not those that were streamed")
         deltas = []
         if reasoning is not None:
             deltas.append(Delta(reasoning=reasoning))
         if content is not None:
             deltas.append(Delta(content=content))
-        for index in range(len(self._calls), len(message.tool_calls)):
-            deltas.append(Delta(tool_call=(index, message.tool_calls[index])))
-        return deltas
-
-    def _said(self, delta: Delta) -> Delta:
-        if delta.reasoning is not None:
-            self._reasoning.append(delta.reasoning)
-        if delta.content is not None:
-            self._content.append(delta.content)
-        if delta.tool_call is not None:
-            self._calls.append(delta.tool_call[1])
-        return delta
+        new_calls = enumerate(message.tool_calls[calls:], calls)
+        return deltas + [Delta(tool_call=call) for call in new_calls]
 
 
-_NO_REASONING = Delta(reasoning="")
-
-
-def _rest(kind: str, said: list[str], whole: str | None) -> str | None:
+def _rest(kind: str, before: str, whole: str | None) -> str | None:
     """What of `whole` was not said; None where nothing is missing."""
-    before = "".join(said)
     if whole is None or not whole.startswith(before):
         if not before and whole is None:
             return None
@@ -160,6 +149,7 @@ class TextStream:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
+        self._decode = partial(decode, tokenizer)
         self._window: list[int] = []
         self._read = 0  # how many of the window's ids are all said
         self._said = 0  # how many characters of the window's text are
@@ -205,11 +195,3 @@ class TextStream:
     def _is_byte(self, token_id: int) -> bool:
         token = self._tokenizer.convert_ids_to_tokens(token_id)
         return isinstance(token, str) and _BYTE_TOKEN.fullmatch(token) is not None
-
-    def _decode(self, ids: list[int]) -> str:
-        if not ids:
-            return ""
-        text = self._tokenizer.decode(
-            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return cast(str, text)

@@ -6,8 +6,8 @@ import difflib
 import inspect
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from functools import cache, cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from tuner.errors import ConfigError
 from tuner.gateway.model.grammars import Constraints, grammar_of
@@ -16,17 +16,17 @@ from tuner.gateway.model.parsing import (
     TOOL_CALL_PARSERS,
     MessageScanner,
     ParsedMessage,
-    ReasoningParser,
-    ToolCallParser,
     Tools,
-    joined,
 )
+from tuner.gateway.model.parsing.message import read
 from tuner.gateway.model.special_tokens import SpecialTokens
 from tuner.gateway.model.template import Message, TemplateForm, for_template, template_form
 from tuner.gateway.request_error import RequestError, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
 
 # Prompts whose ids are kept: the rollouts of a group begin with the same one.
 _CACHED_PROMPTS = 512
@@ -50,6 +50,10 @@ class ChatRenderer:
         reasoning_parser: A name of `REASONING_PARSERS`; "none" or None leaves reasoning in the
             text.
 
+    Attributes:
+        tokenizer, special_tokens: What encodes and decodes, and its borders.
+        reasoning: Splits a text into its reasoning and the rest.
+
     Raises:
         ConfigError: A parser is unknown, the tool-call parser cannot read what the template
             writes, there is no template, or it knows no thinking.
@@ -65,14 +69,10 @@ class ChatRenderer:
         reasoning_parser: str | None = "deepseek_r1",
     ) -> None:
         self.tokenizer = tokenizer
-        self._tool_call_parser = tool_call_parser or "none"
-        self._reasoning_parser = reasoning_parser or "none"
-        self._tool_calls: ToolCallParser = _named(
-            TOOL_CALL_PARSERS, "tool_call_parser", tool_call_parser
-        )
-        self._reasoning: ReasoningParser = _named(
-            REASONING_PARSERS, "reasoning_parser", reasoning_parser
-        )
+        self._tool_call_parser = "none" if tool_call_parser is None else tool_call_parser
+        self._reasoning_parser = "none" if reasoning_parser is None else reasoning_parser
+        self._tool_calls = _named(TOOL_CALL_PARSERS, "tool_call_parser", self._tool_call_parser)
+        self.reasoning = _named(REASONING_PARSERS, "reasoning_parser", self._reasoning_parser)
         self._template = chat_template or _own_template(tokenizer)
         if enable_thinking and not self.reads("enable_thinking"):
             raise ConfigError(
@@ -85,7 +85,7 @@ class ChatRenderer:
         self._reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters)
         self._reserved |= {"messages", "self"}
         self._developer_role = self.reads("developer")
-        self._form: TemplateForm = template_form(self._apply, tool_call_parser or "none")
+        self._form: TemplateForm = template_form(self._apply, self._tool_call_parser)
         self.special_tokens = SpecialTokens(tokenizer, self._encode_text)
         self._added_tokens = {
             token.content: id_ for id_, token in tokenizer.added_tokens_decoder.items()
@@ -113,12 +113,7 @@ class ChatRenderer:
         """
         extra = chat_template_kwargs or {}
         self._check_template_kwargs(extra)
-        shaped = for_template(
-            list(messages),
-            developer_role=self._developer_role,
-            arguments_as_text=self._form.arguments_as_text,
-            content_always=self._form.content_always,
-        )
+        shaped = for_template(list(messages), self._form, developer_role=self._developer_role)
         try:
             return self._apply(shaped, tools, add_generation_prompt=add_generation_prompt, **extra)
         except Exception as error:
@@ -197,27 +192,16 @@ class ChatRenderer:
             tools: Tools the model was shown; without any, no tool calls are looked for.
             opened: Whether the prompt has already opened the reasoning.
         """
-        scanner = self.scanner(tools=tools, opened=opened)
-        deltas = [*scanner.feed(text), *scanner.close()]
-        return joined(deltas, scanner.malformed)
+        return read(self.scanner(tools=tools, opened=opened), text)
 
     def scanner(self, *, tools: Tools, opened: bool) -> MessageScanner:
         """The same for a text that comes in pieces; see `parse_text`."""
-        return MessageScanner(self._reasoning, self._tool_calls, tools=tools, opened=opened)
+        return MessageScanner(self.reasoning, self._tool_calls, tools=tools, opened=opened)
 
     def tool_call_id(self, digest: bytes) -> str:
         """A tool call's id in the form that the family's templates accept."""
         # Mistral's templates take nine letters and digits, and nothing else.
         return digest.hex()[:9] if self._tool_calls.short_ids else f"call_{digest.hex()[:24]}"
-
-    def split_reasoning(self, text: str, *, opened: bool) -> tuple[str | None, str]:
-        """The reasoning that `text` begins with, None without any, and the text after it.
-
-        Args:
-            text: A completion or a rendered turn, without its final special token.
-            opened: Whether the text before it has already opened the reasoning.
-        """
-        return self._reasoning(text, opened)
 
     @cached_property
     def turn_end(self) -> int | None:
@@ -232,7 +216,7 @@ class ChatRenderer:
     @property
     def reads_reasoning(self) -> bool:
         """Whether reasoning can be told from the rest of a text."""
-        return self._reasoning is not REASONING_PARSERS["none"]
+        return self._reasoning_parser != "none"
 
     def grammar(self, constraints: Constraints, prompt_ids: Sequence[int]) -> str:
         """The grammar of completions that do what a request demands; empty where it is nothing.
@@ -258,8 +242,8 @@ class ChatRenderer:
         if "\ufffd" not in text:
             return list(text.encode())
         token = self.tokenizer.convert_ids_to_tokens(token_id)
-        if isinstance(token, str) and all(character in _BYTE_OF for character in token):
-            return [_BYTE_OF[character] for character in token]
+        if isinstance(token, str) and all(character in _byte_of() for character in token):
+            return [_byte_of()[character] for character in token]
         return None
 
     def reads(self, name: str) -> bool:
@@ -290,22 +274,23 @@ class ChatRenderer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens included; parts of a character show as U+FFFD."""
-        text = self.tokenizer.decode(
-            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return text if isinstance(text, str) else "".join(text)
+        return decode(self.tokenizer, list(ids))
 
     def opened_reasoning(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the prompt's end has opened the reasoning."""
-        opener = self._reasoning.opener
+        opener = self.reasoning.opener
         if opener is None or not prompt_ids:
             return False
         return self.decode(prompt_ids[-_TAIL:]).rstrip().endswith(opener)
 
 
-def _named(table: Mapping[str, Any], setting: str, name: str | None) -> Any:
-    if name is None:
-        name = "none"
+def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    """The text of `ids` as they are, special tokens included."""
+    text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return cast(str, text)
+
+
+def _named(table: Mapping[str, T], setting: str, name: str) -> T:
     if name in table:
         return table[name]
     near = difflib.get_close_matches(name, table, n=1)
@@ -325,13 +310,9 @@ def _own_template(tokenizer: PreTrainedTokenizerBase) -> str:
     return str(template)
 
 
-def _bytes_of_characters() -> dict[str, int]:
-    """Byte-level BPE's table: the printable character that stands for each byte (GPT-2)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    table = {chr(byte): byte for byte in printable}
-    table.update({chr(256 + offset): byte for offset, byte in enumerate(others)})
-    return table
+@cache
+def _byte_of() -> dict[str, int]:
+    """Byte-level BPE's table: the byte that each of its characters stands for (GPT-2)."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-
-_BYTE_OF = _bytes_of_characters()
+    return {character: byte for byte, character in bytes_to_unicode().items()}

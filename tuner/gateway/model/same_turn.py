@@ -32,7 +32,7 @@ class Turn:
 
 def turn(renderer: ChatRenderer, text: str, *, opened: bool = False) -> Turn:
     """The turn that `text` spells; `opened` if the prompt before it has opened the reasoning."""
-    reasoning, answer = renderer.split_reasoning(text, opened=opened)
+    reasoning, answer = renderer.reasoning(text, opened)
     return Turn(None if reasoning is None else reasoning.strip(), answer)
 
 

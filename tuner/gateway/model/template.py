@@ -24,18 +24,34 @@ def text_of(content: str | list[dict[str, Any]]) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
+def content_of(texts: list[str]) -> str | list[dict[str, Any]]:
+    """The content of a message: one text as it is, several as text parts."""
+    if len(texts) == 1:
+        return texts[0]
+    return [{"type": "text", "text": text} for text in texts]
+
+
 def said(message: Message) -> tuple[str | None, str]:
     """The reasoning that a message holds in a field of its own, and its text."""
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     return reasoning, text_of(message.get("content") or "")
 
 
+@dataclass(frozen=True)
+class TemplateForm:
+    """What the template wants of an assistant turn with tool calls.
+
+    Attributes:
+        arguments_as_text: Arguments as JSON text, because it writes them as they are.
+        content_always: Content also where there is none, as "".
+    """
+
+    arguments_as_text: bool = False
+    content_always: bool = False
+
+
 def for_template(
-    messages: list[Message],
-    *,
-    developer_role: bool,
-    arguments_as_text: bool = False,
-    content_always: bool = False,
+    messages: list[Message], form: TemplateForm, *, developer_role: bool
 ) -> list[Message]:
     """Checked messages as chat templates expect them.
 
@@ -45,20 +61,19 @@ def for_template(
 
     Args:
         messages: Well formed.
+        form: What the template wants.
         developer_role: The template knows the role "developer".
-        arguments_as_text: The template writes arguments as they are, so they stay text.
-        content_always: The template reads content that is not there; it becomes "".
     """
     shaped = []
     for message in messages:
         copy = {key: value for key, value in message.items() if value is not None and value != []}
         if "content" in copy:
             copy["content"] = text_of(copy["content"])
-        elif message.get("content") == [] or content_always:
+        elif message.get("content") == [] or form.content_always:
             copy["content"] = ""
         if copy["role"] == "developer" and not developer_role:
             copy["role"] = "system"
-        if "tool_calls" in copy and not arguments_as_text:
+        if "tool_calls" in copy and not form.arguments_as_text:
             copy["tool_calls"] = [_call_for_template(call) for call in copy["tool_calls"]]
         shaped.append(copy)
     return shaped
@@ -66,15 +81,13 @@ def for_template(
 
 def _call_for_template(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
-    return {**call, "function": {**function, "arguments": _decoded(function["arguments"])}}
-
-
-def _decoded(arguments: str) -> Any:
     try:
-        value = json.loads(arguments)
+        arguments = json.loads(function["arguments"])
     except (ValueError, RecursionError):
-        return arguments
-    return value if isinstance(value, dict) else arguments
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 _NAME = "look_up_weather"
@@ -116,19 +129,6 @@ class Apply(Protocol):
     ) -> str: ...
 
 
-@dataclass(frozen=True)
-class TemplateForm:
-    """What the template wants of an assistant turn with tool calls; see `for_template`.
-
-    Attributes:
-        arguments_as_text: Arguments as JSON text, not as an object.
-        content_always: Content also where there is none.
-    """
-
-    arguments_as_text: bool = False
-    content_always: bool = False
-
-
 def template_form(apply: Apply, tool_call_parser: str) -> TemplateForm:
     """How the template takes tool calls; it is checked that the parser reads them.
 
@@ -166,12 +166,7 @@ def _turn(apply: Apply, form: TemplateForm) -> str | None:
     """The assistant turn as the template writes it; None where it refuses the conversation."""
 
     def render(*messages: Message, prompt: bool) -> str:
-        shaped = for_template(
-            list(messages),
-            developer_role=False,
-            arguments_as_text=form.arguments_as_text,
-            content_always=form.content_always,
-        )
+        shaped = for_template(list(messages), form, developer_role=False)
         return apply(shaped, [_TOOL], add_generation_prompt=prompt)
 
     try:

@@ -12,11 +12,8 @@ from tuner.gateway.model.parsing.families import (
     REASONING_PARSERS,
     TOOL_CALL_PARSERS,
     MessageScanner,
-    ReasoningParser,
-    ToolCallParser,
 )
-from tuner.gateway.model.parsing.message import Delta, ParsedMessage, ParsedToolCall, joined
-from tuner.gateway.model.parsing.scanning import Tools
+from tuner.gateway.model.parsing.message import Delta, ParsedMessage, ParsedToolCall, Tools, joined
 
 __all__ = [
     "REASONING_PARSERS",
@@ -25,8 +22,6 @@ __all__ = [
     "MessageScanner",
     "ParsedMessage",
     "ParsedToolCall",
-    "ReasoningParser",
-    "ToolCallParser",
     "Tools",
     "joined",
 ]

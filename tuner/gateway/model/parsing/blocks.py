@@ -6,8 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tuner.gateway.model.parsing.message import Delta, ParsedToolCall
-from tuner.gateway.model.parsing.scanning import Tools, begun
+from tuner.gateway.model.parsing.message import Delta, ParsedToolCall, Tools, begun
 
 
 @dataclass(frozen=True)

@@ -5,16 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tuner.gateway.model.parsing.blocks import BlockForm
-from tuner.gateway.model.parsing.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from tuner.gateway.model.parsing.harmony import ANALYSIS, HARMONY, HarmonyScanner
-from tuner.gateway.model.parsing.hermes import HERMES
-from tuner.gateway.model.parsing.llama3_json import LLAMA3_JSON
-from tuner.gateway.model.parsing.message import Delta, ParsedToolCall, joined
-from tuner.gateway.model.parsing.mistral import MISTRAL
+from tuner.gateway.model.parsing.json_text import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    HERMES,
+    LLAMA3_JSON,
+    MISTRAL,
+)
+from tuner.gateway.model.parsing.message import (
+    Delta,
+    ParsedToolCall,
+    PlainText,
+    Scanner,
+    Tools,
+    read,
+)
 from tuner.gateway.model.parsing.qwen3_xml import QWEN3_XML
-from tuner.gateway.model.parsing.scanning import PlainText, Scanner, Tools
-from tuner.gateway.model.parsing.thinking import MISTRAL_THINK, THINK, TagForm
+from tuner.gateway.model.parsing.thinking import TAG_FORMS
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,7 @@ class ReasoningParser:
 
     def __call__(self, text: str, opened: bool) -> tuple[str | None, str]:
         """The reasoning, or None, and the rest of the whole `text`."""
-        message = joined(*_read(self.scanner(opened), text))
+        message = read(self.scanner(opened), text)
         return message.reasoning, message.content or ""
 
 
@@ -49,46 +57,26 @@ class ToolCallParser:
 
     def __call__(self, text: str, tools: Tools) -> tuple[str, tuple[ParsedToolCall, ...], int]:
         """The rest of the whole `text`, its calls, and how many were malformed."""
-        message = joined(*_read(self.scanner(tools), text))
+        message = read(self.scanner(tools), text)
         return message.content or "", message.tool_calls, message.malformed_tool_calls
 
 
-def _read(scanner: Scanner, text: str) -> tuple[list[Delta], int]:
-    deltas = [*scanner.feed(text), *scanner.close()]
-    return deltas, scanner.malformed
-
-
-def _tagged(form: TagForm) -> ReasoningParser:
-    return ReasoningParser(form.opener, form.scanner)
-
-
-def _blocks(form: BlockForm, *, short_ids: bool = False) -> ToolCallParser:
-    return ToolCallParser(form.scanner, short_ids)
-
-
-_THINK = _tagged(THINK)
-_LLAMA3_JSON = _blocks(LLAMA3_JSON)
-_QWEN3_XML = _blocks(QWEN3_XML)
-
 REASONING_PARSERS: dict[str, ReasoningParser] = {
-    "deepseek_r1": _THINK,
-    "deepseek_v3": _THINK,
-    "qwen3": _THINK,
-    "mistral": _tagged(MISTRAL_THINK),
+    **{name: ReasoningParser(form.opener, form.scanner) for name, form in TAG_FORMS.items()},
     "openai_gptoss": ReasoningParser(ANALYSIS, HarmonyScanner),
     "none": ReasoningParser(None, lambda opened: PlainText()),
 }
 # Where several names mean one parser, the first is the one that messages suggest.
 TOOL_CALL_PARSERS: dict[str, ToolCallParser] = {
-    "hermes": _blocks(HERMES),
-    "qwen3_coder": _QWEN3_XML,
-    "qwen3_xml": _QWEN3_XML,
-    "llama3_json": _LLAMA3_JSON,
-    "llama4_json": _LLAMA3_JSON,
-    "mistral": _blocks(MISTRAL, short_ids=True),
-    "deepseek_v3": _blocks(DEEPSEEK_V3),
-    "deepseek_v31": _blocks(DEEPSEEK_V31),
-    "openai": _blocks(HARMONY),
+    "hermes": ToolCallParser(HERMES.scanner),
+    "qwen3_coder": ToolCallParser(QWEN3_XML.scanner),
+    "qwen3_xml": ToolCallParser(QWEN3_XML.scanner),
+    "llama3_json": ToolCallParser(LLAMA3_JSON.scanner),
+    "llama4_json": ToolCallParser(LLAMA3_JSON.scanner),
+    "mistral": ToolCallParser(MISTRAL.scanner, short_ids=True),
+    "deepseek_v3": ToolCallParser(DEEPSEEK_V3.scanner),
+    "deepseek_v31": ToolCallParser(DEEPSEEK_V31.scanner),
+    "openai": ToolCallParser(HARMONY.scanner),
     "none": ToolCallParser(lambda tools: PlainText()),
 }
 

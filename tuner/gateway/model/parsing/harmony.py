@@ -20,8 +20,7 @@ import re
 
 from tuner.gateway.model.parsing.blocks import Block, BlockForm
 from tuner.gateway.model.parsing.json_text import is_object
-from tuner.gateway.model.parsing.message import Delta, ParsedToolCall
-from tuner.gateway.model.parsing.scanning import Tools, begun
+from tuner.gateway.model.parsing.message import Delta, ParsedToolCall, Tools, begun
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")

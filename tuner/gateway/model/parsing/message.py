@@ -1,9 +1,16 @@
-"""A completion taken apart: reasoning, content and tool calls."""
+"""A completion taken apart: reasoning, content and tool calls; and what takes it apart.
+
+All scanners take text as it comes, and say what is certain. A whole message is read by a scanner
+that is given all of its text at once, so a streamed message is the message that is read in the end.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
+
+Tools = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -68,3 +75,49 @@ def joined(deltas: Iterable[Delta], malformed: int) -> ParsedMessage:
         tool_calls=tuple(calls),
         malformed_tool_calls=malformed,
     )
+
+
+class Scanner(Protocol):
+    """Reads one text; what it says never depends on where the text was cut.
+
+    Attributes:
+        malformed: Calls that could not be read so far.
+    """
+
+    @property
+    def malformed(self) -> int: ...
+
+    def feed(self, text: str) -> list[Delta]:
+        """Take the text that comes next; what has become certain with it."""
+        ...
+
+    def close(self) -> list[Delta]:
+        """What is left when the text has ended."""
+        ...
+
+
+def read(scanner: Scanner, text: str) -> ParsedMessage:
+    """The message that the whole `text` spells."""
+    deltas = [*scanner.feed(text), *scanner.close()]
+    return joined(deltas, scanner.malformed)
+
+
+def begun(text: str, tags: Sequence[str]) -> int:
+    """Where the first of the tags begins that `text` may end in the middle of; else its length."""
+    longest = max(map(len, tags), default=0)
+    for position in range(max(0, len(text) - longest + 1), len(text)):
+        if any(tag.startswith(text[position:]) for tag in tags):
+            return position
+    return len(text)
+
+
+class PlainText:
+    """All is content."""
+
+    malformed = 0
+
+    def feed(self, text: str) -> list[Delta]:
+        return [Delta(content=text)] if text else []
+
+    def close(self) -> list[Delta]:
+        return []

@@ -16,8 +16,7 @@ from typing import Any
 
 from tuner.gateway.model.parsing.blocks import Block, BlockForm
 from tuner.gateway.model.parsing.json_text import DECODER
-from tuner.gateway.model.parsing.message import ParsedToolCall
-from tuner.gateway.model.parsing.scanning import Tools
+from tuner.gateway.model.parsing.message import ParsedToolCall, Tools
 
 _CALL = re.compile(r"<tool_call>\s*<function=([^>\n]+)>(.*)</function>\s*</tool_call>", re.DOTALL)
 # A value may itself hold a closing tag: the right one is followed by a parameter or the end.

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tuner.gateway.model.parsing.message import Delta
-from tuner.gateway.model.parsing.scanning import begun
+from tuner.gateway.model.parsing.message import Delta, begun
 
 
 @dataclass(frozen=True)
@@ -95,5 +94,11 @@ class TagScanner:
             self._trimming = not self._text
 
 
-THINK = TagForm("<think>", "</think>", line_ends=True)
-MISTRAL_THINK = TagForm("[THINK]", "[/THINK]", line_ends=False)
+_THINK = TagForm("<think>", "</think>", line_ends=True)
+TAG_FORMS = {
+    "deepseek_r1": _THINK,
+    "deepseek_v3": _THINK,
+    "qwen3": _THINK,
+    "mistral": TagForm("[THINK]", "[/THINK]", line_ends=False),
+}
+"""By the names of the reasoning parsers."""
