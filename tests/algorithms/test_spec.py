@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from docs.tables import CONFIGURATION
 from tests.training.test_trainer import random_batch, tiny_model
 from tuner.algorithms import dpo
 from tuner.algorithms.spec import ADVANTAGES, POLICY_LOSSES, EntropyLoss, KLLoss, KLPenalty
-from tuner.config.document import PAGE
 from tuner.config.keys import schema_paths
 from tuner.training import PolicyTrainer, TrainerSettings, build_batch
 
@@ -50,7 +50,7 @@ def update(monkeypatch, settings, advantage, policy_loss):
 @pytest.mark.parametrize(("key", "name"), PARTS)
 def test_every_argument_is_a_documented_key_and_is_read_by_its_function(key, name, monkeypatch):
     part, read = PARTS[key, name], set()
-    page = PAGE.read_text(encoding="utf-8")
+    page = CONFIGURATION.read_text(encoding="utf-8")
     for field, info in part.model_fields.items():
         path = f"algorithm.{key}_args.{field}"
         assert path in schema_paths()

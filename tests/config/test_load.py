@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from docs.tables import CAPABILITIES, CONFIGURATION, capabilities, configuration
 from tuner.config import RunConfig, load_config
 from tuner.config.explorer import LoraSection
 from tuner.config.foreign import FOREIGN, Same, find_foreign
@@ -445,9 +446,11 @@ def test_no_key_is_listed_twice():
 
 
 def test_documentation_is_current():
-    from tuner.config.document import PAGE, page
 
-    assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m tuner.config.document"
+    assert CONFIGURATION.read_text(encoding="utf-8") == configuration(), (
+        "run: python -m docs.tables"
+    )
+    assert CAPABILITIES.read_text(encoding="utf-8") == capabilities(), "run: python -m docs.tables"
 
 
 def test_every_rule_about_a_foreign_key_counts_and_has_a_reason():
