@@ -332,7 +332,7 @@ def rows_of(shape: Shape, case: Case, batch: Batch, found: dict[str, Cost]) -> l
         results.append(against("TRL GRPOTrainer", "trl", 1.0))
     unique = TokenTree.build(batch.rows).unique_tokens
     padded = found["padded"]
-    for metric, tokens in ("unique tokens/s", unique), ("row tokens/s", batch.row_tokens):
+    for metric, tokens in ("unique tokens/s", unique), ("row tokens/s", sum(map(len, batch.rows))):
         speed, peer = tokens / tree.seconds, tokens / padded.seconds
         results.append(Result(name, metric, speed, "padded rows", peer))
     for key in ("padded", "packed", "trl"):

@@ -28,7 +28,7 @@ import torch
 from _report import Row, report
 from torch import Tensor
 
-from tuner.algorithms import group_normalized
+from tuner.algorithms.advantages import group_normalized
 from tuner.assembly.models import load_model, load_tokenizer
 from tuner.chat_models import chat_model
 from tuner.engines.transformers.engine import TransformersEngine

@@ -7,15 +7,15 @@ from statistics import mean, stdev
 import pytest
 import torch
 
-from tuner.algorithms import (
+from tuner.algorithms.advantages import (
     call_normalized,
     group_normalized,
     leave_one_out,
     mirror_descent,
-    row_weights,
     shifted_mean,
     whitened_returns,
 )
+from tuner.algorithms.losses import row_weights
 from tuner.algorithms.spec import GRPOAdvantage, OPMDAdvantage, ReinforcePlusPlusAdvantage
 
 # (set, rollout, reward): rollouts with one call or more in a set, in no order.

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tuner.algorithms import KL_ESTIMATORS, group_normalized, group_std, ppo_clip
+from tuner.algorithms.advantages import group_normalized, group_std
+from tuner.algorithms.losses import KL_ESTIMATORS, ppo_clip
 from tuner.algorithms.spec import GRPOAdvantage, PPOLoss
 
 finite = st.floats(-5, 5, allow_nan=False)

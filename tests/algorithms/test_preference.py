@@ -6,7 +6,8 @@ import random
 import pytest
 import torch
 
-from tuner.algorithms import distilled, dpo
+from tuner.algorithms.advantages import distilled
+from tuner.algorithms.losses import dpo
 from tuner.algorithms.spec import DistillAdvantage, DPOLoss
 
 

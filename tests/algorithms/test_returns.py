@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from tuner.algorithms import gae, turn_returns, whitened
+from tuner.algorithms.advantages import gae, turn_returns, whitened
 from tuner.algorithms.spec import PPOAdvantage
 
 # a ─┬─ b ── d,  e

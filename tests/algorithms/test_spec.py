@@ -9,7 +9,7 @@ import torch
 
 from docs.tables import CONFIGURATION
 from tests.training.test_trainer import random_batch, tiny_model
-from tuner.algorithms import dpo
+from tuner.algorithms.losses import dpo
 from tuner.algorithms.spec import ADVANTAGES, POLICY_LOSSES, EntropyLoss, KLLoss, KLPenalty
 from tuner.config.keys import schema_paths
 from tuner.training import PolicyTrainer, TrainerSettings, build_batch

@@ -11,7 +11,7 @@ import torch
 
 from tests.builders import call, trace
 from tests.training.test_trainer import tiny_model
-from tuner.algorithms import call_normalized, group_normalized
+from tuner.algorithms.advantages import call_normalized, group_normalized
 from tuner.run.metrics import has_signal
 from tuner.traces import Trace
 from tuner.training import PolicyTrainer, TrainerSettings, build_batch

@@ -13,7 +13,7 @@ from tests.training.test_trainer import gradient_of, random_batch, tiny_model
 from tuner.algorithms.spec import GSPOLoss
 from tuner.traces import Trace
 from tuner.training import PolicyTrainer, TrainerSettings, build_batch
-from tuner.training.batch import whole_calls
+from tuner.training.forward.layouts import whole_calls
 
 LONGEST = 16
 SETTINGS = TrainerSettings(total_steps=1, kl="none", grad_clip=1e9, max_completion=LONGEST)

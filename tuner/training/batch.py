@@ -1,4 +1,4 @@
-"""From traces to what the trainer sees: one row per call, and where every token went.
+"""From traces to what is trained: groups, their rewards, a row per call, where every token went.
 
 A call of which the workflow masked a part has a row for each stretch that is left.
 """
@@ -8,29 +8,125 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from tuner.engines.base import SamplingParams
+from tuner.errors import TrainingError
 from tuner.traces import Call, Outcome, RolloutId, Trace
-from tuner.training.selection import Selection, alike
 
 K = TypeVar("K", bound=Hashable)
 # An outcome that leaves calls behind and may be given a penalty instead of being dropped.
-PENALIZABLE = frozenset(
-    {
-        Outcome.WORKFLOW_ERROR,
-        Outcome.JUDGE_ERROR,
-        Outcome.JUDGE_TIMEOUT,
-        Outcome.TIMEOUT,
-        Outcome.INVALID_REWARD,
-    }
+PENALIZABLE = (
+    Outcome.WORKFLOW_ERROR,
+    Outcome.JUDGE_ERROR,
+    Outcome.JUDGE_TIMEOUT,
+    Outcome.TIMEOUT,
+    Outcome.INVALID_REWARD,
 )
 
-AS_GIVEN = Selection()
+
+@dataclass(frozen=True)
+class Overlong:
+    """DAPO's soft punishment of long answers (arXiv 2503.14476, section 3.4).
+
+    With T the tokens of an answer: 0 up to `longest - buffer`, from there in a straight line down
+    to `-penalty` at `longest`. An answer that was cut off is punished in full.
+
+    Attributes:
+        longest: The most tokens that an answer may have.
+        buffer: The last so many of them are punished.
+        penalty: What an answer of `longest` tokens loses.
+    """
+
+    longest: int
+    buffer: int
+    penalty: float = 1.0
+
+    def of(self, trace: Trace) -> float:
+        """What a rollout's reward is changed by, at most 0: that of its worst answer."""
+        worst = 0.0
+        for call in trace.calls:
+            excess = len(call.completion_ids) - (self.longest - self.buffer)
+            share = 1.0 if call.finish_reason == "length" else min(1.0, excess / self.buffer)
+            worst = min(worst, -self.penalty * share)
+        return worst
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What is done with the rewards of a step between the judge and the advantages.
+
+    Filters look at the rewards as they were given; what is left becomes
+    `(reward + bias) * scale + overlong`. Rewards of single calls become `(reward + bias) * scale`.
+
+    Attributes:
+        success_rate: Groups whose share of rollouts with a reward above 0 is outside these
+            bounds, both included, are left out (AReaL's `success_rate_lb` and `_ub`).
+        varied_only: Groups whose rewards are all equal are left out (DAPO's dynamic sampling),
+            unless calls in it have rewards of their own.
+        best_only: Of each group only the rollouts with the highest reward are kept, of a group
+            whose rewards are all equal none (RAFT, arXiv 2304.06767).
+        lone_rewards: A call with a reward of its own is used where no other of its group has one.
+        needs_group: A rollout that is alone in its group teaches nothing.
+        needs_reward: A rollout without a reward teaches nothing. Where it is False rewards, those
+            of single calls too, are not looked at.
+    """
+
+    success_rate: tuple[float, float] = (0.0, 1.0)
+    varied_only: bool = False
+    best_only: bool = False
+    lone_rewards: bool = False
+    scale: float = 1.0
+    bias: float = 0.0
+    overlong: Overlong | None = None
+    needs_group: bool = True
+    needs_reward: bool = True
+
+    def reason(self, members: Sequence[tuple[Trace, float]]) -> str | None:
+        """Why a whole group is left out, or None.
+
+        Args:
+            members: Its rollouts with their rewards, those that can be trained.
+
+        Raises:
+            TrainingError: Only the best rollouts are kept, and a call has a reward of its own.
+        """
+        if len(members) < 2 and self.needs_group:
+            return "group_of_one"
+        rewards = [reward for _, reward in members]
+        rate = sum(reward > 0 for reward in rewards) / len(rewards)
+        if rate < self.success_rate[0]:
+            return "success_rate_too_low"
+        if rate > self.success_rate[1]:
+            return "success_rate_too_high"
+        own = any(call.reward is not None for trace, _ in members for call in trace.calls)
+        if own and self.best_only:
+            raise TrainingError(
+                "raft keeps the best rollouts of a group and has no use for rewards of single "
+                "calls; give rewards to rollouts only, or set algorithm.algorithm_type to "
+                "multi_step_grpo"
+            )
+        if (self.varied_only or self.best_only) and not own and len(set(rewards)) == 1:
+            return "equal_rewards"
+        return None
+
+    def kept(self, members: Sequence[tuple[Trace, float]]) -> list[bool]:
+        """Which rollouts of a group that is used are kept."""
+        best = max(reward for _, reward in members)
+        return [not self.best_only or reward == best for _, reward in members]
+
+    def shaped(self, trace: Trace, reward: float) -> float:
+        """The reward that a rollout is trained with."""
+        shaped = self.of_call(reward)
+        return shaped + self.overlong.of(trace) if self.overlong is not None else shaped
+
+    def of_call(self, reward: float) -> float:
+        """The reward that a call with one of its own is trained with."""
+        return (reward + self.bias) * self.scale
 
 
 @dataclass(frozen=True)
@@ -67,13 +163,6 @@ class Row:
         return len(self.prompt_ids) + len(self.completion_ids)
 
 
-class HasRows(Protocol):
-    """Rows of a step, from rollouts or from recorded data."""
-
-    @property
-    def rows(self) -> tuple[Row, ...]: ...
-
-
 @dataclass(frozen=True)
 class Batch:
     """The rows of one step with the rewards of their rollouts.
@@ -107,11 +196,6 @@ class Batch:
         of_rows = [calls.setdefault((row.rollout, row.call_id), len(calls)) for row in self.rows]
         return torch.tensor(of_rows, dtype=torch.long)
 
-    @property
-    def row_tokens(self) -> int:
-        """Tokens the forward pass has to process, prompts included."""
-        return sum(len(row) for row in self.rows)
-
 
 def untrainable(call: Call) -> str | None:
     """Why a call of a rollout that is used is not trained, or None."""
@@ -130,7 +214,7 @@ def build_batch(
     traces: Iterable[Trace],
     *,
     penalty: float | None = None,
-    selection: Selection = AS_GIVEN,
+    selection: Selection = Selection(),
     oldest: int = 0,
     unfinished: Collection[tuple[int, int]] = (),
     left_out: Callable[[Call], str | None] = untrainable,
@@ -179,9 +263,8 @@ def build_batch(
             rollouts[unused] += len(members)
             continue
         kept_R = selection.kept(members)
-        if not selection.lone_rewards:
-            members = alike(members)
-        for (trace, reward), kept in zip(members, kept_R, strict=True):
+        found = members if selection.lone_rewards else alike(members)
+        for (trace, reward), kept in zip(found, kept_R, strict=True):
             if kept:
                 used.append((trace, selection.shaped(trace, reward), kept_groups))
             else:
@@ -249,6 +332,33 @@ def build_batch(
     return batch
 
 
+def alike(members: Sequence[tuple[Trace, float]]) -> list[tuple[Trace, float]]:
+    """The rollouts of a group, with one kind of reward: where some say what each of their calls
+    gained (`Call.gained`), the calls of one without any rewards of calls get the rollout's.
+
+    An agent that returns trajectories rewards each of them: where there are several, their calls
+    have rewards of their own, where there is one its reward is the rollout's. The same holds for an
+    agent that returns rewards by call or a number. In a group that has both
+
+        rollout 0   one trajectory      1.0
+        rollout 1   three trajectories  0.25  0.5  1.0
+
+    all are compared by rewards of calls, so that both have the same baseline.
+
+    Args:
+        members: Rollouts with their rewards.
+    """
+    if all(call.gained is None for trace, _ in members for call in trace.calls):
+        return list(members)
+    found = []
+    for trace, reward in members:
+        if all(call.reward is None for call in trace.calls):
+            calls = tuple(replace(call, reward=reward) for call in trace.calls)
+            trace = replace(trace, calls=calls)
+        found.append((trace, reward))
+    return found
+
+
 def fresh(call: Call, oldest: int) -> tuple[list[tuple[int, int]], int]:
     """The stretches of a call that weights of version `oldest` or later sampled, and how many
     tokens of its stretches older ones did. Versions never fall within a call."""
@@ -284,40 +394,3 @@ def reward_of(trace: Trace, penalty: float | None, *, needed: bool = True) -> fl
     if trace.outcome is Outcome.COMPLETED:
         return 0.0 if trace.reward is None and not needed else trace.reward
     return penalty if trace.outcome in PENALIZABLE and trace.calls else None
-
-
-def micro_batches(rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
-    """Cut row indices into padded micro-batches of at most `max_tokens` tokens each.
-
-    Rows of similar length go together, so that little is padding. A row longer than the budget
-    is a micro-batch of its own.
-    """
-    order = sorted(range(len(rows)), key=lambda i: (-len(rows[i]), i))
-    cuts: list[list[int]] = []
-    for i in order:
-        # Sorted by falling length: the first row of a micro-batch is its width.
-        if cuts and (len(cuts[-1]) + 1) * len(rows[cuts[-1][0]]) <= max_tokens:
-            cuts[-1].append(i)
-        else:
-            cuts.append([i])
-    return cuts
-
-
-def whole_calls(cuts: Sequence[Sequence[int]], call_N: Sequence[int]) -> list[list[int]]:
-    """Micro-batches in which no call is divided: the rows of one that was are a micro-batch of
-    their own.
-
-    Args:
-        cuts: Indices of rows.
-        call_N: The call of each row.
-    """
-    found: dict[int, set[int]] = defaultdict(set)
-    for place, indices in enumerate(cuts):
-        for i in indices:
-            found[call_N[i]].add(place)
-    divided: dict[int, list[int]] = {call: [] for call, at in found.items() if len(at) > 1}
-    whole = [[i for i in indices if call_N[i] not in divided] for indices in cuts]
-    for i, call in enumerate(call_N):
-        if call in divided:
-            divided[call].append(i)
-    return [indices for indices in [*whole, *divided.values()] if indices]

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tuner.algorithms import clipped_value_loss
+from tuner.algorithms.losses import clipped_value_loss
 from tuner.engines.transfer import to_device
 from tuner.engines.transformers.weights import causal_model
 from tuner.errors import TrainingError

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tuner.algorithms import dpo, row_weights
+from tuner.algorithms.losses import dpo, row_weights
 from tuner.algorithms.spec import DPOLoss
 from tuner.engines.base import SamplingParams
 from tuner.errors import TrainingError
@@ -84,7 +84,7 @@ def recorded_update(trainer: PolicyTrainer, batch: RecordedBatch) -> dict[str, f
 
 
 def dpo_update(trainer: PolicyTrainer, batch: RecordedBatch) -> dict[str, float]:
-    """The mean of `tuner.algorithms.dpo` over the pairs of a step.
+    """The mean of `tuner.algorithms.losses.dpo` over the pairs of a step.
 
     Returns:
         Metrics: loss; `accuracy`, the share of pairs whose better answer has the larger reward

@@ -17,12 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tuner.algorithms import gae, turn_returns, whitened
 from tuner.algorithms.advantages import (
     compared,
     distilled,
+    gae,
     group_normalized,
     quiet,
+    turn_returns,
+    whitened,
     whitened_returns,
 )
 from tuner.algorithms.losses import KL_ESTIMATORS

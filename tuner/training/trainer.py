@@ -28,16 +28,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tuner.algorithms import row_weights
+from tuner.algorithms.losses import row_weights
 from tuner.algorithms.spec import DistillAdvantage
 from tuner.engines.base import Engine
 from tuner.engines.grammar import Grammars
 from tuner.engines.transfer import to_device
 from tuner.engines.transformers.weights import causal_model
 from tuner.errors import TrainingError
-from tuner.training.batch import Batch, HasRows, Row, whole_calls
+from tuner.training.batch import Batch, Row
 from tuner.training.critic import Critic
-from tuner.training.forward.layouts import Forward
+from tuner.training.forward.layouts import Forward, HasRows, whole_calls
 from tuner.training.loss import MismatchAlarm, micro_batch_loss
 from tuner.training.optimizer import lr_factor, make_optimizer
 from tuner.training.references import Reference, Teacher, acting, frozen_start

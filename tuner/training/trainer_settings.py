@@ -59,7 +59,7 @@ class TrainerSettings:
             (`tuner.algorithms.spec`); None: their own.
         turn_discount: Discount from call to call; None: a rollout's reward goes to all its calls.
         kl_penalty: Estimate of KL(policy || reference) that is taken off the rewards.
-        aggregation: What each token weighs (`tuner.algorithms.row_weights`).
+        aggregation: What each token weighs (`tuner.algorithms.losses.row_weights`).
         max_completion: The most tokens of an answer, for `seq-mean-token-sum-norm`.
         updates: Updates of the weights on each batch, one after the other.
         proximal: Where the log-probs of the policy that the step began with come from: those

@@ -12,7 +12,7 @@ import torch
 from trinity.algorithm.advantage_fn.multi_step_grpo_advantage import StepWiseGRPOAdvantageFn
 from trinity.utils.monitor import MONITOR, Monitor
 
-from tuner.algorithms import call_normalized
+from tuner.algorithms.advantages import call_normalized
 from tuner.algorithms.spec import GRPOAdvantage
 from tuner.training.batch import peer_sets
 from tuner.trinity.progress import report_file

@@ -26,8 +26,7 @@ from tuner.errors import FunctionError, TrainingError
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults, SessionLimits
 from tuner.rollout import RolloutRunner, RolloutSettings
 from tuner.traces import Outcome, RolloutId, Trace
-from tuner.training.batch import reward_of
-from tuner.training.selection import alike
+from tuner.training.batch import alike, reward_of
 from tuner.trinity.datafiles import task_of
 from tuner.trinity.endpoints import ServedEngine, TinkerEngine
 from tuner.trinity.experience import TrainedSequence, left_out, merged, one_per_call

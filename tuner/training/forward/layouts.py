@@ -8,11 +8,12 @@ when it ends; the backward pass needs no wrapper any more.
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from tuner.engines.grammar import Grammars
 from tuner.engines.transformers.kv_cache import layer_windows
 from tuner.engines.transformers.weights import causal_model
 from tuner.errors import ConfigError
-from tuner.training.batch import Row, micro_batches
+from tuner.training.batch import Row
 from tuner.training.forward.head import (
     TokenLogprobs,
     completion_logprobs,
@@ -64,6 +65,13 @@ def _forward(compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 _log = logging.getLogger(__name__)
 
 _PROBE = ((3, 10, 17), (24, 31)), ((3, 10, 17), (24, 38, 45)), ((3, 10), (52, 3)), ((24,), (10,))
+
+
+class HasRows(Protocol):
+    """Rows of a step, from rollouts or from recorded data."""
+
+    @property
+    def rows(self) -> tuple[Row, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -154,7 +162,7 @@ class Forward:
             return tree_cuts(rows, max_tokens, self.cost)
         if self.layout == "packed":
             return packs(rows, min(max_tokens, self.pack_tokens or max_tokens))
-        return micro_batches(rows, max_tokens)
+        return _padded_cuts(rows, max_tokens)
 
     def logprobs(
         self, model: nn.Module, rows: Sequence[Row], *, with_entropy: bool
@@ -262,3 +270,40 @@ def _inexact(model: nn.Module, layout: Callable[[list[Row]], TokenLogprobs]) -> 
     if difference <= allowed:
         return None
     return f"its log-probs would differ by {difference:.2g}"
+
+
+def _padded_cuts(rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
+    """Cut row indices into padded micro-batches of at most `max_tokens` tokens each.
+
+    Rows of similar length go together, so that little is padding. A row longer than the budget
+    is a micro-batch of its own.
+    """
+    order = sorted(range(len(rows)), key=lambda i: (-len(rows[i]), i))
+    cuts: list[list[int]] = []
+    for i in order:
+        # Sorted by falling length: the first row of a micro-batch is its width.
+        if cuts and (len(cuts[-1]) + 1) * len(rows[cuts[-1][0]]) <= max_tokens:
+            cuts[-1].append(i)
+        else:
+            cuts.append([i])
+    return cuts
+
+
+def whole_calls(cuts: Sequence[Sequence[int]], call_N: Sequence[int]) -> list[list[int]]:
+    """Micro-batches in which no call is divided: the rows of one that was are a micro-batch of
+    their own.
+
+    Args:
+        cuts: Indices of rows.
+        call_N: The call of each row.
+    """
+    found: dict[int, set[int]] = defaultdict(set)
+    for place, indices in enumerate(cuts):
+        for i in indices:
+            found[call_N[i]].add(place)
+    divided: dict[int, list[int]] = {call: [] for call, at in found.items() if len(at) > 1}
+    whole = [[i for i in indices if call_N[i] not in divided] for indices in cuts]
+    for i, call in enumerate(call_N):
+        if call in divided:
+            divided[call].append(i)
+    return [indices for indices in [*whole, *divided.values()] if indices]
