@@ -31,9 +31,25 @@ _CONTEXT.set_forkserver_preload(
 
 def begin(function: Callable[..., object], *arguments: Any) -> ForkServerProcess:
     """Call a function of a module in a process of its own."""
-    process = _CONTEXT.Process(target=function, args=arguments)
+    process = _CONTEXT.Process(target=_forked, args=(function, *arguments))
     process.start()
     return process
+
+
+def _forked(function: Callable[..., object], *arguments: Any) -> None:
+    mend_thread_pool()
+    function(*arguments)
+
+
+def mend_thread_pool() -> None:
+    """Let PyTorch make its pool anew while a forked process has one thread.
+
+    It does so when a thread computes for the first time, and two at once, as where transformers
+    loads a model, may find none ("Invalid thread pool!").
+    """
+    import torch
+
+    torch.set_num_threads(torch.get_num_threads())
 
 
 def run(function: Callable[..., object], *arguments: Any) -> int:

@@ -34,6 +34,7 @@ os.environ.setdefault("AGENTSCOPE_DISABLE_CONSOLE_OUTPUT", "true")
 
 import torch
 
+from tests.forked import mend_thread_pool
 from tests.golden import areal_recipes, recipes
 
 assert areal_recipes.loop  # it enters its recipes when it is imported
@@ -151,6 +152,7 @@ def compute(name: str, folder: Path) -> dict[str, str]:
             with log.open("w") as file:
                 for stream in (1, 2):
                     os.dup2(file.fileno(), stream)
+            mend_thread_pool()
             returned = recipes.RECIPES[name](folder)
             found = dict(parts(folder))
             for index, item in enumerate(returned or ()):
