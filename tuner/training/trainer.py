@@ -118,7 +118,7 @@ class PolicyTrainer:
                 )
             forward = self._forward if critic is None else None
             self.critic = Critic(critic or copy.deepcopy(model), settings, forward=forward)
-        self.step_lr_scheduler()
+        self._set_lr()
 
     @property
     def lr(self) -> float:
@@ -341,6 +341,9 @@ class PolicyTrainer:
 
     def step_lr_scheduler(self) -> None:
         """Set the learning rate of the next update."""
+        self._set_lr()
+
+    def _set_lr(self) -> None:
         settings = self.settings
         factor = lr_factor(
             self.step,
@@ -384,4 +387,4 @@ class PolicyTrainer:
                 )
             self.critic.load_state_dict(state["critic"])
         self.step = int(state["step"])
-        self.step_lr_scheduler()
+        self._set_lr()
