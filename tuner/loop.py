@@ -72,20 +72,20 @@ def run_local(
     Raises:
         TrainingError: Nothing could be learned, or training failed; the message is the diagnosis.
         FunctionError: A function returned something of the wrong type.
-        ConfigError: The run directory holds a run with other settings or data.
+        ConfigError: The run directory holds a run with other settings or data, or one that runs.
         DatasetError: A row of recorded data is not what the configuration says.
     """
     examples = read_examples(config, train_tasks) if config.mode == "train" else None
-    directory = open_directory(config, {"train": train_tasks, **eval_tasks})
     total_steps = planned_steps(config, len(train_tasks if examples is None else examples.used))
-    finished = finished_result(directory, total_steps)
-    if finished is not None:
-        logger.warning("%s is complete; returning its result", directory.path)
-        return finished
-    record = RunRecord(config, directory, total_steps)
-    data = train_tasks if examples is None else examples
-    with reported(directory, report), deterministic_torch(config.tuner.deterministic):
-        return asyncio.run(_run(config, record, workflow, judge, data, eval_tasks))
+    with open_directory(config, {"train": train_tasks, **eval_tasks}) as directory:
+        finished = finished_result(directory, total_steps)
+        if finished is not None:
+            logger.warning("%s is complete; returning its result", directory.path)
+            return finished
+        record = RunRecord(config, directory, total_steps)
+        data = train_tasks if examples is None else examples
+        with reported(directory, report), deterministic_torch(config.tuner.deterministic):
+            return asyncio.run(_run(config, record, workflow, judge, data, eval_tasks))
 
 
 async def _run(

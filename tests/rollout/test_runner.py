@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import math
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -18,7 +19,7 @@ from tuner.errors import FunctionError, TrainingError
 from tuner.functions.outputs import JudgeOutput, Rejected, WorkflowOutput
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults
 from tuner.rewards import in_process
-from tuner.rollout import RolloutRunner, RolloutSettings, StepPlan, collect
+from tuner.rollout import RolloutRunner, RolloutSettings, StepPlan, collect, limits
 from tuner.rollout.limits import Ending
 from tuner.traces import Outcome, RolloutId, TraceStore
 
@@ -411,3 +412,130 @@ async def test_waiting_for_room_is_told_apart_from_running(make_runner, tmp_path
     for waited, began_at in zip(queues, began, strict=True):
         assert waited <= began_at - started
     assert [trace.started for trace in traces] == sorted(trace.started for trace in traces)
+
+
+# What ends a function is not what ends the run.
+
+
+async def cancels_its_task(*_):
+    asyncio.current_task().cancel()
+    await asyncio.sleep(0)
+
+
+async def is_cancelled(*_):
+    raise asyncio.CancelledError
+
+
+async def exits(*_):
+    sys.exit(0)
+
+
+def exits_in_a_thread(*_):
+    sys.exit("no more")
+
+
+class _NotAnException(BaseException):
+    pass
+
+
+async def raises_what_is_no_exception(*_):
+    raise _NotAnException("odd")
+
+
+ENDS = [cancels_its_task, is_cancelled, exits, exits_in_a_thread, raises_what_is_no_exception]
+
+
+@pytest.mark.parametrize("end", ENDS)
+async def test_every_rollout_has_an_outcome_whatever_ends_its_judge(make_runner, end, tmp_path):
+    async def judge(task, response):
+        if task["n"] == 1:
+            ended = end()
+            if ended is not None:
+                await ended
+        return JudgeOutput(reward=1.0)
+
+    def plain(task, response):
+        end()
+
+    runner = make_runner(good_workflow, plain if end is exits_in_a_thread else judge)
+    traces = await collect(plan(), runner, TraceStore(tmp_path), max_running=3)
+    assert [trace.id for trace in traces] == plan().ids
+    failed = [trace for trace in traces if trace.outcome is Outcome.JUDGE_ERROR]
+    assert len(failed) == (6 if end is exits_in_a_thread else 2)
+    assert all(trace.reward is None and trace.calls for trace in failed)
+
+
+@pytest.mark.parametrize(
+    ("end", "outcome", "error"),
+    [
+        (cancels_its_task, Outcome.CANCELLED, "the workflow cancelled itself"),
+        (exits, Outcome.WORKFLOW_ERROR, "SystemExit: 0"),
+        (exits_in_a_thread, Outcome.WORKFLOW_ERROR, "SystemExit: no more"),
+        (raises_what_is_no_exception, Outcome.WORKFLOW_ERROR, "_NotAnException: odd"),
+    ],
+)
+async def test_a_workflow_that_would_end_the_process_ends_its_rollout(
+    make_runner, end, outcome, error
+):
+    async def workflow(task, model):
+        await ask(model)
+        await end()
+
+    def plain(task, model):
+        end()
+
+    (trace,) = await run(make_runner(plain if end is exits_in_a_thread else workflow))
+    assert (trace.outcome, trace.error) == (outcome, error)
+
+
+async def test_an_agent_that_catches_everything_is_cut_off_at_its_deadline(
+    make_runner, monkeypatch, caplog
+):
+    monkeypatch.setattr(limits, "GRACE", 0.05)
+    refused, thrice, over = [], asyncio.Event(), asyncio.Event()
+
+    async def workflow(task, model):
+        while not over.is_set():
+            try:
+                await ask(model)
+            except BaseException as error:
+                refused.append(error)
+                if len(refused) >= 3:
+                    thrice.set()
+
+    runner = make_runner(workflow, timeout=0.1)
+    (trace,) = await run(runner)
+    assert trace.outcome is Outcome.TIMEOUT
+    assert "train-1-0-0-1 was cancelled" in caplog.text
+    calls = len(trace.calls)
+    refused.clear()
+    thrice.clear()
+    await thrice.wait()  # it goes on, and gets no more answers
+    assert all("has ended" in str(error) for error in refused)
+    assert len(trace.calls) == calls
+    assert "workflow" not in "".join(repr(task) for task in asyncio.all_tasks())
+    over.set()
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise ValueError("no")
+
+    __repr__ = __str__
+
+
+async def test_objects_that_cannot_be_shown_do_not_hide_what_happened(make_runner):
+    async def fails(task, model):
+        await ask(model)
+        raise Unprintable
+
+    async def answers(task, model):
+        await ask(model)
+        return WorkflowOutput(reward=1.0, response=Unprintable())
+
+    (trace,) = await run(make_runner(fails))
+    assert trace.outcome is Outcome.WORKFLOW_ERROR
+    assert trace.error.startswith("Unprintable: <a Unprintable that cannot be shown")
+    (trace,) = await run(make_runner(answers))
+    assert trace.outcome is Outcome.COMPLETED
+    assert trace.response == "<a Unprintable that cannot be shown: ValueError>"

@@ -7,6 +7,7 @@ configuration is loaded (`tuner.config.foreign`), and never gets this far.
 
 from __future__ import annotations
 
+import secrets
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -252,7 +253,8 @@ class RunConfig(Section):
     )
     project: str = Field(default="AgentScope", min_length=1, description="Folder of related runs.")
     name: str = Field(
-        default_factory=lambda: datetime.now().strftime("Experiment-%Y%m%d%H%M%S"),
+        # Runs that begin in one second are not one run.
+        default_factory=lambda: f"{datetime.now():Experiment-%Y%m%d%H%M%S}-{secrets.token_hex(2)}",
         min_length=1,
         description="Name of the run. Not set: `Experiment-<time>`, a new run each time.",
     )

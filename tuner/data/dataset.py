@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tuner.config.source import DATA_FILES, path_or_name
 from tuner.errors import ConfigError, DatasetError
+from tuner.functions.outputs import shown, text_of
 
 logger = logging.getLogger("tuner")
 
@@ -92,7 +93,7 @@ def load_tasks(source: Any, *, role: str) -> list[Task]:
 
     Raises:
         DatasetError: There is no such dataset, subset or split, it cannot be read, or it has no
-            rows, or a row is not a dict.
+            rows, or a row is not a dict, or is one that cannot be written down.
     """
     if isinstance(source, (str, Path)):
         source = DatasetConfig(path=str(source))
@@ -103,12 +104,22 @@ def load_tasks(source: Any, *, role: str) -> list[Task]:
     if not rows:
         raise DatasetError(f"{role}: {described(source)} is empty; it needs at least one row")
     for index, row in enumerate(rows):
+        at = f"{role}: row {index} of {described(source)}"
         if not isinstance(row, dict):
+            raise DatasetError(f"{at} is {shown(row)}; every row must be a dict")
+        try:
+            row_text(row)
+        except (ValueError, TypeError, RecursionError) as error:
             raise DatasetError(
-                f"{role}: row {index} of {described(source)} is {row!r:.80} "
-                f"({type(row).__name__}); every row must be a dict"
-            )
+                f"{at} cannot be written down ({error}): its keys must be texts, and no value may "
+                "hold itself"
+            ) from None
     return rows
+
+
+def row_text(row: Task) -> str:
+    """A row as one JSON text, objects of other types as their `repr`: what tells it from others."""
+    return json.dumps(row, sort_keys=True, default=text_of)
 
 
 def check_fills_a_batch(tasks: Sequence[Task], batch_size: int, name: str) -> None:

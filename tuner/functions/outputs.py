@@ -77,9 +77,17 @@ class TaskRow(dict[str, Any]):
         )
 
 
+def text_of(value: Any, form: Callable[[Any], str] = repr) -> str:
+    """`form(value)` of a user's object, whose own code may fail."""
+    try:
+        return form(value)
+    except Exception as error:
+        return f"<a {type(value).__name__} that cannot be shown: {type(error).__name__}>"
+
+
 def shown(value: Any) -> str:
     """A value and its type, shortened, for error messages."""
-    text = repr(value)
+    text = text_of(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 
 

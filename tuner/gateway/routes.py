@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IDEMPOTENCY_HEADER = "idempotency-key"
+_AFTER_THE_END = 0.05  # seconds until a request with a sealed key is refused
 _REMEMBERED_KEYS = 100_000  # sealed keys that still get a sentence of their own
 
 
@@ -188,7 +189,7 @@ class Gateway:
         path = _served(path)
         kind = _dialect(path, headers)
         try:
-            session, role = self._session(headers)
+            session, role = await self._session(headers)
             if method == "POST" and path in _EXCHANGES:
                 key = headers.get(IDEMPOTENCY_HEADER)
                 if key:
@@ -210,7 +211,7 @@ class Gateway:
             failure = _failure(session, error)
             return Reply(failure.status, kind.error(failure))
 
-    def _session(self, headers: Mapping[str, str]) -> tuple[Session, str | None]:
+    async def _session(self, headers: Mapping[str, str]) -> tuple[Session, str | None]:
         """The session behind the request's key, and the role that the key names."""
         scheme, _, given = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
@@ -220,6 +221,8 @@ class Gateway:
         if session is not None and (not role or ROLE.fullmatch(role)):
             return session, role or None
         if key in self._ended:
+            # An agent that goes on regardless, in a loop, would leave no time for the others.
+            await asyncio.sleep(_AFTER_THE_END)
             raise self._ended[key]
         raise RequestError(
             "the API key belongs to no open session: use the api_key and base_url of the model "

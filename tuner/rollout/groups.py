@@ -175,6 +175,11 @@ class Rollouts:
                         group.create_task(run(id, task))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
+        if lost := wanted.keys() - {trace.id for trace in traces if trace.final}:
+            raise AssertionError(
+                f"{len(lost)} rollouts ended without an outcome, {min(lost)} for one; a bug "
+                "in tuner"
+            )
         return sorted(traces, key=lambda trace: (trace.id, trace.attempt))
 
 

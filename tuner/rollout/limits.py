@@ -1,13 +1,65 @@
-"""What ends an attempt at a rollout before its functions do, besides `explorer.max_timeout`."""
+"""What ends an attempt at a rollout before its functions do; and what those may end besides."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from tuner.gateway import Session
+
+T = TypeVar("T")
+logger = logging.getLogger("tuner.rollout")
+GRACE = 5.0
+"""Seconds that a function which was cancelled may take to end."""
+
+
+class Exited(Exception):
+    """A function raised what would end the process: SystemExit, or what is no Exception."""
+
+
+async def contained(work: Coroutine[Any, Any, T], session: Session) -> T:
+    """The result of a user's function, which runs in a task of its own.
+
+    When this is cancelled (a deadline, Ctrl-C) the session is sealed before the function hears of
+    it: none of its calls is answered any more, whatever it makes of its cancellation. One that does
+    not end is left behind, and the log names it.
+
+    Raises:
+        Exited: It raised SystemExit, or what is neither an Exception nor an interrupt.
+        CancelledError: This task was cancelled (`cancelling()` tells), or the function's own was.
+    """
+    task = asyncio.ensure_future(_without_exit(work))
+    try:
+        await asyncio.wait([task])
+    except asyncio.CancelledError:
+        session.seal()
+        task.cancel()
+        if not (await asyncio.wait([task], timeout=GRACE))[0]:
+            logger.warning(
+                "%s was cancelled %g s ago and goes on: it catches CancelledError, perhaps by a "
+                "bare `except:`. It is left behind, and its calls are refused",
+                session.id,
+                GRACE,
+            )
+            # At its end asyncio waits for all tasks that it knows.
+            asyncio.tasks._unregister_task(task)
+        elif not task.cancelled():
+            task.exception()  # nobody asks any more
+        raise
+    return task.result()
+
+
+async def _without_exit(work: Coroutine[Any, Any, T]) -> T:
+    try:
+        return await work
+    except (Exception, asyncio.CancelledError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # it would end the event loop
+        raise Exited(f"{type(error).__name__}: {error}") from error
 
 
 class Ending:

@@ -14,9 +14,9 @@ from typing import Any
 from tuner.data.order import derive_seed, seed_everything
 from tuner.errors import FunctionError, RewardError, RewardTimeout
 from tuner.functions.calling import call_judge, call_workflow
-from tuner.functions.outputs import Rejected
+from tuner.functions.outputs import Rejected, text_of
 from tuner.gateway import Gateway, SamplingDefaults, Session, SessionLimits
-from tuner.rollout.limits import Ending, ToolTime
+from tuner.rollout.limits import Ending, Exited, ToolTime, contained
 from tuner.traces import Outcome, RolloutId, Trace
 
 logger = logging.getLogger("tuner.rollout")
@@ -202,13 +202,14 @@ class RolloutRunner:
         try:
             model = self._make_model(session)
             with limited:
-                output = await call_workflow(
+                work = call_workflow(
                     self._workflow,
                     task=dict(task),
                     model=model,
                     auxiliary_models=auxiliary,
                     logger=logger,
                 )
+                output = await contained(work, session)
             if hasattr(model, "workflow_ended"):  # frameworks whose agents can stop half-way
                 model.workflow_ended()
         except asyncio.CancelledError:
@@ -236,28 +237,35 @@ class RolloutRunner:
         if self._judge is not None:
             started = time.perf_counter()
             try:
-                await self._run_judge(task, auxiliary, state)
+                await self._run_judge(task, session, auxiliary, state)
             finally:
                 state.judge_seconds = time.perf_counter() - started
         if state.outcome is Outcome.COMPLETED:
             _check_reward(state, judged=self._judge is not None, needed=self._settings.needs_reward)
 
     async def _run_judge(
-        self, task: dict[str, Any], auxiliary: dict[str, Any], state: _Attempt
+        self,
+        task: dict[str, Any],
+        session: Session,
+        auxiliary: dict[str, Any],
+        state: _Attempt,
     ) -> None:
         assert self._judge is not None
         for tries_left in range(self._settings.max_retries, -1, -1):
             try:
-                verdict = await call_judge(
+                work = call_judge(
                     self._judge,
                     task=dict(task),
                     response=state.response,
                     auxiliary_models=auxiliary,
                     logger=logger,
                 )
+                verdict = await contained(work, session)
             except FunctionError:
                 raise
-            except Exception as error:
+            except (Exception, asyncio.CancelledError) as error:
+                if _being_cancelled():
+                    raise
                 if tries_left:
                     continue
                 state.outcome, state.error = _of_judge(error), _describe(error, None)
@@ -282,7 +290,7 @@ def _check_reward(state: _Attempt, *, judged: bool, needed: bool) -> None:
         state.error = f"the {who} gave reward {state.reward}; a reward must be a finite number"
 
 
-def _of_judge(error: Exception) -> Outcome:
+def _of_judge(error: BaseException) -> Outcome:
     """A reward function that failed is the judge's failure, whoever called it."""
     return Outcome.JUDGE_TIMEOUT if isinstance(error, RewardTimeout) else Outcome.JUDGE_ERROR
 
@@ -295,7 +303,9 @@ def _being_cancelled() -> bool:
 def _describe(error: BaseException, session: Session | None) -> str:
     """One line for people. An error of the engine says more than what the client made of it."""
     cause = session.errors[-1] if session is not None and session.errors else error
-    text = " ".join(str(cause).split())
+    text = " ".join(text_of(cause, str).split())
+    if isinstance(cause, Exited):
+        return text
     return f"{type(cause).__name__}: {text}" if text else type(cause).__name__
 
 
@@ -304,5 +314,5 @@ def _as_text(response: Any) -> str:
         return ""
     get_text = getattr(response, "get_text_content", None)
     if callable(get_text):
-        return get_text() or ""
-    return response if isinstance(response, str) else repr(response)
+        return text_of(response, lambda _: get_text() or "")
+    return response if isinstance(response, str) else text_of(response)

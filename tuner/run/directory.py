@@ -10,11 +10,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from tuner.errors import ConfigError, TunerError
 from tuner.traces.store import complete_lines
@@ -212,6 +215,32 @@ def _leaves(tree: Any, lists: bool, prefix: str = "") -> Iterator[tuple[str, Any
 
 
 @contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Keep other runs out of a run directory while the block runs, on this machine or another.
+
+    The lock is the operating system's, so a process that is killed gives it up.
+
+    Raises:
+        ConfigError: Another run has it; names its process and machine.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    owner = path / ".owner"
+    try:
+        lock = FileLock(path / ".lock", timeout=0).acquire()
+    except Timeout:
+        who = owner.read_text(encoding="utf-8") if owner.exists() else "another process"
+        raise ConfigError(
+            f"{path} is in use by {who}: wait for its end, or give this run another `name`"
+        ) from None
+    with lock:
+        owner.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
+        try:
+            yield
+        finally:
+            owner.unlink(missing_ok=True)
+
+
+@contextmanager
 def reported(directory: RunDirectory, report: Report) -> Iterator[None]:
     """Leave a report of a run however the block ends, once anything was recorded.
 
@@ -220,7 +249,7 @@ def reported(directory: RunDirectory, report: Report) -> Iterator[None]:
     stopped = None
     try:
         yield
-    except (Exception, KeyboardInterrupt) as error:
+    except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt)
         stopped = "interrupted" if interrupted else f"{type(error).__name__}: {error}"
         if directory.has_begun() and (left := report(directory, stopped)):

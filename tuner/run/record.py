@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from tuner.config import RunConfig, load_config
+from tuner.data.dataset import row_text
 from tuner.result import TokenCounts, TuneResult
 from tuner.run.console import ConsoleMonitor
 from tuner.run.directory import (
@@ -19,6 +21,7 @@ from tuner.run.directory import (
     RunDirectory,
     check_same_run,
     free_name,
+    held,
     read_metrics,
     write_atomically,
 )
@@ -150,27 +153,29 @@ class RunRecord:
             monitor.close()
 
 
-def open_directory(config: RunConfig, data: Mapping[str, list[Task]]) -> RunDirectory:
-    """The run's directory; refuses to go on with a run that had other settings or data.
+@contextmanager
+def open_directory(config: RunConfig, data: Mapping[str, list[Task]]) -> Iterator[RunDirectory]:
+    """The run's directory, which no other run gets while the block runs.
 
     Raises:
-        ConfigError: The run directory holds a run with other settings or data.
+        ConfigError: The run directory holds a run with other settings or data, or one that runs.
     """
     path = config.run_dir if config.continue_from_checkpoint else free_name(config.run_dir)
     directory = RunDirectory(path)
     fingerprint = {name: fingerprint_of(tasks) for name, tasks in data.items()}
-    if directory.has_begun():
-        check_same_run(
-            directory,
-            load_config(directory.config).model_dump(mode="json"),
-            config.model_dump(mode="json"),
-            fingerprint,
-            may_change=MAY_CHANGE_HERE,
-        )
-    directory.create()
-    write_atomically(path / "data.json", json.dumps(fingerprint, indent=2))
-    write_atomically(directory.config, config.to_yaml())
-    return directory
+    with held(path):
+        if directory.has_begun():
+            check_same_run(
+                directory,
+                load_config(directory.config).model_dump(mode="json"),
+                config.model_dump(mode="json"),
+                fingerprint,
+                may_change=MAY_CHANGE_HERE,
+            )
+        directory.create()
+        write_atomically(path / "data.json", json.dumps(fingerprint, indent=2))
+        write_atomically(directory.config, config.to_yaml())
+        yield directory
 
 
 def finished_result(directory: RunDirectory, total_steps: int) -> TuneResult | None:
@@ -184,7 +189,7 @@ def fingerprint_of(tasks: Sequence[Task]) -> str:
     """What tells the rows of a dataset from others."""
     digest = hashlib.blake2b(digest_size=16)
     for task in tasks:
-        digest.update(json.dumps(task, sort_keys=True, default=repr).encode() + b"\n")
+        digest.update(row_text(task).encode() + b"\n")
     return digest.hexdigest()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from tuner.errors import TunerError
 from tuner.traces.packing import pack, unpack
 from tuner.traces.plain import from_plain, to_plain
-from tuner.traces.trace import Trace
+from tuner.traces.trace import RolloutId, Trace
 
 # What reading something else than a trace raises.
 NOT_A_TRACE = (ValueError, LookupError, TypeError, AttributeError)
@@ -49,16 +49,23 @@ class TraceStore:
 
 
 def read_traces(path: Path) -> Iterator[Trace]:
-    """The traces of one file; none where there is no file.
+    """The traces of one file, one for each attempt; none where there is no file.
+
+    Of lines about one attempt the last counts: a process that is killed between two attempts leaves
+    the first behind, and the rollout is begun again.
 
     Raises:
         TunerError: A line other than a torn last one is not a trace; names file and line.
     """
+    found: dict[tuple[RolloutId, int], Trace] = {}
     for number, line in complete_lines(path):
         try:
-            yield trace_from_json(json.loads(line))
+            trace = trace_from_json(json.loads(line))
         except NOT_A_TRACE as error:
             raise TunerError(f"{path}, line {number} is not a trace: {error!r}") from error
+        found.pop((trace.id, trace.attempt), None)
+        found[trace.id, trace.attempt] = trace
+    yield from found.values()
 
 
 def trace_to_json(trace: Trace) -> dict[str, Any]:

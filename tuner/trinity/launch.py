@@ -18,7 +18,7 @@ from tuner.config.schema import Penalize
 from tuner.errors import FunctionError, TrainingError
 from tuner.result import TuneResult
 from tuner.run.console import ConsoleMonitor
-from tuner.run.directory import Report, RunDirectory, reported, write_atomically
+from tuner.run.directory import Report, RunDirectory, held, reported, write_atomically
 from tuner.run.record import summarize
 from tuner.traces import TraceStore
 from tuner.trinity import workers
@@ -88,18 +88,19 @@ def run_trinity(
     )
     run = _Run(prepared)
     directory = run.directory
-    if directory.has_begun():
-        require_same_run(directory, prepared.tree, prepared.fingerprint)
-    write_atomically(directory.config, to_yaml(prepared.tree))
-    write_atomically(directory.path / "data.json", json.dumps(prepared.fingerprint, indent=2))
-    if (finished := run.finished()) is not None:
-        logger.warning("%s is complete; returning its result", directory.path)
-        return finished
-    with reported(directory, report):
-        run.execute(
-            workers.LOCAL if prepared.own_cluster else prepared.tree["cluster"]["ray_address"]
-        )
-        return run.result()
+    with held(directory.path):
+        if directory.has_begun():
+            require_same_run(directory, prepared.tree, prepared.fingerprint)
+        write_atomically(directory.config, to_yaml(prepared.tree))
+        write_atomically(directory.path / "data.json", json.dumps(prepared.fingerprint, indent=2))
+        if (finished := run.finished()) is not None:
+            logger.warning("%s is complete; returning its result", directory.path)
+            return finished
+        with reported(directory, report):
+            run.execute(
+                workers.LOCAL if prepared.own_cluster else prepared.tree["cluster"]["ray_address"]
+            )
+            return run.result()
 
 
 class _Run:
