@@ -291,18 +291,15 @@ class _Sets:
 
     def means(self, values_C: Tensor) -> Tensor:
         """The mean over a rollout's calls in a set, shape [P]."""
-        return _means(values_C, self.cell_C, self.calls_P)
-
-
-def _means(values_C: Tensor, cell_C: Tensor, calls_P: Tensor) -> Tensor:
-    return values_C.new_zeros(len(calls_P)).index_add(0, cell_C, values_C) / calls_P
+        zeros_P = torch.zeros_like(self.calls_P)
+        return zeros_P.index_add(0, self.cell_C, values_C) / self.calls_P
 
 
 def _sets(rewards_C: Tensor, rollout_C: Tensor, set_C: Tensor) -> _Sets:
     pairs, cell_C = torch.stack([set_C, rollout_C]).unique(dim=1, return_inverse=True)
     zeros_P = rewards_C.new_zeros(pairs.shape[1])
     count_P = zeros_P.index_add(0, cell_C, torch.ones_like(rewards_C))
-    mean_P = _means(rewards_C, cell_C, count_P)
+    mean_P = zeros_P.index_add(0, cell_C, rewards_C) / count_P
     zeros_S = rewards_C.new_zeros(int(set_C.max()) + 1)
     rollouts_S = zeros_S.index_add(0, pairs[0], torch.ones_like(mean_P))
     if bool((rollouts_S == 1).any()):

@@ -15,16 +15,11 @@ from tuner.areal.trajectories import Trajectory, concat_padded_tensors
 from tuner.areal.trajectory_batch import Account
 from tuner.traces import Call, Outcome, Trace, successors
 from tuner.training import Selection, build_batch
-from tuner.training.batch import untrainable
+from tuner.training.batch import unreplayed
 
 AcceptFunction = Callable[[Mapping[str, Tensor]], bool]
 
 _ALL = Selection(needs_group=False, lone_rewards=True)
-
-
-def left_out(call: Call) -> str | None:
-    """Why a call is not trained here; tensors cannot say what form a call was held to."""
-    return untrainable(call) or ("constrained_call" if call.constrained else None)
 
 
 def derived(trace: Trace) -> Episode:
@@ -66,7 +61,7 @@ def derived_by_gain(trace: Trace, bias: float) -> Episode:
     Args:
         bias: What is added to each reward that is given (`tuner.algorithm.reward_bias`).
     """
-    calls = tuple(replace(c, excluded=left_out(c) is not None) for c in trace.calls)
+    calls = tuple(replace(c, excluded=unreplayed(c) is not None) for c in trace.calls)
     rows = build_batch([replace(trace, calls=calls)], selection=_ALL).rows
     if not rows:
         return derived(trace)
@@ -173,7 +168,7 @@ def group_of(
         trained: Counter[int] = Counter()
         for place, trajectory in enumerate(episode.trajectories):
             owners = [
-                None if owner is None or left_out(trace.calls[owner]) else owner
+                None if owner is None or unreplayed(trace.calls[owner]) else owner
                 for owner in episode.owners[place]
             ]
             trained.update(owner for owner in owners if owner is not None)
@@ -183,7 +178,7 @@ def group_of(
                 episode.reward if len(rollouts) > 1 else trajectory.reward
             )
         for index, call in enumerate(trace.calls):
-            dropped[left_out(call) or "masked"] += len(call.completion_ids) - trained[index]
+            dropped[unreplayed(call) or "masked"] += len(call.completion_ids) - trained[index]
     traces = tuple(trace for attempts in rollouts for trace in attempts)
     tensors = concat_padded_tensors(rows) if rows else None
     if tensors is not None:

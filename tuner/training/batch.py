@@ -210,6 +210,12 @@ def untrainable(call: Call) -> str | None:
     return None
 
 
+def unreplayed(call: Call) -> str | None:
+    """As `untrainable`, where no grammar is replayed. The log-probs of a call that was held to a
+    form are those within it: over all tokens, its ratios would compare two distributions."""
+    return untrainable(call) or ("constrained_call" if call.constrained else None)
+
+
 def build_batch(
     traces: Iterable[Trace],
     *,

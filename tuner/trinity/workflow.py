@@ -26,10 +26,10 @@ from tuner.errors import FunctionError, TrainingError
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults, SessionLimits
 from tuner.rollout import RolloutRunner, RolloutSettings
 from tuner.traces import Outcome, RolloutId, Trace
-from tuner.training.batch import alike, reward_of
+from tuner.training.batch import alike, reward_of, unreplayed
 from tuner.trinity.datafiles import task_of
 from tuner.trinity.endpoints import ServedEngine, TinkerEngine
-from tuner.trinity.experience import TrainedSequence, left_out, merged, one_per_call
+from tuner.trinity.experience import TrainedSequence, merged, one_per_call
 from tuner.trinity.progress import Journal
 from tuner.trinity.workers import load
 
@@ -140,7 +140,7 @@ class TunerWorkflow(Workflow):  # type: ignore[misc]  # untyped
         return experiences
 
     def _trained(self, trace: Trace, reward: float) -> list[Experience]:
-        calls = [call for call in trace.calls if left_out(call) is None]
+        calls = [call for call in trace.calls if unreplayed(call) is None]
         if any(call.reward is not None for call in calls) and not self._settings["call_rewards"]:
             error = FunctionError(
                 "calls have rewards of their own, which this algorithm of Trinity-RFT does not "
@@ -215,7 +215,7 @@ def _metrics(trace: Trace, reward: float) -> dict[str, float]:
 def _why_unused(trace: Trace) -> str:
     if trace.error is not None or not trace.calls:
         return trace.error or "no calls"
-    reasons = sorted({reason for call in trace.calls if (reason := left_out(call)) is not None})
+    reasons = sorted({reason for call in trace.calls if (reason := unreplayed(call)) is not None})
     return ", ".join(reasons) or "the others of its group failed"
 
 
