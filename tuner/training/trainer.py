@@ -37,7 +37,7 @@ from tuner.errors import TrainingError
 from tuner.training.batch import Batch, Row
 from tuner.training.critic import Critic
 from tuner.training.forward.layouts import Forward, HasRows, whole_calls
-from tuner.training.loss import MismatchAlarm, micro_batch_loss
+from tuner.training.loss import micro_batch_loss, raises_alarm
 from tuner.training.optimizer import lr_factor, make_optimizer
 from tuner.training.references import Reference, Teacher, acting, frozen_start
 from tuner.training.scoring import (
@@ -90,7 +90,7 @@ class PolicyTrainer:
         self.model = model.eval()  # no dropout: sampling and training see the same function
         self.settings = settings
         self.step = 0
-        self._alarm = MismatchAlarm()
+        self._alarmed = False  # said once
         self._forward = Forward.of(
             model,
             grammars,
@@ -228,7 +228,7 @@ class PolicyTrainer:
         if isinstance(args := self.settings.advantage_spec, DistillAdvantage):
             # In the mean over the student's samples, the KL of student and teacher.
             metrics["kl_teacher"] = -float(advantages_T.mean()) / args.kl_coef
-        self._alarm.check(metrics, self.step + 1)
+        self._alarmed = self._alarmed or raises_alarm(metrics, self.step + 1)
         return metrics
 
     def _proximal(self, scored: ScoredBatch) -> tuple[Tensor, ...] | None:

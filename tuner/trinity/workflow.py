@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -224,22 +225,22 @@ def _step_before(folder: Path, split: str, step: int) -> tuple[Trace, ...]:
     return tuple(Journal(folder.parent).recorded(split, step))
 
 
+@dataclass(frozen=True)
 class _Host:
     """The gateway in front of one engine, and the user's functions, in one worker."""
 
-    def __init__(self, gateway: Gateway, auxiliary: AuxiliaryModels, kind: Any) -> None:
-        self._gateway = gateway
-        self._auxiliary = auxiliary
-        self._kind = kind
+    gateway: Gateway
+    auxiliary: AuxiliaryModels
+    kind: Any
 
     def runner(self, settings: Mapping[str, Any]) -> RolloutRunner:
         judge = settings["judge"]
         return RolloutRunner(
-            self._gateway,
+            self.gateway,
             _loaded(settings["workflow"]),
             None if judge is None else _loaded(judge),
-            make_model=lambda session: chat_model(session, kind=self._kind),
-            auxiliary_models=self._auxiliary.opened,
+            make_model=lambda session: chat_model(session, kind=self.kind),
+            auxiliary_models=self.auxiliary.opened,
             settings=RolloutSettings(
                 timeout=settings["timeout"],
                 max_retries=settings["max_retries"],
