@@ -111,10 +111,7 @@ class ServedEngine(TrinitysEngine):
     ) -> Generation:
         """As `Engine.generate`. A token's version is the one that the completion began with."""
         version = self._version = await self._model_version()
-        # The server says where it ends.
-        progress = Progress(
-            list(prompt_ids), sampling, sys.maxsize, frozenset(), None, sink, cached_tokens=0
-        )
+        progress = _progress(prompt_ids, sampling, sink)
         body = self._body(prompt_ids, sampling)
         try:
             if self._adapter is not None:
@@ -185,6 +182,21 @@ def _adapter_name(version: int) -> str:
     return f"tuner-adapter-{version}"
 
 
+def _progress(
+    prompt_ids: Sequence[int], sampling: SamplingParams, sink: TokenSink | None
+) -> Progress:
+    """A completion whose end is not for us to find: whoever samples it says where that is."""
+    prompt, never = list(prompt_ids), sys.maxsize
+    return Progress(prompt, sampling, never, frozenset(), None, sink, cached_tokens=0)
+
+
+def _push(progress: Progress, token_id: int, logprob: float, version: int) -> None:
+    """Take a token. A greedy one was certain; it is reported as if it had been sampled at 1."""
+    progress.push(token_id, 0.0 if progress.sampling.temperature == 0 else logprob, version)
+    if progress.cancelled:
+        raise asyncio.CancelledError
+
+
 def _read(event: dict[str, Any], progress: Progress, version: int) -> None:
     """Take over what an event of the stream says."""
     if "error" in event:
@@ -213,10 +225,7 @@ def _read_tokens(choice: dict[str, Any], progress: Progress, version: int) -> No
             pairs = found["top_logprobs"][place].items()
             named = ((int(name.removeprefix(_TOKEN_ID)), value) for name, value in pairs)
             progress.top_logprobs.append(most_probable(named, sampling.top_logprobs))
-        # A greedy token was certain; vLLM reports it as if it had been sampled at 1.
-        progress.push(int(token_id), 0.0 if sampling.temperature == 0 else float(logprob), version)
-        if progress.cancelled:
-            raise asyncio.CancelledError
+        _push(progress, int(token_id), float(logprob), version)
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
@@ -306,14 +315,9 @@ class TinkerEngine(TrinitysEngine):
                 f"Tinker's service did not complete a prompt of {len(prompt_ids)} tokens with "
                 f"{path}: {type(error).__name__}: {error}"
             ) from error
-        generation = _generation(response.sequences[0], sampling, version)
-        if sink is not None:
-            for token_id, logprob in zip(
-                generation.completion_ids, generation.logprobs, strict=True
-            ):
-                if not sink.push(token_id, logprob, version):
-                    raise asyncio.CancelledError
-        return generation
+        progress = _progress(prompt_ids, sampling, sink)
+        _take(response.sequences[0], progress, version)
+        return progress.generation()
 
     def _version_of(self, path: str) -> int:
         if path == self._base_model:
@@ -345,9 +349,8 @@ class TinkerEngine(TrinitysEngine):
         self._samplers.clear()
 
 
-def _generation(found: SampledSequence, sampling: SamplingParams, version: int) -> Generation:
-    ids = tuple(found.tokens)
-    logprobs = found.logprobs
+def _take(found: SampledSequence, progress: Progress, version: int) -> None:
+    ids, logprobs = found.tokens, found.logprobs
     if logprobs is None or len(logprobs) != len(ids):
         raise EngineError(
             f"Tinker's service returned {len(ids)} token ids and "
@@ -355,11 +358,6 @@ def _generation(found: SampledSequence, sampling: SamplingParams, version: int) 
         )
     if found.stop_reason not in FINISH_REASONS:
         raise EngineError(f"Tinker's service ended a completion with {found.stop_reason!r}")
-    # A greedy token was certain; the service reports it as if it had been sampled at 1.
-    certain = sampling.temperature == 0
-    return Generation(
-        completion_ids=ids,
-        logprobs=tuple(0.0 if certain else float(logprob) for logprob in logprobs),
-        versions=(version,) * len(ids),
-        finish_reason=FINISH_REASONS[found.stop_reason],
-    )
+    for token_id, logprob in zip(ids, logprobs, strict=True):
+        _push(progress, token_id, float(logprob), version)
+    progress.finish_reason = FINISH_REASONS[found.stop_reason]
