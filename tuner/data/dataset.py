@@ -276,22 +276,15 @@ def _read_json(path: Path) -> list[Any]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DatasetError(f"dataset {str(path)!r} cannot be read: {error}") from None
-    if path.suffix == ".json" and text.lstrip().startswith("["):
+    one_list = path.suffix == ".json" and text.lstrip().startswith("[")
+    values: list[Any] = []
+    for before, part in enumerate([text] if one_list else text.split("\n")):
         try:
-            rows = json.loads(text)
+            values += [json.loads(part)] if part.strip() else []
         except json.JSONDecodeError as error:
-            raise DatasetError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
-        assert isinstance(rows, list)
-        return rows
-    rows = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise DatasetError(f"{path}:{number}: not valid JSON: {error.msg}") from None
-    return rows
+            line = before + error.lineno
+            raise DatasetError(f"{path}:{line}: not valid JSON: {error.msg}") from None
+    return values[0] if one_list else values
 
 
 def _filled(rows: list[Any]) -> Iterator[Any]:
