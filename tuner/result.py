@@ -110,10 +110,8 @@ def result_table(result: TuneResult) -> str:
         table.add_row("report", str(report))
     if result.tensorboard is not None:
         table.add_row("TensorBoard", f"tensorboard --logdir {result.tensorboard}")
-    console = Console(file=io.StringIO(), width=100, highlight=False)
-    console.print(table)
-    output = console.file
-    assert isinstance(output, io.StringIO)
+    output = io.StringIO()
+    Console(file=output, width=100, highlight=False).print(table)
     return output.getvalue().rstrip()
 
 

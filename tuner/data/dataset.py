@@ -201,7 +201,11 @@ def _read_folder(folder: Path, subset: str | None, split: str | None) -> Iterato
     if split in files and (subset is None or inner != folder):
         return _read_file(files[split])
     if split is None or (files and not others and "[" not in split):
-        raise _no_split(str(folder), split, files)
+        there = ", ".join(sorted(files))
+        found = f": name a split ({there})"
+        if split is not None:
+            found = f" has no split {split!r}; it has: {there}"
+        raise DatasetError(f"dataset {str(folder)!r}{found}")
     return _from_datasets(str(folder), str(folder), name=subset, split=split)
 
 
@@ -261,13 +265,6 @@ def _as_dataset_error(path: str) -> Iterator[None]:
         else:
             text = f"cannot be read: {reason}"
         raise DatasetError(f"dataset {path!r} {text}") from error
-
-
-def _no_split(path: str, split: str | None, files: dict[str, Path]) -> DatasetError:
-    there = ", ".join(sorted(files))
-    if split is None:
-        return DatasetError(f"dataset {path!r}: name a split ({there})")
-    return DatasetError(f"dataset {path!r} has no split {split!r}; it has: {there}")
 
 
 def _read_json(path: Path) -> list[Any]:

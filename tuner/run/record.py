@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -261,15 +260,14 @@ def summarize(
         steps: Updates of the weights.
         checkpoint: The last weights.
     """
+
+    def total(name: str) -> int:
+        return int(sum(row.get(name, 0) for row in history))
+
     evaluated = [row for row in history if any(name.startswith("eval/") for name in row)]
-    outcomes: Counter[str] = Counter()
-    dropped: Counter[str] = Counter()
-    for row in history:
-        for outcome in Outcome:
-            outcomes[outcome.value] += int(row.get(f"rollouts/{outcome.value}", 0))
-        for name, value in row.items():
-            if name.startswith("tokens/dropped/"):
-                dropped[name.removeprefix("tokens/dropped/")] += int(value)
+    outcomes = {outcome.value: total(f"rollouts/{outcome.value}") for outcome in Outcome}
+    names = dict.fromkeys(name for row in history for name in row)
+    dropped = [name for name in names if name.startswith("tokens/dropped/")]
     return TuneResult(
         steps=steps,
         eval_before=_eval_rewards(history[0]) if history and history[0]["step"] == 0 else {},
@@ -278,9 +276,9 @@ def summarize(
         history=[dict(row) for row in history],
         outcomes={name: count for name, count in outcomes.items() if count},
         tokens=TokenCounts(
-            sampled=int(sum(row.get("tokens/sampled", 0) for row in history)),
-            trained=int(sum(row.get("tokens/trained", 0) for row in history)),
-            dropped=dict(dropped),
+            sampled=total("tokens/sampled"),
+            trained=total("tokens/trained"),
+            dropped={name.removeprefix("tokens/dropped/"): total(name) for name in dropped},
         ),
         seconds=sum(row.get("time/step", 0.0) for row in history),
         run_dir=directory.path,
