@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from tuner.gateway import Session
 
@@ -38,6 +39,7 @@ class Ending:
             self._deadline = None
 
 
+@dataclass(eq=False)
 class ToolTime:
     """The seconds of an attempt during which none of its calls is in flight.
 
@@ -49,18 +51,17 @@ class ToolTime:
         exceeded: Whether there were more.
     """
 
-    def __init__(self, seconds: float | None, session: Session) -> None:
-        self._seconds = seconds
-        self._session = session
-        self.exceeded = False
+    seconds: float | None
+    session: Session
+    exceeded: bool = False
 
     @contextmanager
     def limiting(self, deadline: asyncio.Timeout) -> Iterator[None]:
         """While the block runs, too much time in tools is an early `deadline`."""
-        if self._seconds is None:
+        if self.seconds is None:
             yield
             return
-        watch = asyncio.ensure_future(self._watch(self._seconds, deadline))
+        watch = asyncio.ensure_future(self._watch(self.seconds, deadline))
         try:
             yield
         finally:
@@ -69,7 +70,7 @@ class ToolTime:
     async def _watch(self, seconds: float, deadline: asyncio.Timeout) -> None:
         started = time.perf_counter()
         while True:
-            spent = time.perf_counter() - started - self._session.in_flight.seconds
+            spent = time.perf_counter() - started - self.session.in_flight.seconds
             if spent >= seconds:
                 self.exceeded = True
                 _expire(deadline)
