@@ -28,7 +28,7 @@ import torch
 from _report import Row, report
 from torch import Tensor
 
-from tuner.algorithms.advantages import group_normalized
+from tuner.algorithms.advantages import call_normalized
 from tuner.assembly.models import load_model, load_tokenizer
 from tuner.chat_models import chat_model
 from tuner.engines.transformers.engine import TransformersEngine
@@ -112,7 +112,7 @@ def update(model: Any, traces: Sequence[Trace], make: Make) -> tuple[int, Tensor
     """(tokens computed, gradient) of one update of the policy on these rollouts."""
     rewards = torch.tensor([trace.reward for trace in traces], dtype=torch.float64)
     groups = torch.tensor([trace.id.task for trace in traces])
-    advantages = group_normalized(rewards, groups)
+    advantages = call_normalized(rewards, torch.arange(len(rewards)), groups)
     rows = [
         (sequence, advantage)
         for trace, advantage in zip(traces, advantages.tolist(), strict=True)

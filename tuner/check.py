@@ -10,7 +10,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import aclosing
 from pathlib import Path
 
 from tuner.assembly.parameters import trainer_settings
@@ -20,10 +20,11 @@ from tuner.data.order import planned_steps
 from tuner.data.recorded import Examples
 from tuner.functions.calling import where
 from tuner.gateway import SamplingDefaults
+from tuner.result import Verdict
 from tuner.rollout import StepPlan, collect
 from tuner.sources import batch_of, read_examples
 from tuner.traces import Outcome, Trace, TraceStore
-from tuner.training import build_batch
+from tuner.training import Batch, PolicyTrainer, RecordedBatch, build_batch
 from tuner.tune import Run
 
 ROLLOUTS = 2
@@ -34,14 +35,6 @@ FORWARDS_PER_UPDATE = 3
 # Gradient and Adam's two averages.
 FLOATS_TO_TRAIN = 3
 BYTES_PER_FLOAT = 4
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What the check found, on one page; `ready` is whether training can begin."""
-
-    ready: bool
-    text: str
 
 
 def check_run(run: Run) -> Verdict:
@@ -61,8 +54,7 @@ def check_run(run: Run) -> Verdict:
 
 async def _check(run: Run) -> Verdict:
     config = run.config
-    stack = build_stack(config, workflow=run.workflow, judge=run.judge)
-    try:
+    async with aclosing(build_stack(config, workflow=run.workflow, judge=run.judge)) as stack:
         taskset = config.buffer.explorer_input.taskset
         plan = StepPlan(
             split="train",
@@ -78,7 +70,10 @@ async def _check(run: Run) -> Verdict:
             )
         final = [trace for trace in traces if trace.final]
         fastest = min(map(_seconds, final))  # the first one also warms up
-        forward = _forward_seconds(run, stack, traces)
+        batch = build_batch(traces)
+        forward = 0.0
+        if batch.rows:
+            forward = _forward_seconds(build_trainer(config, stack, total_steps=1), batch)
         ready = all(trace.outcome is Outcome.COMPLETED for trace in final)
         sections = [
             inputs(run, stack),
@@ -87,17 +82,11 @@ async def _check(run: Run) -> Verdict:
             _plan(run, stack, final, rollout=fastest, forward=forward),
             _last_words(ready, final),
         ]
-        return Verdict(ready, "\n\n".join("\n".join(section) for section in sections))
-    finally:
-        await stack.aclose()
+        return Verdict.of(ready, sections)
 
 
-def _forward_seconds(run: Run, stack: Stack, traces: Sequence[Trace]) -> float:
-    """Seconds of a forward pass over the calls of the rollouts; 0 where there is none."""
-    batch = build_batch(traces)
-    if not batch.rows:
-        return 0.0
-    trainer = build_trainer(run.config, stack, total_steps=1)
+def _forward_seconds(trainer: PolicyTrainer, batch: Batch | RecordedBatch) -> float:
+    """Seconds of a forward pass over the rows of a batch."""
     started = time.perf_counter()
     trainer.compute_logp(batch)
     return time.perf_counter() - started
@@ -275,8 +264,7 @@ async def check_recorded(run: Run) -> Verdict:
         ModelLoadError: The model cannot be loaded.
     """
     examples = read_examples(run.config, run.train_tasks)
-    stack = build_stack(run.config, workflow=run.workflow, judge=run.judge)
-    try:
+    async with aclosing(build_stack(run.config, workflow=run.workflow, judge=run.judge)) as stack:
         sections = [
             inputs(run, stack),
             _recorded_rows(examples),
@@ -284,9 +272,7 @@ async def check_recorded(run: Run) -> Verdict:
             _recorded_plan(run, stack, examples),
             iter([f"READY: {len(examples.used)} rows can be trained."]),
         ]
-        return Verdict(True, "\n\n".join("\n".join(section) for section in sections))
-    finally:
-        await stack.aclose()
+        return Verdict.of(True, sections)
 
 
 def _recorded_rows(examples: Examples) -> Iterator[str]:
@@ -316,11 +302,8 @@ def _recorded_plan(run: Run, stack: Stack, examples: Examples) -> Iterator[str]:
     size, steps = config.buffer.batch_size, planned_steps(config, len(examples.used))
     batch = batch_of(config, examples, step=1)
     trainer = build_trainer(config, stack, total_steps=1)
-    started = time.perf_counter()
-    trainer.compute_logp(batch)
-    forward = time.perf_counter() - started
     pairs = FORWARDS_OF_PAIRS if trainer.reference is not None else 0
-    seconds = forward * (FORWARDS_PER_UPDATE + pairs)
+    seconds = _forward_seconds(trainer, batch) * (FORWARDS_PER_UPDATE + pairs)
     yield "TRAINING"
     yield (
         f"  {steps} steps x {size} rows = {steps * size} rows, about "

@@ -62,15 +62,12 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
     if backend == "trinity":
         from tuner.trinity.preparation import check_trinity
 
-        found = check_trinity(config, overrides or [], workflow=workflow, judge=judge)
-        typer.echo(found.text)
-        if not found.ready:
-            raise typer.Exit(FAILED)
-        return
-    run = prepare(workflow, judge, config_path=config, overrides=overrides or [])
-    from tuner.check import check_run  # imports PyTorch: only once the rest is in order
+        verdict = check_trinity(config, overrides or [], workflow=workflow, judge=judge)
+    else:
+        run = prepare(workflow, judge, config_path=config, overrides=overrides or [])
+        from tuner.check import check_run  # imports PyTorch: only once the rest is in order
 
-    verdict = outside_event_loop(lambda: check_run(run))
+        verdict = outside_event_loop(lambda: check_run(run))
     typer.echo(verdict.text)
     if not verdict.ready:
         raise typer.Exit(FAILED)

@@ -1,12 +1,27 @@
-"""What `tune()` returns, also written to the run directory as `result.json`."""
+"""What `tune()` returns, also written to the run directory as `result.json`; and a check's."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, Field
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What `tuner check` found, on one page; `ready` is whether the run can begin."""
+
+    ready: bool
+    text: str
+
+    @staticmethod
+    def of(ready: bool, sections: Iterable[Iterable[str]]) -> Verdict:
+        """The page of these sections of lines."""
+        return Verdict(ready, "\n\n".join("\n".join(section) for section in sections))
 
 
 class TokenCounts(BaseModel):
@@ -95,10 +110,8 @@ def result_table(result: TuneResult) -> str:
         table.add_row("report", str(report))
     if result.tensorboard is not None:
         table.add_row("TensorBoard", f"tensorboard --logdir {result.tensorboard}")
-    console = Console(file=io.StringIO(), width=100, highlight=False)
-    console.print(table)
-    output = console.file
-    assert isinstance(output, io.StringIO)
+    output = io.StringIO()
+    Console(file=output, width=100, highlight=False).print(table)
     return output.getvalue().rstrip()
 
 

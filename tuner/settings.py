@@ -228,12 +228,8 @@ def _auxiliary_settings(models: Mapping[str, Any]) -> dict[str, Any]:
                 f"auxiliary_models[{name!r}] is {model!r:.80} ({type(model).__name__}); pass a "
                 "TunerModelConfig, or a RemoteModel(base_url=..., model_name=...)"
             )
-    settings: dict[str, Any] = {}
-    if served:
-        settings["explorer.auxiliary_models"] = served
-    if remote:
-        settings["tuner.auxiliary_models"] = remote
-    return settings
+    found = {"explorer.auxiliary_models": served, "tuner.auxiliary_models": remote}
+    return {key: models for key, models in found.items() if models}
 
 
 def _reference(func: Callable[..., Any]) -> str | None:

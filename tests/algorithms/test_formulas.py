@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tuner.algorithms.advantages import group_normalized, group_std
+from tuner.algorithms.advantages import call_normalized, group_std
 from tuner.algorithms.losses import KL_ESTIMATORS, ppo_clip
 from tuner.algorithms.spec import GRPOAdvantage, PPOLoss
 
@@ -22,7 +22,7 @@ def test_advantage_is_the_reward_normalised_in_its_group(groups, random):
     random.shuffle(members)
     rewards = torch.tensor([r for _, r in members], dtype=torch.float64)
     group = torch.tensor([g for g, _ in members])
-    result = group_normalized(rewards, group)
+    result = call_normalized(rewards, torch.arange(len(rewards)), group)
     for (g, reward), advantage in zip(members, result.tolist(), strict=True):
         mean, std = statistics.mean(groups[g]), statistics.stdev(groups[g])
         expected = (reward - mean) / (std + 1e-6)
@@ -33,8 +33,8 @@ def test_advantage_is_the_reward_normalised_in_its_group(groups, random):
 
 def test_batch_std_divides_by_the_spread_of_all_rewards():
     rewards = torch.tensor([0.0, 1.0, 0.0, 3.0], dtype=torch.float64)
-    result = group_normalized(
-        rewards, torch.tensor([0, 0, 1, 1]), GRPOAdvantage(std_cal_level="batch")
+    result = call_normalized(
+        rewards, torch.arange(4), torch.tensor([0, 0, 1, 1]), GRPOAdvantage(std_cal_level="batch")
     )
     std = statistics.stdev([0, 1, 0, 3]) + 1e-6
     assert result.tolist() == pytest.approx([-0.5 / std, 0.5 / std, -1.5 / std, 1.5 / std])
@@ -42,7 +42,7 @@ def test_batch_std_divides_by_the_spread_of_all_rewards():
 
 def test_group_of_one_has_no_advantage():
     with pytest.raises(ValueError, match="group of one"):
-        group_normalized(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 0, 1]))
+        call_normalized(torch.tensor([1.0, 2.0, 3.0]), torch.arange(3), torch.tensor([0, 0, 1]))
 
 
 @given(finite, finite, finite)

@@ -379,6 +379,6 @@ def test_numbers_that_make_no_sense_are_refused_by_name():
 def test_a_token_that_two_calls_may_have_sampled_belongs_to_the_one_that_went_on_from_there():
     calls = [call("a", [1], [5, 6, 7], [-1, -2, -3]), call("b", [1, 5, 6], [7, 8], [-4, -5])]
     row = Trajectory((1, 5, 6, 7, 8), (False,) + (True,) * 4, (0, -1, -2, -4, -5), None, 1.0)
-    settled = settle([row], calls, "test")
-    assert settled.owners == ((None, 0, 0, 1, 1),)
-    assert settled.trained == ((0, frozenset({0, 1})), (0, frozenset({0, 1})))
+    owners, trained = settle([row], calls, "test")
+    assert owners == ((None, 0, 0, 1, 1),)
+    assert trained == ((0, frozenset({0, 1})), (0, frozenset({0, 1})))

@@ -385,12 +385,12 @@ async def test_time_in_tools_is_limited_and_time_in_answers_is_not(make_runner):
         return WorkflowOutput(reward=1.0)
 
     runner, settings = make_runner(workflow), RolloutSettings(timeout=60, max_retries=0, seed=1)
-    runner._settings = replace(settings, tool_seconds=0.3)
+    runner.settings = replace(settings, tool_seconds=0.3)
     (trace,) = await run(runner, {"seconds": 1000})
     assert trace.outcome is Outcome.TIMEOUT
     assert "0.3 s in the agent's own code and tools (tuner.max_tool_seconds)" in trace.error
     assert len(trace.calls) == 3
-    runner._settings = replace(settings, tool_seconds=30)
+    runner.settings = replace(settings, tool_seconds=30)
     (trace,) = await run(runner, {"seconds": 0})
     assert trace.outcome is Outcome.COMPLETED
 

@@ -70,61 +70,27 @@ def compared(args: AdvantageArgs, rewards_C: Tensor, rollout_C: Tensor, set_C: T
             raise TrainingError(f"{name} does not compare sets of rewards")
 
 
-def group_normalized(
-    rewards_R: Tensor, group_R: Tensor, args: GRPOAdvantage = GRPOAdvantage()
-) -> Tensor:
-    """`A_i = (r_i - mean(group)) / (std(group) + epsilon)`, GRPO's outcome advantage.
-
-    Source: DeepSeekMath (arXiv 2402.03300) section 4.1.2; unbiased standard deviation, as
-    Trinity-RFT's `step_wise_grpo` computes it.
-
-    Args:
-        rewards_R: One reward for each rollout.
-        group_R: Group index (0 ..) of each rollout.
-        args: Of these `epsilon`, and whose standard deviation divides: the group's own, that of all
-            rewards of the batch (LitePPO, arXiv 2508.08221), or none (Dr.GRPO, arXiv 2503.20783).
-
-    Returns:
-        Advantages, shape [R], in the dtype of `rewards_R`.
-
-    Raises:
-        ValueError: A group has fewer than two rollouts, so it has no baseline.
-    """
-    groups = int(group_R.max()) + 1 if len(group_R) else 0
-    zeros_G = rewards_R.new_zeros(groups)
-    count_G = zeros_G.index_add(0, group_R, torch.ones_like(rewards_R))
-    if bool((count_G == 1).any()):
-        raise ValueError("a group of one rollout has no baseline; drop it before")
-    mean_G = zeros_G.index_add(0, group_R, rewards_R) / count_G.clamp(min=1)
-    centered_R = rewards_R - mean_G[group_R]
-    if args.std_cal_level == "none":
-        return centered_R
-    if args.std_cal_level == "batch":
-        std_R = rewards_R.std().expand_as(rewards_R)
-    else:
-        variance_G = zeros_G.index_add(0, group_R, centered_R**2) / (count_G - 1).clamp(min=1)
-        std_R = variance_G.sqrt()[group_R]
-    return centered_R / (std_R + args.epsilon)
-
-
 def call_normalized(
     rewards_C: Tensor,
     rollout_C: Tensor,
     set_C: Tensor,
     args: GRPOAdvantage = GRPOAdvantage(),
 ) -> Tensor:
-    """`A_c = (r_c - mean(set)) / (std(set) + epsilon)`: `group_normalized` for rewards of calls.
+    """`A_c = (r_c - mean(set)) / (std(set) + epsilon)`, GRPO's outcome advantage.
 
-    With one call a rollout this is `group_normalized`. A rollout counts once in mean and variance,
-    with the means of its calls' rewards and of their squared distances, so where rewards differ
-    inside rollouts but not between them nothing is divided by 0. `std_cal_level="batch"` takes
-    the spread over all sets.
+    A rollout counts once in mean and variance, with the means of its calls' rewards and of their
+    squared distances, so where rewards differ inside rollouts but not between them nothing is
+    divided by 0.
+
+    Source: DeepSeekMath (arXiv 2402.03300) section 4.1.2; unbiased standard deviation, as
+    Trinity-RFT's `step_wise_grpo` computes it.
 
     Args:
         rewards_C: One reward for each call.
         rollout_C: Index of each call's rollout.
         set_C: Index (0 ..) of the set of calls that each is compared with.
-        args: `epsilon`, and whose standard deviation divides.
+        args: Of these `epsilon`, and whose standard deviation divides: the set's own, that of all
+            sets (LitePPO, arXiv 2508.08221), or none (Dr.GRPO, arXiv 2503.20783).
 
     Returns:
         Advantages, shape [C], in the dtype of `rewards_C`.
@@ -291,22 +257,19 @@ class _Sets:
 
     def means(self, values_C: Tensor) -> Tensor:
         """The mean over a rollout's calls in a set, shape [P]."""
-        return _means(values_C, self.cell_C, self.calls_P)
-
-
-def _means(values_C: Tensor, cell_C: Tensor, calls_P: Tensor) -> Tensor:
-    return values_C.new_zeros(len(calls_P)).index_add(0, cell_C, values_C) / calls_P
+        zeros_P = torch.zeros_like(self.calls_P)
+        return zeros_P.index_add(0, self.cell_C, values_C) / self.calls_P
 
 
 def _sets(rewards_C: Tensor, rollout_C: Tensor, set_C: Tensor) -> _Sets:
     pairs, cell_C = torch.stack([set_C, rollout_C]).unique(dim=1, return_inverse=True)
     zeros_P = rewards_C.new_zeros(pairs.shape[1])
     count_P = zeros_P.index_add(0, cell_C, torch.ones_like(rewards_C))
-    mean_P = _means(rewards_C, cell_C, count_P)
+    mean_P = zeros_P.index_add(0, cell_C, rewards_C) / count_P
     zeros_S = rewards_C.new_zeros(int(set_C.max()) + 1)
     rollouts_S = zeros_S.index_add(0, pairs[0], torch.ones_like(mean_P))
     if bool((rollouts_S == 1).any()):
-        raise ValueError("rewards of one rollout have no baseline; drop them before")
+        raise ValueError("a group of one rollout has no baseline; drop it before")
     mean_S = zeros_S.index_add(0, pairs[0], mean_P) / rollouts_S.clamp(min=1)
     return _Sets(mean_P, pairs[0], cell_C, rollouts_S, mean_S, count_P)
 

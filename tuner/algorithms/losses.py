@@ -103,8 +103,7 @@ def ppo_clip(
     Returns:
         Loss, ratio, and whether the clip cut the token's gradient.
     """
-    log_ratio_T = (logp_T - old_logp_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio_T = log_ratio_T.exp()
+    ratio_T = _ratio(logp_T, old_logp_T)
     plain_T = -advantages_T * ratio_T
     clipped_T = -advantages_T * ratio_T.clamp(1 - args.low, 1 + args.high)
     surrogate_T = torch.maximum(plain_T, clipped_T)

@@ -15,23 +15,25 @@ from tuner.areal.trajectories import Trajectory, concat_padded_tensors
 from tuner.areal.trajectory_batch import Account
 from tuner.traces import Call, Outcome, Trace, successors
 from tuner.training import Selection, build_batch
-from tuner.training.batch import untrainable
+from tuner.training.batch import unreplayed
 
 AcceptFunction = Callable[[Mapping[str, Tensor]], bool]
 
 _ALL = Selection(needs_group=False, lone_rewards=True)
 
 
-def left_out(call: Call) -> str | None:
-    """Why a call is not trained here; tensors cannot say what form a call was held to."""
-    return untrainable(call) or ("constrained_call" if call.constrained else None)
+@dataclass
+class _Made:
+    """A trajectory in the making: its ids, and the call that sampled each of them."""
+
+    ids: tuple[int, ...]
+    owners: list[int | None]
+    reward: float
 
 
 def derived(trace: Trace) -> Episode:
     """Its calls, joined where one goes on from another and both have the same reward."""
-    ids: list[tuple[int, ...]] = []
-    owners: list[list[int | None]] = []
-    rewards: list[float] = []
+    made: list[_Made] = []
     rollout_reward = trace.reward or 0.0
     for index, call in enumerate(trace.calls):
         if not call.completion_ids:
@@ -40,22 +42,15 @@ def derived(trace: Trace) -> Episode:
         own: list[int | None] = [None] * len(call.completion_ids)
         for start, stop in () if call.excluded else call.stretches:
             own[start:stop] = [index] * (stop - start)
-        row = next(
-            (
-                row
-                for row, known in enumerate(ids)
-                if rewards[row] == reward and call.prompt_ids[: len(known)] == known
-            ),
-            None,
-        )
-        if row is None:
-            row = len(ids)
-            ids.append(())
-            owners.append([])
-            rewards.append(reward)
-        owners[row] += [None] * (len(call.prompt_ids) - len(ids[row])) + own
-        ids[row] = call.prompt_ids + call.completion_ids
-    return _episode(trace, ids, owners, rewards)
+        for row in made:
+            if row.reward == reward and call.prompt_ids[: len(row.ids)] == row.ids:
+                break
+        else:
+            row = _Made((), [], reward)
+            made.append(row)
+        row.owners += [None] * (len(call.prompt_ids) - len(row.ids)) + own
+        row.ids = call.prompt_ids + call.completion_ids
+    return _episode(trace, made)
 
 
 def derived_by_gain(trace: Trace, bias: float) -> Episode:
@@ -66,17 +61,15 @@ def derived_by_gain(trace: Trace, bias: float) -> Episode:
     Args:
         bias: What is added to each reward that is given (`tuner.algorithm.reward_bias`).
     """
-    calls = tuple(replace(c, excluded=left_out(c) is not None) for c in trace.calls)
+    calls = tuple(replace(c, excluded=unreplayed(c) is not None) for c in trace.calls)
     rows = build_batch([replace(trace, calls=calls)], selection=_ALL).rows
     if not rows:
         return derived(trace)
     after = successors(rows, [0] * len(rows))
     index = {call.id: place for place, call in enumerate(calls)}
     told = any(call.gained is not None for call in calls)
-    ids: list[tuple[int, ...]] = []
-    owners: list[list[int | None]] = []
-    rewards: list[float] = []
-    trajectory: dict[int, int] = {}
+    made: list[_Made] = []
+    of_row: dict[int, _Made] = {}
     # What goes on from a row is longer than it.
     for place in sorted(range(len(rows)), key=lambda place: -len(rows[place])):
         row, follow = rows[place], after[place]
@@ -86,29 +79,25 @@ def derived_by_gain(trace: Trace, bias: float) -> Episode:
             given = [call.gained] if told else [call.reward, None if follow else trace.reward]
         gains = [gain for gain in given if gain is not None]
         if gains or not follow:
-            trajectory[place] = len(ids)
-            ids.append(row.prompt_ids + row.completion_ids)
-            owners.append([None] * len(row))
             # Several rewards have the bias several times, as a trajectory's has it once.
-            rewards.append(sum(gains) + (len(gains) - 1) * bias)
+            reward = sum(gains) + (len(gains) - 1) * bias
+            of_row[place] = _Made(row.prompt_ids + row.completion_ids, [None] * len(row), reward)
+            made.append(of_row[place])
         else:
-            trajectory[place] = trajectory[follow[0]]
+            of_row[place] = of_row[follow[0]]
         own = [index[row.call_id]] * len(row.completion_ids)
-        owners[trajectory[place]][len(row.prompt_ids) : len(row)] = own
-    return _episode(trace, ids, owners, rewards)
+        of_row[place].owners[len(row.prompt_ids) : len(row)] = own
+    return _episode(trace, made)
 
 
-def _episode(
-    trace: Trace,
-    ids: Sequence[tuple[int, ...]],
-    owners: Sequence[Sequence[int | None]],
-    rewards: Sequence[float],
-) -> Episode:
+def _episode(trace: Trace, made: Sequence[_Made]) -> Episode:
+    owners = tuple(tuple(one.owners) for one in made)
+    masks = [tuple(owner is not None for owner in own) for own in owners]
     trajectories = tuple(
-        Trajectory(row, tuple(o is not None for o in own), (0.0,) * len(row), None, reward)
-        for row, own, reward in zip(ids, owners, rewards, strict=True)
+        Trajectory(one.ids, mask, (0.0,) * len(mask), None, one.reward)
+        for one, mask in zip(made, masks, strict=True)
     )
-    return Episode(trajectories, tuple(map(tuple, owners)), trace.reward or 0.0)
+    return Episode(trajectories, owners, trace.reward or 0.0)
 
 
 @dataclass(frozen=True)
@@ -173,7 +162,7 @@ def group_of(
         trained: Counter[int] = Counter()
         for place, trajectory in enumerate(episode.trajectories):
             owners = [
-                None if owner is None or left_out(trace.calls[owner]) else owner
+                None if owner is None or unreplayed(trace.calls[owner]) else owner
                 for owner in episode.owners[place]
             ]
             trained.update(owner for owner in owners if owner is not None)
@@ -183,7 +172,7 @@ def group_of(
                 episode.reward if len(rollouts) > 1 else trajectory.reward
             )
         for index, call in enumerate(trace.calls):
-            dropped[left_out(call) or "masked"] += len(call.completion_ids) - trained[index]
+            dropped[unreplayed(call) or "masked"] += len(call.completion_ids) - trained[index]
     traces = tuple(trace for attempts in rollouts for trace in attempts)
     tensors = concat_padded_tensors(rows) if rows else None
     if tensors is not None:

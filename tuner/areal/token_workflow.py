@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal, Protocol, Self
 
-from tuner.areal.trajectories import Trajectory, read_trajectories, settle
+from tuner.areal.trajectories import Owners, Trajectory, read_trajectories, settle
 from tuner.chat_models.without_framework import SessionHandle
 from tuner.engines.base import Generation
 from tuner.errors import ConfigError, FunctionError
@@ -235,13 +235,11 @@ class Episode:
 
     Attributes:
         trajectories: As the workflow returned them.
-        owners: For each the call that sampled each of its tokens, by number, None where it is not
-            trained; shape [L] each.
         reward: The rollout's.
     """
 
     trajectories: tuple[Trajectory, ...]
-    owners: tuple[tuple[int | None, ...], ...]
+    owners: Owners
     reward: float
 
 
@@ -308,8 +306,8 @@ def settled_episode(trajectories: Sequence[Trajectory], session: Session, source
         raise FunctionError(f"{source} returned no trajectory; return None to reject the episode")
     recorded = session.recording.for_workflow()
     calls = tuple(record.call for record in recorded)
-    settled = settle(trajectories, calls, source)
-    for record, entry in zip(recorded, settled.trained, strict=True):
+    all_owners, trained = settle(trajectories, calls, source)
+    for record, entry in zip(recorded, trained, strict=True):
         if entry is None:
             record.exclude()
             continue
@@ -321,9 +319,9 @@ def settled_episode(trajectories: Sequence[Trajectory], session: Session, source
         if len(trajectories) > 1:
             record.reward = trajectories[index].reward
     if len(trajectories) > 1:
-        for trajectory, owners in zip(trajectories, settled.owners, strict=True):
+        for trajectory, owners in zip(trajectories, all_owners, strict=True):
             own = [call for call in owners if call is not None and untrainable(calls[call]) is None]
             if own:
                 recorded[own[-1]].gained = trajectory.reward
     mean = sum(trajectory.reward for trajectory in trajectories) / len(trajectories)
-    return Episode(tuple(trajectories), settled.owners, mean)
+    return Episode(tuple(trajectories), all_owners, mean)

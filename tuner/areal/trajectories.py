@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -208,26 +208,22 @@ def tensor_container_to(container: T, device: torch.device | str) -> T:
 TOLERANCE = 1e-4
 
 
-@dataclass(frozen=True)
-class Settled:
-    """What the trajectories of an episode came to.
-
-    Attributes:
-        owners: For each trajectory the call that sampled each of its tokens, None where it is not
-            trained; shape [L] each.
-        trained: For each call the trajectory that trains it and the places in its completion that
-            are trained; None for a call that no trajectory trains.
-    """
-
-    owners: tuple[tuple[int | None, ...], ...]
-    trained: tuple[tuple[int, frozenset[int]] | None, ...]
+Owners: TypeAlias = tuple[tuple[int | None, ...], ...]
+"""For each trajectory the call that sampled each of its tokens, by number, None where it is not
+trained; shape [L] each."""
 
 
-def settle(trajectories: Sequence[Trajectory], calls: Sequence[Call], source: str) -> Settled:
+def settle(
+    trajectories: Sequence[Trajectory], calls: Sequence[Call], source: str
+) -> tuple[Owners, tuple[tuple[int, frozenset[int]] | None, ...]]:
     """Find every trained token among the calls.
 
     Where two calls sampled the same tokens after the same prompt, each trajectory gets one of
     them. Where trajectories share a call, the first trains it.
+
+    Returns:
+        The owners; and for each call the trajectory that trains it with the places in its
+        completion that are trained, None for a call that no trajectory trains.
 
     Raises:
         FunctionError: No call sampled a token that is to be trained, its log-prob or version is
@@ -270,7 +266,7 @@ def settle(trajectories: Sequence[Trajectory], calls: Sequence[Call], source: st
         for call, inside_places in places.items():
             trained[call] = (index, frozenset(inside_places))
         owners.append(tuple(row))
-    return Settled(tuple(owners), tuple(trained))
+    return tuple(owners), tuple(trained)
 
 
 def _cover(

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -139,11 +139,8 @@ def to_batch(
             continue
         shaped = selection.of_call(rewards[place.row])
         rows.append(
-            _row(
-                values,
-                place,
-                index[rollout],
-                default,
+            replace(
+                _row(values, place, index[rollout], default),
                 reward=shaped if group in own else None,
                 peers=group_index[group] if group in own else None,
                 gained=shaped if last[place.row] == place else 0.0,
@@ -225,15 +222,9 @@ def _stretches(values: Mapping[str, Tensor]) -> Iterator[Place]:
 
 
 def _row(
-    values: Mapping[str, Tensor],
-    place: Place,
-    rollout: int,
-    default: SamplingDefaults,
-    *,
-    reward: float | None,
-    peers: int | None,
-    gained: float,
+    values: Mapping[str, Tensor], place: Place, rollout: int, default: SamplingDefaults
 ) -> Row:
+    """What the tensors themselves say of a row."""
     row, start, stop = place.row, place.start, place.stop
     sampling: dict[str, Any] = {
         name: kind(values[key][row, start]) if key in values else getattr(default, name)
@@ -249,8 +240,5 @@ def _row(
         completion_ids=tuple(ids[start:]),
         logprobs=tuple(values["logprobs"][row, start:stop].double().tolist()),
         sampling=SamplingParams(max_tokens=stop - start, **sampling),
-        reward=reward,
-        peers=peers,
         versions=tuple(versions),
-        gained=gained,
     )

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from tuner.assembly.models import SETTING, StoredAdapter, quiet_transformers
 from tuner.config.explorer import DEFAULT_ALPHA, DEFAULT_RANK, DEFAULT_TARGETS, LoraSection
 from tuner.data.order import derive_seed
-from tuner.errors import ConfigError, MissingDependencyError, ModelLoadError, TunerError
+from tuner.errors import ConfigError, MissingDependencyError, ModelLoadError
 from tuner.training.references import AdapterReference
 
 if TYPE_CHECKING:
@@ -139,7 +139,14 @@ def add_adapter(
             torch.manual_seed(derive_seed(seed, "lora"))
             wrapped: Any = get_peft_model(model, config)
     except (ValueError, TypeError, NotImplementedError) as error:
-        raise _no_such_layers(model, settings, source, str(error)) from error
+        first = next(iter(str(error).strip().splitlines()), "no reason given")
+        if source:
+            raise ModelLoadError(f"{source} does not fit this model: {first}") from error
+        raise ConfigError(
+            f"{SETTING}.target_modules is {settings.target_modules or DEFAULT_TARGETS!r} and "
+            f"exclude_modules {settings.exclude_modules!r}: {first} This model's linear layers "
+            f"are {_linear_layers(model)}"
+        ) from error
     targeted = wrapped.base_model.targeted_module_names
     if both := shared & set(targeted):
         raise ConfigError(
@@ -188,19 +195,6 @@ def _check_names(model: PreTrainedModel, settings: LoraSection) -> None:
                     f"{SETTING}.{key}: no layer of this model is called {name!r}{hint}; its linear "
                     f"layers are {_linear_layers(model)}"
                 )
-
-
-def _no_such_layers(
-    model: PreTrainedModel, settings: LoraSection, source: StoredAdapter | None, reason: str
-) -> TunerError:
-    first = reason.strip().splitlines()[0] if reason.strip() else "no reason given"
-    if source:
-        return ModelLoadError(f"{source} does not fit this model: {first}")
-    return ConfigError(
-        f"{SETTING}.target_modules is {settings.target_modules or DEFAULT_TARGETS!r} and "
-        f"exclude_modules {settings.exclude_modules!r}: {first} This model's linear layers are "
-        f"{_linear_layers(model)}"
-    )
 
 
 def _linear_layers(model: PreTrainedModel) -> str:

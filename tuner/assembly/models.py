@@ -41,11 +41,8 @@ def load_model(
     check_path(path, setting)
     if (Path(path).expanduser() / ADAPTER_CONFIG).exists():
         raise ModelLoadError(_not_an_adapter(path, setting))
-    try:
-        with quiet_transformers():
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    except Exception as error:
-        raise ModelLoadError(_reason(path, setting, "a causal language model", error)) from error
+    with _loading(f"{setting} = {path!r}", "a causal language model"), quiet_transformers():
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     if hasattr(model, "peft_config"):  # on the Hub
         raise ModelLoadError(_not_an_adapter(path, setting))
     model.to(device)  # type: ignore[arg-type]
@@ -62,10 +59,8 @@ def load_tokenizer(path: str, *, setting: str = "model.model_path") -> Any:
     from transformers import AutoTokenizer
 
     check_path(path, setting)
-    try:
+    with _loading(f"{setting} = {path!r}", "a tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except Exception as error:
-        raise ModelLoadError(_reason(path, setting, "a tokenizer", error)) from error
     if tokenizer.eos_token_id is None:
         raise ModelLoadError(
             f"{setting} = {path!r}: the tokenizer has no end-of-sequence token, so no completion "
@@ -83,10 +78,8 @@ def load_settings(path: str, *, setting: str = "model.model_path") -> Any:
     from transformers import AutoConfig
 
     check_path(path, setting)
-    try:
+    with _loading(f"{setting} = {path!r}", "a language model"):
         return AutoConfig.from_pretrained(path)
-    except Exception as error:
-        raise ModelLoadError(_reason(path, setting, "a language model", error)) from error
 
 
 def check_same_vocabulary(tokenizer: Any, other: Any, *, what: str) -> None:
@@ -166,9 +159,19 @@ def check_path(path: str, setting: str, *, what: str = "model") -> None:
         )
 
 
-def _reason(path: str, setting: str, what: str, error: Exception) -> str:
-    first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
-    return f"{setting} = {path!r} cannot be loaded as {what}: {type(error).__name__}: {first_line}"
+@contextmanager
+def _loading(
+    what: str, kind: str = "", *, errors: type[Exception] | tuple[type[Exception], ...] = Exception
+) -> Iterator[None]:
+    """Turns what goes wrong with `what`, which should be of some `kind`, into a ModelLoadError."""
+    try:
+        yield
+    except errors as error:
+        first_line = next(iter(str(error).strip().splitlines()), "")
+        wanted = f" as {kind}" if kind else ""
+        raise ModelLoadError(
+            f"{what} cannot be loaded{wanted}: {type(error).__name__}: {first_line}"
+        ) from error
 
 
 def _not_an_adapter(path: str, setting: str) -> str:
@@ -237,10 +240,8 @@ class StoredAdapter:
         from peft import LoraConfig, PeftConfig
 
         check_path(self.path, f"{SETTING}.path", what="adapter")
-        try:
+        with _loading(str(self), errors=(ValueError, OSError, TypeError, KeyError)):
             config = PeftConfig.from_pretrained(self.path)
-        except (ValueError, OSError, TypeError, KeyError) as error:
-            raise self._cannot_be_loaded(error) from error
         if not isinstance(config, LoraConfig):
             kind = getattr(config.peft_type, "value", config.peft_type)
             raise ModelLoadError(f"{self} is of peft's type {kind}; only LORA can be trained")
@@ -272,10 +273,8 @@ class StoredAdapter:
         """
         from peft import load_peft_weights
 
-        try:
+        with _loading(str(self)):  # errors are of safetensors or of the Hub
             weights: dict[str, Tensor] = load_peft_weights(self.path, device="cpu")
-        except Exception as error:  # of safetensors or of the Hub
-            raise self._cannot_be_loaded(error) from error
         return weights
 
     def check_agrees(self, config: LoraConfig, settings: LoraSection, base: str) -> None:
@@ -301,10 +300,6 @@ class StoredAdapter:
                 f"model.model_path to that model or, if they are the same, "
                 f"{SETTING}.base_model_name to {recorded!r}"
             )
-
-    def _cannot_be_loaded(self, error: Exception) -> ModelLoadError:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        return ModelLoadError(f"{self} cannot be loaded: {type(error).__name__}: {first}")
 
 
 def _same_model(one: str, other: str) -> bool:

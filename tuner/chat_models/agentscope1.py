@@ -23,20 +23,18 @@ def agentscope_version() -> str | None:
         return None
 
 
-def agentscope_modules(
-    found: str | None, major: str, versions: str, extra: str, *names: str
-) -> list[Any]:
+def agentscope_modules(major: str, versions: str, extra: str, *names: str) -> list[Any]:
     """AgentScope's modules of these names. Type checkers see AgentScope 1.x or 2.x, never both, so
     they are told nothing.
 
     Args:
-        found: The version that is installed, or None.
         major, versions: The one that is needed, and which of its versions work: "1", ">=1.0.12,<2".
         extra: What brings them.
 
     Raises:
         MissingDependencyError: They are not installed, or do not import.
     """
+    found = agentscope_version()
     install = f"pip install 'agentscope-tuner[{extra}]'"
     if found is None:
         raise MissingDependencyError(
@@ -108,7 +106,7 @@ def trinity_chat_model() -> type[Any]:
 
 def _model() -> Any:
     """AgentScope's `model`."""
-    (model,) = agentscope_modules(agentscope_version(), "1", ">=1.0.12,<2", "agentscope1", "model")
+    (model,) = agentscope_modules("1", ">=1.0.12,<2", "agentscope1", "model")
     return model
 
 

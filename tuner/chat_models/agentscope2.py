@@ -15,7 +15,7 @@ from importlib import import_module
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from tuner.chat_models.agentscope1 import agentscope_modules, agentscope_version
+from tuner.chat_models.agentscope1 import agentscope_modules
 from tuner.chat_models.without_framework import SessionHandle
 from tuner.errors import TunerError
 
@@ -136,7 +136,7 @@ def agentscope2_remote_model(
 def _modules() -> list[Any]:
     """AgentScope's `model`, `credential` and `agent`."""
     names = ("model", "credential", "agent")
-    return agentscope_modules(agentscope_version(), "2", ">=2.0.10,<3", "agentscope", *names)
+    return agentscope_modules("2", ">=2.0.10,<3", "agentscope", *names)
 
 
 def _calling_agent(frame: FrameType | None, agent_class: type[Any]) -> Any:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from tuner.config.section import Section
+from tuner.config.section import Section, null_is
 
 
 class DataSelector(Section):
@@ -146,14 +146,9 @@ class ExplorerInput(Section):
     """`buffer.explorer_input.*`"""
 
     taskset: TasksetSection = TasksetSection()
-    eval_tasksets: tuple[EvalTasksetSection, ...] = Field(
+    eval_tasksets: Annotated[tuple[EvalTasksetSection, ...], null_is(tuple)] = Field(
         default=(), description="Sets for evaluation, each with the keys below."
     )
-
-    @field_validator("eval_tasksets", mode="before")
-    @classmethod
-    def _from_nothing(cls, value: Any) -> Any:
-        return () if value is None else value
 
 
 class BufferSection(Section):

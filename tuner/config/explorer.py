@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -16,6 +16,17 @@ DEFAULT_TARGETS = "all-linear"
 _OF_PATH = "or that of the adapter at `path`"
 TOOL_CALL_PARSER = "Reads tool calls out of the model's text; null leaves the text as it is."
 REASONING_PARSER = "Reads `<think>` out of the model's text; null leaves the text as it is."
+
+# What the policy and auxiliary models are both asked.
+TopK = Annotated[int, Field(ge=-1, description="Keep the k most probable tokens; -1 keeps all.")]
+ResponseTokens = Annotated[
+    int | None,
+    Field(ge=1, description="Tokens for one answer; not set: the room left in the context."),
+]
+Thinking = Annotated[
+    bool | None, Field(description="Given to the chat template; null leaves it to the template.")
+]
+ChatTemplate = Annotated[str | None, Field(description="A chat template of your own, as text.")]
 
 
 class RolloutModelSection(Section):
@@ -59,20 +70,10 @@ class AuxiliaryModelSection(Section):
     max_model_len: int | None = Field(default=None, ge=2, description="As `model.max_model_len`.")
     temperature: float = Field(default=1.0, ge=0, description="Sampling temperature; 0 is greedy.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus mass; 1 keeps every token.")
-    top_k: int = Field(
-        default=-1, ge=-1, description="Keep the k most probable tokens; -1 keeps all."
-    )
-    max_response_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="Tokens for one answer; not set: the room left in the context.",
-    )
-    enable_thinking: bool | None = Field(
-        default=None, description="Given to the chat template; null leaves it to the template."
-    )
-    chat_template: str | None = Field(
-        default=None, description="A chat template of your own, as text."
-    )
+    top_k: TopK = -1
+    max_response_tokens: ResponseTokens = None
+    enable_thinking: Thinking = None
+    chat_template: ChatTemplate = None
     tool_call_parser: str | None = Field(default="hermes", description=TOOL_CALL_PARSER)
     reasoning_parser: str | None = Field(default="deepseek_r1", description=REASONING_PARSER)
 
@@ -240,24 +241,14 @@ class ModelSection(Section):
         ge=2,
         description="Tokens of prompt and answer together; not set: the model's own.",
     )
-    max_response_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="Tokens for one answer; not set: the room left in the context.",
-    )
+    max_response_tokens: ResponseTokens = None
     temperature: float = Field(
         default=1.0, gt=0, description="Sampling temperature while training."
     )
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus mass; 1 keeps every token.")
-    top_k: int = Field(
-        default=-1, ge=-1, description="Keep the k most probable tokens; -1 keeps all."
-    )
-    enable_thinking: bool | None = Field(
-        default=None, description="Given to the chat template; null leaves it to the template."
-    )
-    custom_chat_template: str | None = Field(
-        default=None, description="A chat template of your own, as text."
-    )
+    top_k: TopK = -1
+    enable_thinking: Thinking = None
+    custom_chat_template: ChatTemplate = None
     chat_template_path: Path | None = Field(
         default=None, description="The same from a file; set one of the two at most."
     )

@@ -95,13 +95,14 @@ class SplitKeys:
 def split_keys(tree: dict[str, Any]) -> SplitKeys:
     """Sort a tree of settings by who reads them."""
     split = SplitKeys({}, {}, [])
-    split.own = _own_part(tree, RunConfig, "", split)
+    split.own = _own(tree, RunConfig, "", split)
     return split
 
 
-def _own_part(
-    tree: dict[str, Any], section: type[Section], prefix: str, split: SplitKeys
-) -> dict[str, Any]:
+def _own(tree: Any, section: type[Section] | None, prefix: str, split: SplitKeys) -> Any:
+    """What the schema has of a section's tree; the rest goes into `split`."""
+    if section is None or not isinstance(tree, dict):
+        return tree
     own: dict[str, Any] = {}
     for name, value in tree.items():
         info = section.model_fields.get(name)
@@ -117,12 +118,6 @@ def _own_part(
         else:
             own[name] = _own(value, inner, path, split)
     return own
-
-
-def _own(value: Any, section: type[Section] | None, prefix: str, split: SplitKeys) -> Any:
-    if section is None or not isinstance(value, dict):
-        return value
-    return _own_part(value, section, prefix, split)
 
 
 def _not_own(path: str, value: Any, split: SplitKeys) -> None:

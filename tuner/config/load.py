@@ -25,7 +25,7 @@ from tuner.algorithms.table import ALGORITHMS, Recorded
 from tuner.config.conflicts import conflicts
 from tuner.config.foreign import find_foreign
 from tuner.config.keys import nearest, schema_paths, split_keys
-from tuner.config.problems import Problem, describe, report
+from tuner.config.problems import Problem, describe
 from tuner.config.schema import RunConfig
 from tuner.config.source import (
     Override,
@@ -74,8 +74,43 @@ class Layers:
         Raises:
             ConfigError: There is one.
         """
-        if self.problems:
-            raise ConfigError(report(self.problems, self.file, self.settings, self.overrides))
+        lines = [
+            f"{where}: {problem.text}" if where else problem.text
+            for problem in self.problems
+            for where in [self._where(problem.path)]
+        ]
+        if len(lines) == 1:
+            raise ConfigError(lines[0])
+        if lines:
+            head = f"{len(lines)} problems in the configuration:"
+            raise ConfigError("\n".join([head, *(f"- {line}" for line in lines)]))
+
+    def _where(self, path: str) -> str:
+        """Where a key was set last; nothing for what names its place itself."""
+        if not path:
+            return ""
+        for override in reversed(self.overrides):
+            if path == override.key or path.startswith(override.key + "."):
+                return f"override {override.text!r}"
+        if _is_set(self.settings, path):
+            return "set in Python"
+        if self.file is None:
+            return ""
+        while path and path not in self.file.lines:
+            path = path.rpartition(".")[0]
+        return f"{self.file.path}:{self.file.lines[path]}" if path else str(self.file.path)
+
+
+def _is_set(settings: Mapping[str, Any], path: str) -> bool:
+    node: Any = settings
+    for part in path.split("."):
+        if not isinstance(node, Mapping):
+            return True
+        if part not in node:
+            # By-name dicts have become lists: whatever is under them was set in Python.
+            return part.isdecimal() and bool(node)
+        node = node[part]
+    return True
 
 
 def read_layers(

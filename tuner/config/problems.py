@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from tuner.config.section import section_of
-from tuner.config.source import Override, YamlFile
 
 
 @dataclass(frozen=True)
@@ -81,53 +79,3 @@ def _sentence(detail: ErrorDetails, path: str, description: str) -> str:
     message = detail["msg"].removeprefix("Value error, ")
     message = message.replace("Input should be", "must be").replace("String should", "must")
     return f"{path} is {detail['input']!r}: {message}{hint}"
-
-
-def report(
-    problems: Sequence[Problem],
-    file: YamlFile | None,
-    settings: Mapping[str, Any],
-    overrides: Sequence[Override],
-) -> str:
-    """One line for each problem, with where its key was set last."""
-    lines = [
-        f"{where}: {problem.text}" if where else problem.text
-        for problem in problems
-        for where in [_where(problem.path, file, settings, overrides)]
-    ]
-    if len(lines) == 1:
-        return lines[0]
-    return "\n".join([f"{len(lines)} problems in the configuration:", *(f"- {x}" for x in lines)])
-
-
-def _where(
-    path: str,
-    file: YamlFile | None,
-    settings: Mapping[str, Any],
-    overrides: Sequence[Override],
-) -> str:
-    """Where a key was set last; nothing for what names its place itself."""
-    if not path:
-        return ""
-    for override in reversed(overrides):
-        if path == override.key or path.startswith(override.key + "."):
-            return f"override {override.text!r}"
-    if path and _is_set(settings, path):
-        return "set in Python"
-    if file is None:
-        return ""
-    while path and path not in file.lines:
-        path = path.rpartition(".")[0]
-    return f"{file.path}:{file.lines[path]}" if path else str(file.path)
-
-
-def _is_set(settings: Mapping[str, Any], path: str) -> bool:
-    node: Any = settings
-    for part in path.split("."):
-        if not isinstance(node, Mapping):
-            return True
-        if part not in node:
-            # By-name dicts have become lists: whatever is under them was set in Python.
-            return part.isdecimal() and bool(node)
-        node = node[part]
-    return True

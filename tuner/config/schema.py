@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -18,7 +18,7 @@ from tuner.algorithms.table import ALGORITHMS
 from tuner.config.algorithm import AlgorithmExtras, AlgorithmSection, CriticSection
 from tuner.config.buffer import BufferSection, EvalTasksetSection, RolloutArgs, TasksetSection
 from tuner.config.explorer import EngineSection, ExplorerSection, ModelSection, SynchronizerSection
-from tuner.config.section import Arguments, Section
+from tuner.config.section import Arguments, Section, null_is
 
 MonitorName = Literal["tensorboard", "wandb", "mlflow", "swanlab"]
 
@@ -218,7 +218,7 @@ class TunerSection(Section):
         "be computed so takes the next one, and the log says why. It changes memory and speed, "
         "not the gradient.",
     )
-    auxiliary_models: dict[str, RemoteModel] = Field(
+    auxiliary_models: Annotated[dict[str, RemoteModel], null_is(dict)] = Field(
         default_factory=dict,
         description="Frozen models behind OpenAI-compatible URLs, by name, each with the keys "
         "below.",
@@ -231,11 +231,6 @@ class TunerSection(Section):
         if not isinstance(value, (dict, Penalize)) and value not in ("drop", "abort"):
             raise ValueError("Input should be drop, abort or {penalize: value}")
         return value
-
-    @field_validator("auxiliary_models", mode="before")
-    @classmethod
-    def _from_nothing(cls, value: Any) -> Any:
-        return {} if value is None else value
 
     @field_validator("imports", mode="before")
     @classmethod

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, field_validator
 
-# Given to something else as they are; a key with nothing under it (`monitor_args:`) gives none.
-Arguments = Annotated[dict[str, Any], BeforeValidator(lambda given: {} if given is None else given)]
+
+def null_is(empty: Callable[[], Any]) -> BeforeValidator:
+    """A key with nothing under it (`monitor_args:`) is as empty as one that is not there."""
+    return BeforeValidator(lambda given: empty() if given is None else given)
+
+
+# Given to something else as they are.
+Arguments = Annotated[dict[str, Any], null_is(dict)]
 
 
 class Section(BaseModel):

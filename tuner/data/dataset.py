@@ -212,7 +212,11 @@ def _read_folder(folder: Path, subset: str | None, split: str | None) -> Iterato
     if split in files and (subset is None or inner != folder):
         return _read_file(files[split])
     if split is None or (files and not others and "[" not in split):
-        raise _no_split(str(folder), split, files)
+        there = ", ".join(sorted(files))
+        found = f": name a split ({there})"
+        if split is not None:
+            found = f" has no split {split!r}; it has: {there}"
+        raise DatasetError(f"dataset {str(folder)!r}{found}")
     return _from_datasets(str(folder), str(folder), name=subset, split=split)
 
 
@@ -274,35 +278,21 @@ def _as_dataset_error(path: str) -> Iterator[None]:
         raise DatasetError(f"dataset {path!r} {text}") from error
 
 
-def _no_split(path: str, split: str | None, files: dict[str, Path]) -> DatasetError:
-    there = ", ".join(sorted(files))
-    if split is None:
-        return DatasetError(f"dataset {path!r}: name a split ({there})")
-    return DatasetError(f"dataset {path!r} has no split {split!r}; it has: {there}")
-
-
 def _read_json(path: Path) -> list[Any]:
     """A JSON file that holds a list, or one value per line."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DatasetError(f"dataset {str(path)!r} cannot be read: {error}") from None
-    if path.suffix == ".json" and text.lstrip().startswith("["):
+    one_list = path.suffix == ".json" and text.lstrip().startswith("[")
+    values: list[Any] = []
+    for before, part in enumerate([text] if one_list else text.split("\n")):
         try:
-            rows = json.loads(text)
+            values += [json.loads(part)] if part.strip() else []
         except json.JSONDecodeError as error:
-            raise DatasetError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
-        assert isinstance(rows, list)
-        return rows
-    rows = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise DatasetError(f"{path}:{number}: not valid JSON: {error.msg}") from None
-    return rows
+            line = before + error.lineno
+            raise DatasetError(f"{path}:{line}: not valid JSON: {error.msg}") from None
+    return values[0] if one_list else values
 
 
 def _filled(rows: list[Any]) -> Iterator[Any]:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tuner.engines.grammar import Grammars
 
 FinishReason = Literal["stop", "length"]
+FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 class EngineError(TunerError, RuntimeError):

@@ -174,6 +174,33 @@ def read_fields(
     return values
 
 
+def with_usage(values: dict[str, Any]) -> bool:
+    """Take `stream_options` out of a request's values: whether a stream ends with the counts.
+
+    Raises:
+        RequestError: 400: they are given without a stream.
+    """
+    include_usage = values.pop("stream_options", None)
+    if include_usage is not None and not values.get("stream"):
+        raise wrong(
+            ("stream_options",), "is given without stream: leave it out or send stream: true"
+        )
+    return bool(include_usage)
+
+
+def stream_options(at: Path, value: Any) -> bool:
+    """Whether the stream is to end with the token counts."""
+    options = object_field(at, value)
+    for key in options:
+        if key not in ("include_usage", "include_obfuscation"):
+            raise wrong((*at, key), "is not known: leave it out")
+    if options.get("include_obfuscation"):
+        raise wrong(
+            (*at, "include_obfuscation"), "is true: streams are not padded here; send false"
+        )
+    return boolean((*at, "include_usage"), options.get("include_usage") or False)
+
+
 def json_object(body: bytes) -> dict[str, Any]:
     """The JSON object in `body`.
 

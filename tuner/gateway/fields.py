@@ -115,13 +115,15 @@ def only_keys(fields: Mapping[str, Any], known: Iterable[str], at: Path, what: s
 def stop_strings(at: Path, value: Any) -> tuple[str, ...]:
     """One string or a few, none of them empty."""
     strings = [value] if isinstance(value, str) else value
-    if not isinstance(strings, list) or not all(isinstance(item, str) for item in strings):
-        raise wrong(at, "must be a string or an array of strings")
-    return strings_that_end(at, strings, most=MAX_STOP_STRINGS)
+    return strings_that_end(at, strings, most=MAX_STOP_STRINGS, what="a string or an array")
 
 
-def strings_that_end(at: Path, strings: list[str], *, most: int) -> tuple[str, ...]:
+def strings_that_end(
+    at: Path, strings: Any, *, most: int, what: str = "an array"
+) -> tuple[str, ...]:
     """A few strings, none of them empty."""
+    if not isinstance(strings, list) or not all(isinstance(item, str) for item in strings):
+        raise wrong(at, f"must be {what} of strings")
     if len(strings) > most:
         raise wrong(at, f"has {len(strings)} strings: send at most {most}")
     if "" in strings:

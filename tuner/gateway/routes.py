@@ -8,6 +8,7 @@ import json
 import logging
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tuner.engines.base import Engine
@@ -308,35 +309,33 @@ async def _once(
             settle()
 
 
+@dataclass(eq=False)
 class _Kept:
     """A stream's events; they become the replay's answer when they have ended well."""
 
-    def __init__(
-        self, events: Events, completion: Completion, replay: Replay, settle: Callable[[], None]
-    ) -> None:
-        self._events = events
-        self._completion = completion
-        self._replay = replay
-        self._settle = settle
-        self._seen: list[bytes] = []
+    events: Events
+    completion: Completion
+    replay: Replay
+    settle: Callable[[], None]
+    seen: list[bytes] = field(default_factory=list)
 
     def __aiter__(self) -> _Kept:
         return self
 
     async def __anext__(self) -> bytes:
         try:
-            event = await anext(self._events)
+            event = await anext(self.events)
         except BaseException:
-            if self._completion.committed:
-                self._replay.answer = Reply(200, b"".join(self._seen), EVENT_STREAM)
-            self._settle()
+            if self.completion.committed:
+                self.replay.answer = Reply(200, b"".join(self.seen), EVENT_STREAM)
+            self.settle()
             raise
-        self._seen.append(event)
+        self.seen.append(event)
         return event
 
     async def aclose(self) -> None:
-        await self._events.aclose()
-        self._settle()
+        await self.events.aclose()
+        self.settle()
 
 
 def _failure(session: Session | None, error: Exception) -> RequestError:

@@ -8,7 +8,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,7 @@ class StepPlan:
         }
 
 
+@dataclass(eq=False)
 class Rollouts:
     """Runs rollouts, at most `max_running` at a time, first come first served.
 
@@ -98,23 +99,18 @@ class Rollouts:
         on_end: Sees every attempt that was run, once it is stored.
     """
 
-    def __init__(
-        self,
-        runner: RolloutRunner,
-        store: TraceStore | None,
-        *,
-        max_running: int,
-        on_end: Callable[[Trace], None] = lambda trace: None,
-    ) -> None:
-        self._runner = runner
-        self._on_end = on_end
-        self._store = store
-        self.max_running = max_running
-        self._slots = asyncio.Semaphore(max_running)
+    runner: RolloutRunner
+    store: TraceStore | None
+    _: KW_ONLY
+    max_running: int
+    on_end: Callable[[Trace], None] = lambda trace: None
+
+    def __post_init__(self) -> None:
+        self._slots = asyncio.Semaphore(self.max_running)
 
     def known(self, split: str, step: int) -> list[Trace]:
         """What was recorded before of a step."""
-        return [] if self._store is None else self._store.read(split, step)
+        return [] if self.store is None else self.store.read(split, step)
 
     async def run(
         self,
@@ -153,11 +149,11 @@ class Rollouts:
             asked, ending = time.perf_counter(), endings.get(id)
             async with self._slots:
                 queued = time.perf_counter() - asked
-                attempts = await self._runner.run(task, id, defaults, ending=ending, queued=queued)
+                attempts = await self.runner.run(task, id, defaults, ending=ending, queued=queued)
             for trace in attempts:
-                if self._store is not None:
-                    self._store.append(trace)
-                self._on_end(trace)
+                if self.store is not None:
+                    self.store.append(trace)
+                self.on_end(trace)
                 on_trace(trace)
             traces.extend(attempts)
             if ending is not None and ending.reason is not None:

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tuner.gateway import Session
@@ -90,6 +91,7 @@ class Ending:
             self._deadline = None
 
 
+@dataclass(eq=False)
 class ToolTime:
     """The seconds of an attempt during which none of its calls is in flight.
 
@@ -101,18 +103,17 @@ class ToolTime:
         exceeded: Whether there were more.
     """
 
-    def __init__(self, seconds: float | None, session: Session) -> None:
-        self._seconds = seconds
-        self._session = session
-        self.exceeded = False
+    seconds: float | None
+    session: Session
+    exceeded: bool = False
 
     @contextmanager
     def limiting(self, deadline: asyncio.Timeout) -> Iterator[None]:
         """While the block runs, too much time in tools is an early `deadline`."""
-        if self._seconds is None:
+        if self.seconds is None:
             yield
             return
-        watch = asyncio.ensure_future(self._watch(self._seconds, deadline))
+        watch = asyncio.ensure_future(self._watch(self.seconds, deadline))
         try:
             yield
         finally:
@@ -121,7 +122,7 @@ class ToolTime:
     async def _watch(self, seconds: float, deadline: asyncio.Timeout) -> None:
         started = time.perf_counter()
         while True:
-            spent = time.perf_counter() - started - self._session.in_flight.seconds
+            spent = time.perf_counter() - started - self.session.in_flight.seconds
             if spent >= seconds:
                 self.exceeded = True
                 _expire(deadline)

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 from tuner.data.order import derive_seed, seed_everything
@@ -60,6 +60,7 @@ class _Attempt:
     judge_seconds: float = 0.0
 
 
+@dataclass(eq=False)
 class RolloutRunner:
     """Runs the user's functions and turns what happens into traces.
 
@@ -72,22 +73,13 @@ class RolloutRunner:
         settings: Limits.
     """
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        workflow: Callable[..., Any],
-        judge: Callable[..., Any] | None,
-        *,
-        make_model: Callable[[Session], Any],
-        auxiliary_models: Callable[[str, int], AbstractContextManager[Mapping[str, Any]]],
-        settings: RolloutSettings,
-    ) -> None:
-        self._gateway = gateway
-        self._workflow = workflow
-        self._judge = judge
-        self._make_model = make_model
-        self._auxiliary_models = auxiliary_models
-        self._settings = settings
+    gateway: Gateway
+    workflow: Callable[..., Any]
+    judge: Callable[..., Any] | None
+    _: KW_ONLY
+    make_model: Callable[[Session], Any]
+    auxiliary_models: Callable[[str, int], AbstractContextManager[Mapping[str, Any]]]
+    settings: RolloutSettings
 
     async def run(
         self,
@@ -121,7 +113,7 @@ class RolloutRunner:
             if not traces:
                 trace.seconds["queue"] = queued
             retry = trace.outcome in (Outcome.WORKFLOW_ERROR, Outcome.TIMEOUT)
-            if not retry or number > self._settings.max_retries:
+            if not retry or number > self.settings.max_retries:
                 return [*traces, trace]
             logger.info("%s, attempt %d: %s; trying again", id, number, trace.error)
             traces.append(replace(trace, final=False))
@@ -135,17 +127,17 @@ class RolloutRunner:
         ending: Ending,
     ) -> Trace:
         started = time.time()
-        seed = derive_seed(self._settings.seed, id, number)
-        if self._settings.deterministic:
+        seed = derive_seed(self.settings.seed, id, number)
+        if self.settings.deterministic:
             seed_everything(seed)
-        session = self._gateway.open_session(
-            f"{id}-{number}", seed=seed, defaults=defaults, limits=self._settings.limits
+        session = self.gateway.open_session(
+            f"{id}-{number}", seed=seed, defaults=defaults, limits=self.settings.limits
         )
         state = _Attempt()
-        tools = ToolTime(self._settings.tool_seconds, session)
+        tools = ToolTime(self.settings.tool_seconds, session)
         try:
-            with self._auxiliary_models(session.id, seed) as auxiliary:
-                async with asyncio.timeout(self._settings.timeout) as deadline:
+            with self.auxiliary_models(session.id, seed) as auxiliary:
+                async with asyncio.timeout(self.settings.timeout) as deadline:
                     with ending.of(deadline):
                         limited = tools.limiting(deadline)
                         await self._run_functions(task, session, dict(auxiliary), state, limited)
@@ -155,12 +147,12 @@ class RolloutRunner:
             calls = session.seal()
         if deadline.expired():  # also when the workflow swallowed its cancellation
             state.outcome = Outcome.TIMEOUT
-            state.error = f"no result within {self._settings.timeout:g} s (explorer.max_timeout)"
+            state.error = f"no result within {self.settings.timeout:g} s (explorer.max_timeout)"
             if ending.reason is not None:
                 state.outcome, state.error = Outcome.CANCELLED, ending.reason
             elif tools.exceeded:
                 state.error = (
-                    f"{self._settings.tool_seconds:g} s in the agent's own code and tools "
+                    f"{self.settings.tool_seconds:g} s in the agent's own code and tools "
                     "(tuner.max_tool_seconds)"
                 )
         if state.outcome is Outcome.COMPLETED and all(call.undelivered for call in calls):
@@ -200,10 +192,10 @@ class RolloutRunner:
     ) -> None:
         started = time.perf_counter()
         try:
-            model = self._make_model(session)
+            model = self.make_model(session)
             with limited:
                 work = call_workflow(
-                    self._workflow,
+                    self.workflow,
                     task=dict(task),
                     model=model,
                     auxiliary_models=auxiliary,
@@ -234,14 +226,14 @@ class RolloutRunner:
             state.workflow_seconds = time.perf_counter() - started
         state.response, state.reward = output.response, output.reward
         state.metrics.update(output.metrics or {})
-        if self._judge is not None:
+        if self.judge is not None:
             started = time.perf_counter()
             try:
                 await self._run_judge(task, session, auxiliary, state)
             finally:
                 state.judge_seconds = time.perf_counter() - started
         if state.outcome is Outcome.COMPLETED:
-            _check_reward(state, judged=self._judge is not None, needed=self._settings.needs_reward)
+            _check_reward(state, judged=self.judge is not None, needed=self.settings.needs_reward)
 
     async def _run_judge(
         self,
@@ -250,11 +242,11 @@ class RolloutRunner:
         auxiliary: dict[str, Any],
         state: _Attempt,
     ) -> None:
-        assert self._judge is not None
-        for tries_left in range(self._settings.max_retries, -1, -1):
+        assert self.judge is not None
+        for tries_left in range(self.settings.max_retries, -1, -1):
             try:
                 work = call_judge(
-                    self._judge,
+                    self.judge,
                     task=dict(task),
                     response=state.response,
                     auxiliary_models=auxiliary,

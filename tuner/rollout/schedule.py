@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Generic, TypeVar
 
 from tuner.errors import TrainingError
@@ -136,6 +137,7 @@ class Ahead(Generic[T]):
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@dataclass(eq=False)
 class Schedule(Generic[T]):
     """The groups of a run, numbered from 0: begun in order, trained when they are complete.
 
@@ -156,28 +158,18 @@ class Schedule(Generic[T]):
         hold: Version before which nothing is begun: steps before it take groups that are known.
     """
 
-    def __init__(
-        self,
-        run: Callable[[int], Coroutine[Any, Any, T]],
-        *,
-        batch: int,
-        total: int,
-        repeat: int,
-        max_running: int,
-        staleness: int,
-        waits: bool = True,
-        version: int = 0,
-        hold: int = 0,
-    ) -> None:
-        self._run = run
-        self._batch = batch
-        self._total = total
-        self._repeat = repeat
-        self._max_running = max_running
-        self._staleness = staleness
-        self._waits = waits
-        self._version = version
-        self._hold = hold
+    run: Callable[[int], Coroutine[Any, Any, T]]
+    _: KW_ONLY
+    batch: int
+    total: int
+    repeat: int
+    max_running: int
+    staleness: int
+    waits: bool = True
+    version: int = 0
+    hold: int = 0
+
+    def __post_init__(self) -> None:
         self._next = 0
         self._begun: dict[int, int] = {}
         self._skipped: set[int] = set()
@@ -218,7 +210,7 @@ class Schedule(Generic[T]):
 
     def advance(self, version: int) -> None:
         """The weights have seen `version` updates."""
-        self._version = version
+        self.version = version
         self.fill()
 
     def rollout_ended(self, number: int) -> None:
@@ -229,28 +221,28 @@ class Schedule(Generic[T]):
 
     def fill(self) -> None:
         """Begin what may be begun."""
-        if self._version < self._hold:
+        if self.version < self.hold:
             return
         while True:
             while self._next in self._skipped:
                 self._next += 1
             running = len(self._left)
             # A group is begun when one of its rollouts can be: later ones see newer weights.
-            room = -(-(self._max_running - self.running) // self._repeat)
+            room = -(-(self.max_running - self.running) // self.repeat)
             allowed = admissible(
                 max_running=running + room,
                 running=running,
                 accepted=self._next - running,
-                batch=self._batch,
-                version=self._version,
-                staleness=self._staleness,
+                batch=self.batch,
+                version=self.version,
+                staleness=self.staleness,
             )
-            if not allowed or self._next >= self._total:
+            if not allowed or self._next >= self.total:
                 return
             number, self._next = self._next, self._next + 1
-            self._begun[number] = self._earliest.get(number, self._version)
-            self._left[number] = self._repeat
-            self._ahead.begin(number, self._run(number))
+            self._begun[number] = self._earliest.get(number, self.version)
+            self._left[number] = self.repeat
+            self._ahead.begin(number, self.run(number))
 
     def _group_ended(self, number: int) -> None:
         self._left.pop(number, None)
@@ -280,19 +272,19 @@ class Schedule(Generic[T]):
     def _choice(self) -> list[int]:
         # After a kill a group may be older than one before it that was begun anew.
         oldest = sorted(self._ahead.ended, key=lambda number: (self._begun[number], number))
-        return sorted(oldest[: self._batch])
+        return sorted(oldest[: self.batch])
 
     def _ready(self) -> bool:
         chosen = self._choice()
-        if len(chosen) < self._batch:
+        if len(chosen) < self.batch:
             return False
-        if not self._waits or not self._ahead.running:
+        if not self.waits or not self._ahead.running:
             return True
         left = (begun for number, begun in self._begun.items() if number not in chosen)
-        return in_time(left, batch=self._batch, version=self._version, staleness=self._staleness)
+        return in_time(left, batch=self.batch, version=self.version, staleness=self.staleness)
 
     async def cancel(self) -> None:
         """Cancel what runs."""
         self._left.clear()
-        self._total = 0
+        self.total = 0
         await self._ahead.cancel()

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,17 +42,15 @@ class JsonlMonitor:
         self._file.close()
 
 
+@dataclass(eq=False)
 class Tracker:
     """A library's run. `log_step` gets a step's metrics and the step, `close` ends it."""
 
-    def __init__(
-        self, log_step: Callable[[dict[str, float], int], object], close: Callable[[], None]
-    ) -> None:
-        self._log_step = log_step
-        self.close = close
+    log_step: Callable[[dict[str, float], int], object]
+    close: Callable[[], None]
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._log_step(dict(metrics), step)
+        self.log_step(dict(metrics), step)
 
 
 def open_tracker(
@@ -115,12 +114,9 @@ def _tensorboard(folder: Path, first_step: int) -> Tracker:
 
 def _mlflow(project: str, name: str, config: dict[str, Any], args: dict[str, Any]) -> Tracker:
     """The project is the experiment, the name is the run."""
-    for key, variable in (
-        ("username", "MLFLOW_TRACKING_USERNAME"),
-        ("password", "MLFLOW_TRACKING_PASSWORD"),
-    ):
+    for key in ("username", "password"):
         if key in args:
-            os.environ[variable] = str(args[key])
+            os.environ[f"MLFLOW_TRACKING_{key.upper()}"] = str(args[key])
     mlflow = _require("mlflow")
     if "uri" in args:
         mlflow.set_tracking_uri(args["uri"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -216,29 +215,26 @@ def advice(history: Sequence[Mapping[str, float]], config: RunConfig) -> tuple[s
     def seconds(name: str) -> float:
         return fmean(row.get(name, 0.0) for row in rows)
 
-    parts = {name: seconds(f"time/{name}") for name in ("generation", "agent", "judge")}
-    parts |= {name: seconds(f"time/{name}") for name in ("training", "sync")}
-    step = sum(parts.values())
-    busy = sum(seconds(f"rollout_seconds/{name}") for name in ("generation", "agent", "judge"))
+    of_rollouts = ("generation", "agent", "judge")
+    parts = {name: seconds(f"time/{name}") for name in (*of_rollouts, "training", "sync")}
+    step, offset = sum(parts.values()), config.synchronizer.sync_offset
+    busy = sum(seconds(f"rollout_seconds/{name}") for name in of_rollouts)
     queue = seconds("rollout_seconds/queue")
     idle = seconds("time/idle") >= DOMINANT * step
-    running = config.explorer.runner_per_model
+    more = f"raise explorer.runner_per_model (now {config.explorer.runner_per_model})"
     if idle and queue > busy and not config.tuner.deterministic:
         return "queue", (
-            f"rollouts wait {queue:.1f} s for room and then take {busy:.1f} s: raise "
-            f"explorer.runner_per_model (now {running}), if tools and memory allow it"
+            f"rollouts wait {queue:.1f} s for room and then take {busy:.1f} s: {more}, if tools "
+            "and memory allow it"
         )
     name = max(parts, key=lambda part: parts[part])
-    if parts[name] < DOMINANT * step:
+    if parts[name] < DOMINANT * step or (name == "training" and offset):  # as it should be
         return None
-    share = f"{parts[name] / step:.0%} of a step"
-    offset = config.synchronizer.sync_offset
     ahead = (
         f"raise synchronizer.sync_offset (now {offset})"
         if offset
         else "set synchronizer.sync_offset, so that collection runs ahead of training"
     )
-    more = f"raise explorer.runner_per_model (now {running})"
     sentences = {
         "agent": f"is waiting for the agents' own code and tools: {ahead}, {more}, or end the "
         "slowest early (explorer.over_rollout, tuner.max_tool_seconds)",
@@ -251,9 +247,7 @@ def advice(history: Sequence[Mapping[str, float]], config: RunConfig) -> tuple[s
         "training": "is training: a larger trainer.max_token_len_per_gpu uses the device better, "
         "if memory allows it",
     }
-    if name == "training" and offset:
-        return None  # as it should be
-    return name, f"{share} {sentences[name]} (docs/asynchronous.md)"
+    return name, f"{parts[name] / step:.0%} of a step {sentences[name]} (docs/asynchronous.md)"
 
 
 def summarize(
@@ -271,15 +265,14 @@ def summarize(
         steps: Updates of the weights.
         checkpoint: The last weights.
     """
+
+    def total(name: str) -> int:
+        return int(sum(row.get(name, 0) for row in history))
+
     evaluated = [row for row in history if any(name.startswith("eval/") for name in row)]
-    outcomes: Counter[str] = Counter()
-    dropped: Counter[str] = Counter()
-    for row in history:
-        for outcome in Outcome:
-            outcomes[outcome.value] += int(row.get(f"rollouts/{outcome.value}", 0))
-        for name, value in row.items():
-            if name.startswith("tokens/dropped/"):
-                dropped[name.removeprefix("tokens/dropped/")] += int(value)
+    outcomes = {outcome.value: total(f"rollouts/{outcome.value}") for outcome in Outcome}
+    names = dict.fromkeys(name for row in history for name in row)
+    dropped = [name for name in names if name.startswith("tokens/dropped/")]
     return TuneResult(
         steps=steps,
         eval_before=_eval_rewards(history[0]) if history and history[0]["step"] == 0 else {},
@@ -288,9 +281,9 @@ def summarize(
         history=[dict(row) for row in history],
         outcomes={name: count for name, count in outcomes.items() if count},
         tokens=TokenCounts(
-            sampled=int(sum(row.get("tokens/sampled", 0) for row in history)),
-            trained=int(sum(row.get("tokens/trained", 0) for row in history)),
-            dropped=dict(dropped),
+            sampled=total("tokens/sampled"),
+            trained=total("tokens/trained"),
+            dropped={name.removeprefix("tokens/dropped/"): total(name) for name in dropped},
         ),
         seconds=sum(row.get("time/step", 0.0) for row in history),
         run_dir=directory.path,

@@ -210,6 +210,12 @@ def untrainable(call: Call) -> str | None:
     return None
 
 
+def unreplayed(call: Call) -> str | None:
+    """As `untrainable`, where no grammar is replayed. The log-probs of a call that was held to a
+    form are those within it: over all tokens, its ratios would compare two distributions."""
+    return untrainable(call) or ("constrained_call" if call.constrained else None)
+
+
 def build_batch(
     traces: Iterable[Trace],
     *,
@@ -262,9 +268,8 @@ def build_batch(
             tokens[unused] += sum(trace.sampled_tokens for trace, _ in members)
             rollouts[unused] += len(members)
             continue
-        kept_R = selection.kept(members)
         found = members if selection.lone_rewards else alike(members)
-        for (trace, reward), kept in zip(found, kept_R, strict=True):
+        for (trace, reward), kept in zip(found, selection.kept(members), strict=True):
             if kept:
                 used.append((trace, selection.shaped(trace, reward), kept_groups))
             else:
@@ -353,8 +358,7 @@ def alike(members: Sequence[tuple[Trace, float]]) -> list[tuple[Trace, float]]:
     found = []
     for trace, reward in members:
         if all(call.reward is None for call in trace.calls):
-            calls = tuple(replace(call, reward=reward) for call in trace.calls)
-            trace = replace(trace, calls=calls)
+            trace = replace(trace, calls=tuple(replace(c, reward=reward) for c in trace.calls))
         found.append((trace, reward))
     return found
 

@@ -14,7 +14,6 @@ is drawn.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +23,6 @@ from torch import Tensor, nn
 from tuner.algorithms.losses import clipped_value_loss
 from tuner.engines.transfer import to_device
 from tuner.engines.transformers.weights import causal_model
-from tuner.errors import TrainingError
 from tuner.training.batch import Batch, Row
 from tuner.training.forward.head import body
 from tuner.training.forward.layouts import Forward
@@ -114,14 +112,9 @@ class Critic:
             .double()
             .tolist()
         )
-        if not math.isfinite(grad_norm + total):
-            self.optimizer.zero_grad()
-            raise TrainingError(
-                f"the critic's loss {total} with gradient norm {grad_norm} is not finite; lower "
-                "tuner.critic.lr or trainer.grad_clip"
-            )
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.optimizer.step_if_finite(
+            "the critic's loss", total, grad_norm, setting="tuner.critic.lr"
+        )
         return {
             "value_loss": total,
             "value_clip_fraction": clipped / batch.trained_tokens,

@@ -135,24 +135,19 @@ logger = logging.getLogger("tuner")
 MISMATCH_ALARM = 0.05
 
 
-class MismatchAlarm:
-    """Says so once."""
-
-    def __init__(self) -> None:
-        self._given = False
-
-    def check(self, metrics: Mapping[str, float], step: int) -> None:
-        """Look at the metrics of a step; where it trained stale tokens they say nothing."""
-        mismatch = metrics["logprob_mismatch_mean"]
-        if self._given or metrics["stale_fraction"] or mismatch <= MISMATCH_ALARM:
-            return
-        self._given = True
-        logger.warning(
-            "step %d: recorded and recomputed log-probs of the same weights differ by %.3g nat in "
-            "the mean (more than %g), so updates are not those of the policy that sampled; is the "
-            "engine's precision, chat template or sampling another? tuner.algorithm.proximal: "
-            "recompute corrects for it",
-            step,
-            mismatch,
-            MISMATCH_ALARM,
-        )
+def raises_alarm(metrics: Mapping[str, float], step: int) -> bool:
+    """Whether a step trained by log-probs of another distribution, which is then logged; where it
+    trained stale tokens they say nothing."""
+    mismatch = metrics["logprob_mismatch_mean"]
+    if metrics["stale_fraction"] or mismatch <= MISMATCH_ALARM:
+        return False
+    logger.warning(
+        "step %d: recorded and recomputed log-probs of the same weights differ by %.3g nat in "
+        "the mean (more than %g), so updates are not those of the policy that sampled; is the "
+        "engine's precision, chat template or sampling another? tuner.algorithm.proximal: "
+        "recompute corrects for it",
+        step,
+        mismatch,
+        MISMATCH_ALARM,
+    )
+    return True

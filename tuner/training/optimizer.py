@@ -155,6 +155,25 @@ class MasterAdamW:
             # Rounded on the device, so that no rounded copy is made in main memory.
             parameter.copy_(master.to(parameter.device, non_blocking=True))
 
+    def step_if_finite(self, what: str, loss: float, grad_norm: float, *, setting: str) -> None:
+        """One step, unless it would spoil the weights; the gradients are forgotten.
+
+        Args:
+            what: Whose loss it is, for the message.
+            setting: The learning rate's key, likewise.
+
+        Raises:
+            TrainingError: Loss or gradient is not finite; the weights are as they were.
+        """
+        if not (math.isfinite(grad_norm) and math.isfinite(loss)):
+            self.zero_grad()
+            raise TrainingError(
+                f"{what} {loss} with gradient norm {grad_norm} is not finite; lower {setting} or "
+                "trainer.grad_clip"
+            )
+        self.step()
+        self.zero_grad()
+
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` takes; `torch.load` reads it with `weights_only`."""
         return {

@@ -21,7 +21,6 @@ from tuner.algorithms.advantages import (
     compared,
     distilled,
     gae,
-    group_normalized,
     quiet,
     turn_returns,
     whitened,
@@ -31,7 +30,6 @@ from tuner.algorithms.losses import KL_ESTIMATORS
 from tuner.algorithms.spec import (
     AdvantageArgs,
     DistillAdvantage,
-    GRPOAdvantage,
     PPOAdvantage,
     ReinforcePlusPlusAdvantage,
 )
@@ -286,7 +284,9 @@ def _compared(
         row_rewards_N = row_rewards_N - of_call_C[call_N]
         # Calls with rewards of their own have paid with these.
         rewards_R = rewards_R.index_add(0, rollout_N, -charge_N.masked_fill(own_N, 0.0))
-    advantages_N = _of_rollouts(rewards_R, batch.group_R, args)[rollout_N]
+    advantages_R = compared(args, rewards_R, torch.arange(len(rewards_R)), batch.group_R)
+    advantages_R = advantages_R.masked_fill(quiet(rewards_R, batch.group_R, args), 0.0)
+    advantages_N = advantages_R[rollout_N]
     if own_N.any():
         own_C, place_N = _calls(batch, own_N)
         peers_C = torch.tensor([batch.rows[row].peers for row in own_C.tolist()])
@@ -322,10 +322,3 @@ def _of_turns(
     )
     advantages_N = advantages_C[call_N]
     return advantages_N.masked_fill(quiet(batch.rewards_R, batch.group_R, args)[rollout_N], 0)
-
-
-def _of_rollouts(rewards_R: Tensor, group_R: Tensor, args: AdvantageArgs) -> Tensor:
-    if isinstance(args, GRPOAdvantage):
-        advantages_R = group_normalized(rewards_R, group_R, args)
-        return advantages_R.masked_fill(quiet(rewards_R, group_R, args), 0.0)
-    return compared(args, rewards_R, torch.arange(len(rewards_R)), group_R)

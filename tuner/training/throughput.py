@@ -131,12 +131,11 @@ class Throughput:
         tf32 = torch.get_float32_matmul_precision() != "highest"
         self._peak = peak_flops(name, model.dtype, tf32=tf32)
         found = ModelFlops.of(model)
-        reason = found if isinstance(found, str) else None
         if self._peak is None:
-            reason = f"the peak of {name!r} in {model.dtype} is not known"
-        if reason is not None:
-            logger.info("no MFU is reported: %s", reason)
-        elif isinstance(found, ModelFlops):
+            found = f"the peak of {name!r} in {model.dtype} is not known"
+        if isinstance(found, str):
+            logger.info("no MFU is reported: %s", found)
+        else:
             self._flops = found
 
     @contextmanager

@@ -19,7 +19,6 @@ trainer's own for the same weights; the difference is reported each step
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +37,7 @@ from tuner.errors import TrainingError
 from tuner.training.batch import Batch, Row
 from tuner.training.critic import Critic
 from tuner.training.forward.layouts import Forward, HasRows, whole_calls
-from tuner.training.loss import MismatchAlarm, micro_batch_loss
+from tuner.training.loss import micro_batch_loss, raises_alarm
 from tuner.training.optimizer import lr_factor, make_optimizer
 from tuner.training.references import Reference, Teacher, acting, frozen_start
 from tuner.training.scoring import (
@@ -91,7 +90,7 @@ class PolicyTrainer:
         self.model = model.eval()  # no dropout: sampling and training see the same function
         self.settings = settings
         self.step = 0
-        self._alarm = MismatchAlarm()
+        self._alarmed = False  # said once
         self._forward = Forward.of(
             model,
             grammars,
@@ -229,7 +228,7 @@ class PolicyTrainer:
         if isinstance(args := self.settings.advantage_spec, DistillAdvantage):
             # In the mean over the student's samples, the KL of student and teacher.
             metrics["kl_teacher"] = -float(advantages_T.mean()) / args.kl_coef
-        self._alarm.check(metrics, self.step + 1)
+        self._alarmed = self._alarmed or raises_alarm(metrics, self.step + 1)
         return metrics
 
     def _proximal(self, scored: ScoredBatch) -> tuple[Tensor, ...] | None:
@@ -281,7 +280,7 @@ class PolicyTrainer:
             "importance_squared"
         )
         metrics["lr"] = self.lr
-        self._apply(loss=metrics["loss"], grad_norm=metrics["grad_norm"])
+        self._apply(metrics["loss"], metrics["grad_norm"])
         return metrics
 
     def likelihood_update(self, rows: Sequence[Row], weights_N: Tensor) -> dict[str, float]:
@@ -316,21 +315,14 @@ class PolicyTrainer:
         total, entropy, grad_norm = torch.cat(
             [torch.stack(sums).double().sum(0), norm.double()[None]]
         ).tolist()
-        self._apply(loss=total, grad_norm=grad_norm)
+        self._apply(total, grad_norm)
         self.step += 1
         tokens = sum(len(row.completion_ids) for row in rows)
         return {"loss": total, "entropy": entropy / tokens, "grad_norm": grad_norm, "lr": self.lr}
 
-    def _apply(self, *, loss: float, grad_norm: float) -> None:
-        """Take the optimizer's step, if it would not spoil the weights."""
-        if not (math.isfinite(grad_norm) and math.isfinite(loss)):
-            self.optimizer.zero_grad()
-            raise TrainingError(
-                f"step {self.step + 1}: loss {loss} with gradient norm {grad_norm} is not finite; "
-                "lower algorithm.optimizer.lr or trainer.grad_clip"
-            )
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+    def _apply(self, loss: float, grad_norm: float) -> None:
+        what = f"step {self.step + 1}: loss"
+        self.optimizer.step_if_finite(what, loss, grad_norm, setting="algorithm.optimizer.lr")
 
     def _micro_batches(self, batch: Batch) -> list[list[int]]:
         settings = self.settings

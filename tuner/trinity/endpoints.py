@@ -20,6 +20,7 @@ import asyncio
 import json
 import math
 import re
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
@@ -27,16 +28,17 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from tuner.engines.base import (
+    FINISH_REASONS,
     DescribedEngine,
     EngineCapabilities,
     EngineError,
-    FinishReason,
     Generation,
     SamplingParams,
     TokenSink,
 )
 from tuner.engines.grammar_text import GrammarError, with_head
-from tuner.engines.token_server import patient_client
+from tuner.engines.request import Progress
+from tuner.engines.token_server import most_probable, patient_client
 from tuner.errors import ContextLengthError
 
 if TYPE_CHECKING:
@@ -109,7 +111,7 @@ class ServedEngine(TrinitysEngine):
     ) -> Generation:
         """As `Engine.generate`. A token's version is the one that the completion began with."""
         version = self._version = await self._model_version()
-        reading = _Reading(sampling, version, sink)
+        progress = _progress(prompt_ids, sampling, sink)
         body = self._body(prompt_ids, sampling)
         try:
             if self._adapter is not None:
@@ -118,13 +120,19 @@ class ServedEngine(TrinitysEngine):
                 if response.status_code != 200:
                     raise _refusal(response.status_code, await response.aread())
                 async for event in _events(response):
-                    reading.read(event)
+                    _read(event, progress, version)
         except httpx.HTTPError as error:
             raise EngineError(
                 f"the connection to Trinity-RFT's engine at {self._client.base_url} broke: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        return reading.generation()
+        if progress.finish_reason not in FINISH_REASONS:
+            raise EngineError(
+                f"Trinity-RFT's engine ended a completion after {len(progress.completion_ids)} "
+                f"tokens with {progress.finish_reason or 'no reason'}: it was stopped or is "
+                "overloaded"
+            )
+        return progress.generation()
 
     async def _served_adapter(self, folder: str, version: int) -> str:
         """The name under which the server has a version's adapter, after loading it there.
@@ -174,73 +182,50 @@ def _adapter_name(version: int) -> str:
     return f"tuner-adapter-{version}"
 
 
-class _Reading:
-    """A completion as its events come in."""
+def _progress(
+    prompt_ids: Sequence[int], sampling: SamplingParams, sink: TokenSink | None
+) -> Progress:
+    """A completion whose end is not for us to find: whoever samples it says where that is."""
+    prompt, never = list(prompt_ids), sys.maxsize
+    return Progress(prompt, sampling, never, frozenset(), None, sink, cached_tokens=0)
 
-    def __init__(self, sampling: SamplingParams, version: int, sink: TokenSink | None) -> None:
-        self._sampling = sampling
-        self._version = version
-        self._sink = sink
-        self._ids: list[int] = []
-        self._logprobs: list[float] = []
-        self._top: list[tuple[tuple[int, float], ...]] = []
-        self._finish: str | None = None
-        self._cached = 0
 
-    def read(self, event: dict[str, Any]) -> None:
-        if "error" in event:
-            raise EngineError(f"Trinity-RFT's engine failed: {_message(event)}")
-        details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
-        self._cached = details.get("cached_tokens") or self._cached
-        for choice in event.get("choices", ()):
-            self._read_tokens(choice)
-            self._finish = choice.get("finish_reason") or self._finish
+def _push(progress: Progress, token_id: int, logprob: float, version: int) -> None:
+    """Take a token. A greedy one was certain; it is reported as if it had been sampled at 1."""
+    progress.push(token_id, 0.0 if progress.sampling.temperature == 0 else logprob, version)
+    if progress.cancelled:
+        raise asyncio.CancelledError
 
-    def _read_tokens(self, choice: dict[str, Any]) -> None:
-        ids = choice.get("token_ids") or []
-        found = choice.get("logprobs") or {}
-        logprobs = found.get("token_logprobs") or []
-        if len(ids) != len(logprobs):
-            raise EngineError(
-                f"Trinity-RFT's engine returned {len(ids)} token ids and {len(logprobs)} log-probs "
-                "together; vLLM of version 0.17 or later returns one for each"
-            )
-        for place, (token_id, logprob) in enumerate(zip(ids, logprobs, strict=True)):
-            if logprob is None or not math.isfinite(logprob):
-                raise EngineError(f"Trinity-RFT's engine gave token {token_id} no log-prob")
-            # A greedy token was certain; vLLM reports it as if it had been sampled at 1.
-            value = 0.0 if self._sampling.temperature == 0 else float(logprob)
-            self._ids.append(int(token_id))
-            self._logprobs.append(value)
-            if self._sampling.top_logprobs:
-                self._top.append(_alternatives(found["top_logprobs"][place], self._sampling))
-            if self._sink is not None and not self._sink.push(int(token_id), value, self._version):
-                raise asyncio.CancelledError
 
-    def generation(self) -> Generation:
-        reasons: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
-        if self._finish not in reasons:
-            raise EngineError(
-                f"Trinity-RFT's engine ended a completion after {len(self._ids)} tokens with "
-                f"{self._finish or 'no reason'}: it was stopped or is overloaded"
-            )
-        return Generation(
-            completion_ids=tuple(self._ids),
-            logprobs=tuple(self._logprobs),
-            versions=(self._version,) * len(self._ids),
-            finish_reason=reasons[self._finish],
-            top_logprobs=tuple(self._top),
-            cached_tokens=self._cached,
+def _read(event: dict[str, Any], progress: Progress, version: int) -> None:
+    """Take over what an event of the stream says."""
+    if "error" in event:
+        raise EngineError(f"Trinity-RFT's engine failed: {_message(event)}")
+    details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
+    progress.cached_tokens = details.get("cached_tokens") or progress.cached_tokens
+    for choice in event.get("choices", ()):
+        _read_tokens(choice, progress, version)
+        progress.finish_reason = choice.get("finish_reason") or progress.finish_reason
+
+
+def _read_tokens(choice: dict[str, Any], progress: Progress, version: int) -> None:
+    sampling = progress.sampling
+    ids = choice.get("token_ids") or []
+    found = choice.get("logprobs") or {}
+    logprobs = found.get("token_logprobs") or []
+    if len(ids) != len(logprobs):
+        raise EngineError(
+            f"Trinity-RFT's engine returned {len(ids)} token ids and {len(logprobs)} log-probs "
+            "together; vLLM of version 0.17 or later returns one for each"
         )
-
-
-def _alternatives(
-    found: dict[str, float], sampling: SamplingParams
-) -> tuple[tuple[int, float], ...]:
-    """The most probable tokens of one place; the sampled one is among them only by its rank."""
-    pairs = [(int(name.removeprefix(_TOKEN_ID)), value) for name, value in found.items()]
-    pairs.sort(key=lambda pair: -pair[1])
-    return tuple(pairs[: sampling.top_logprobs])
+    for place, (token_id, logprob) in enumerate(zip(ids, logprobs, strict=True)):
+        if logprob is None or not math.isfinite(logprob):
+            raise EngineError(f"Trinity-RFT's engine gave token {token_id} no log-prob")
+        if sampling.top_logprobs:
+            pairs = found["top_logprobs"][place].items()
+            named = ((int(name.removeprefix(_TOKEN_ID)), value) for name, value in pairs)
+            progress.top_logprobs.append(most_probable(named, sampling.top_logprobs))
+        _push(progress, int(token_id), float(logprob), version)
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
@@ -330,14 +315,9 @@ class TinkerEngine(TrinitysEngine):
                 f"Tinker's service did not complete a prompt of {len(prompt_ids)} tokens with "
                 f"{path}: {type(error).__name__}: {error}"
             ) from error
-        generation = _generation(response.sequences[0], sampling, version)
-        if sink is not None:
-            for token_id, logprob in zip(
-                generation.completion_ids, generation.logprobs, strict=True
-            ):
-                if not sink.push(token_id, logprob, version):
-                    raise asyncio.CancelledError
-        return generation
+        progress = _progress(prompt_ids, sampling, sink)
+        _take(response.sequences[0], progress, version)
+        return progress.generation()
 
     def _version_of(self, path: str) -> int:
         if path == self._base_model:
@@ -369,22 +349,15 @@ class TinkerEngine(TrinitysEngine):
         self._samplers.clear()
 
 
-def _generation(found: SampledSequence, sampling: SamplingParams, version: int) -> Generation:
-    ids = tuple(found.tokens)
-    logprobs = found.logprobs
+def _take(found: SampledSequence, progress: Progress, version: int) -> None:
+    ids, logprobs = found.tokens, found.logprobs
     if logprobs is None or len(logprobs) != len(ids):
         raise EngineError(
             f"Tinker's service returned {len(ids)} token ids and "
             f"{'no' if logprobs is None else len(logprobs)} log-probs"
         )
-    reasons: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
-    if found.stop_reason not in reasons:
+    if found.stop_reason not in FINISH_REASONS:
         raise EngineError(f"Tinker's service ended a completion with {found.stop_reason!r}")
-    # A greedy token was certain; the service reports it as if it had been sampled at 1.
-    certain = sampling.temperature == 0
-    return Generation(
-        completion_ids=ids,
-        logprobs=tuple(0.0 if certain else float(logprob) for logprob in logprobs),
-        versions=(version,) * len(ids),
-        finish_reason=reasons[found.stop_reason],
-    )
+    for token_id, logprob in zip(ids, logprobs, strict=True):
+        _push(progress, token_id, float(logprob), version)
+    progress.finish_reason = FINISH_REASONS[found.stop_reason]

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tuner.traces import Call
-from tuner.training.batch import untrainable
 
 
 @dataclass(frozen=True)
@@ -39,15 +38,6 @@ class TrainedSequence:
     logprobs: tuple[float, ...]
     action_mask: tuple[bool, ...]
     calls: tuple[Call, ...]
-
-
-def left_out(call: Call) -> str | None:
-    """Why Trinity-RFT is not given a call of a rollout that is used, or None.
-
-    One that was held to a form is not: its log-probs are those within the form, and Trinity-RFT's
-    trainer computes over all tokens, so that the ratios would compare two distributions.
-    """
-    return untrainable(call) or ("constrained_call" if call.constrained else None)
 
 
 def one_per_call(calls: Sequence[Call]) -> list[TrainedSequence]:

@@ -20,6 +20,7 @@ from tuner.config.load import read_layers
 from tuner.config.source import lookup
 from tuner.errors import ConfigError, FunctionError
 from tuner.functions.calling import where
+from tuner.result import Verdict
 from tuner.run.directory import free_name
 from tuner.trinity.datafiles import put_evaluations, put_recorded, put_tasks
 from tuner.trinity.handover import TrinitySettings, checked, install, resolve
@@ -147,14 +148,6 @@ def _check_functions(
         )
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What the check found, on one page; `ready` is whether a run can begin on this machine."""
-
-    ready: bool
-    text: str
-
-
 def check_trinity(
     path: str | Path | None,
     overrides: Sequence[str] = (),
@@ -197,7 +190,7 @@ def check_trinity(
                 missing or f"READY{there}.",
             ],
         ]
-        return Verdict(missing is None, "\n\n".join("\n".join(section) for section in sections))
+        return Verdict.of(missing is None, sections)
 
 
 def _elsewhere(settings: TrinitySettings, folder: Path) -> TrinitySettings:

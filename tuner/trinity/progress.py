@@ -17,8 +17,7 @@ from tuner.result import TokenCounts
 from tuner.run.directory import RunDirectory, write_atomically
 from tuner.run.metrics import evaluation_metrics, rollout_metrics, time_split
 from tuner.traces import Trace, TraceStore
-from tuner.training.batch import Selection, build_batch, reward_of
-from tuner.trinity.experience import left_out
+from tuner.training.batch import Selection, build_batch, reward_of, unreplayed
 
 
 class Journal:
@@ -230,7 +229,7 @@ class Progress:
                 self.traces(step),
                 penalty=self._penalty,
                 selection=Selection(needs_group=needs_group),
-                left_out=left_out,
+                left_out=unreplayed,
             )
             counts.sampled += batch.sampled_tokens
             counts.trained += batch.trained_tokens

@@ -20,6 +20,7 @@ import socket
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -213,22 +214,20 @@ class _TooLate(Exception):
     """A deadline of ours has passed; Ray's and the actors' own are `TimeoutError`s."""
 
 
+@dataclass(frozen=True)
 class Stage:
     """The actors of one run, made when it is entered and sent home when it is left.
 
-    Args:
+    Attributes:
         config: As Trinity-RFT's check left it.
         look: Called twice a second while there is something to wait for; what it raises ends the
             stage.
         explored: Whether the explorer has done every step that was asked for.
     """
 
-    def __init__(
-        self, config: Config, *, look: Callable[[], None], explored: Callable[[], bool]
-    ) -> None:
-        self._config = config
-        self._look = look
-        self._explored = explored
+    config: Config
+    look: Callable[[], None]
+    explored: Callable[[], bool]
 
     def run(self) -> None:
         """Run the configuration's mode to its end.
@@ -239,26 +238,26 @@ class Stage:
         """
         from trinity.buffer.pipelines.task_pipeline import check_and_run_task_pipeline
 
-        check_and_run_task_pipeline(self._config)
-        if self._config.mode in ("both", "colocate"):
+        check_and_run_task_pipeline(self.config)
+        if self.config.mode in ("both", "colocate"):
             self._both()
-        elif self._config.mode == "train":
+        elif self.config.mode == "train":
             self._one(self._trainer(), "train", synchronize=True)
-        elif self._config.mode == "bench":
-            self._config.explorer.name = "benchmark"
+        elif self.config.mode == "bench":
+            self.config.explorer.name = "benchmark"
             self._one(self._explorer(), "benchmark", synchronize=False)
         else:  # explore, serve
-            self._one(self._explorer(), self._config.mode, synchronize=True)
+            self._one(self._explorer(), self.config.mode, synchronize=True)
 
     def _explorer(self) -> Any:
         from trinity.explorer.explorer import Explorer
 
-        return Explorer.get_actor(self._config)
+        return Explorer.get_actor(self.config)
 
     def _trainer(self) -> Any:
         from trinity.trainer.trainer import Trainer
 
-        return Trainer.get_actor(self._config)
+        return Trainer.get_actor(self.config)
 
     def _one(self, actor: Any, method: str, *, synchronize: bool) -> None:
         with self._closing([actor]):
@@ -274,8 +273,8 @@ class Stage:
         explorer, trainer = self._explorer(), self._trainer()
         with self._closing([explorer, trainer]):
             self._start([explorer, trainer])
-            if self._config.synchronizer.sync_method == SyncMethod.NCCL:
-                synchronizer = Synchronizer.get_actor(namespace=self._config.ray_namespace)
+            if self.config.synchronizer.sync_method == SyncMethod.NCCL:
+                synchronizer = Synchronizer.get_actor(namespace=self.config.ray_namespace)
                 self._finish([synchronizer.coordinate_weight_sync_setup.remote()])
                 self._finish([explorer.sync_weight.remote(), trainer.sync_weight.remote()])
             else:
@@ -286,13 +285,13 @@ class Stage:
             exploring, training = explorer.explore.remote(), trainer.train.remote()
             done = self._finish([exploring, training], all_of_them=False)
             if exploring in done and training not in done:
-                if not self._explored():
+                if not self.explored():
                     raise TrainingError("the explorer gave up before its last step")
                 self._finish([training])
 
     def _start(self, actors: Sequence[Any]) -> None:
         """Wait for the models. A cluster that is too small for them would let us wait for ever."""
-        limit = float(self._config.synchronizer.sync_timeout)
+        limit = float(self.config.synchronizer.sync_timeout)
         deadline = time.monotonic() + limit
         for call in ("__ray_ready__", "prepare"):
             waiting = [getattr(actor, call).remote() for actor in actors]
@@ -313,7 +312,7 @@ class Stage:
         while True:
             count = len(waiting) if all_of_them else 1
             done, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=POLL_SECONDS)
-            self._look()
+            self.look()
             ray.get(done)
             if len(done) >= count:
                 return list(done)

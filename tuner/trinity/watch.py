@@ -39,10 +39,11 @@ class NothingToLearn(TrainingError):
     """Step after step taught nothing: the message is the diagnosis, no log says more."""
 
 
+@dataclass(eq=False)
 class Watch:
     """Looks at one start of a run.
 
-    Args:
+    Attributes:
         config: As Trinity-RFT's check left it.
         progress: The run's reports.
         journal: What the workers say.
@@ -54,30 +55,20 @@ class Watch:
             told to go on.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        progress: Progress,
-        journal: Journal,
-        console: ConsoleMonitor,
-        metrics: Path,
-        *,
-        patience: int,
-        deaths: Callable[[], Sequence[Death]],
-        synchronizer: Synchronizer | None,
-    ) -> None:
-        self._config = config
-        self._progress = progress
-        self._journal = journal
-        self._console = console
-        self._metrics = metrics
-        self._patience = patience
-        self._deaths = deaths
-        self._synchronizer = synchronizer
-        self._said = {role: set(progress.reports(role)) for role in ("explorer", "trainer")}
-        self._trained_before = len(progress.trained_steps())
-        self._handed_before = progress.experiences()
-        self._ended = progress.ended_steps()
+    config: Config
+    progress: Progress
+    journal: Journal
+    console: ConsoleMonitor
+    metrics: Path
+    patience: int
+    deaths: Callable[[], Sequence[Death]]
+    synchronizer: Synchronizer | None
+
+    def __post_init__(self) -> None:
+        self._said = {role: set(self.progress.reports(role)) for role in ("explorer", "trainer")}
+        self._trained_before = len(self.progress.trained_steps())
+        self._handed_before = self.progress.experiences()
+        self._ended = self.progress.ended_steps()
         self._signals: list[bool] = []
         self._asked = 0.0
         self._shown = 0
@@ -91,42 +82,42 @@ class Watch:
             FunctionError: A function returned something of the wrong type.
             TrainingError: An actor has died, or there is nothing to learn; says which and why.
         """
-        self._journal.raise_reason()
+        self.journal.raise_reason()
         self.say()
         self._check_signal()
         if time.monotonic() - self._asked < _ASK_RAY_EVERY:
             return
         self._asked = time.monotonic()
-        if dead := self._deaths():
+        if dead := self.deaths():
             raise TrainingError("\n".join(str(death) for death in dead))
-        if self._synchronizer is not None and self._signals:
-            self._let_go_on(self._synchronizer)
+        if self.synchronizer is not None and self._signals:
+            self._let_go_on(self.synchronizer)
 
     def say(self) -> None:
         """Show the steps that were done since the last time, and add them to `metrics.jsonl`."""
-        if self._config.mode == "serve" and not self._said["explorer"]:
-            url = server_url(self._config)
+        if self.config.mode == "serve" and not self._said["explorer"]:
+            url = server_url(self.config)
             if url and answers(url):
                 self._said["explorer"].add(0)
-                self._console.say(f"serving {url}/v1  Ctrl-C ends it")
-        role = "trainer" if self._config.mode in ("both", "colocate", "train") else "explorer"
-        for step in sorted(set(self._progress.reports(role)) - self._said[role]):
+                self.console.say(f"serving {url}/v1  Ctrl-C ends it")
+        role = "trainer" if self.config.mode in ("both", "colocate", "train") else "explorer"
+        for step in sorted(set(self.progress.reports(role)) - self._said[role]):
             self._said[role].add(step)
-            row = self._progress.row(step)
-            with self._metrics.open("a", encoding="utf-8") as file:
+            row = self.progress.row(step)
+            with self.metrics.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, **row}) + "\n")
             if "time/step" in row:
-                self._console.log(step, row)
+                self.console.log(step, row)
         self._show_rollouts(max(self._said[role], default=0) + 1)
 
     def _show_rollouts(self, step: int) -> None:
         """The bar of the step that is being collected, on a terminal."""
-        config = self._config
+        config = self.config
         total = int(config.buffer.batch_size * config.algorithm.repeat_times)
         if step != self._shown:
             self._shown, self._rollouts, self._place = step, 0, 0
-            self._console.begin(f"step {step}", total, step=step)
-        path = self._journal.traces(step)
+            self.console.begin(f"step {step}", total, step=step)
+        path = self.journal.traces(step)
         if not path.exists():
             return
         with path.open("rb") as file:
@@ -135,24 +126,24 @@ class Watch:
         self._place += len(added)
         for _ in range(min(added.count(b"\n"), total - self._rollouts)):
             self._rollouts += 1
-            self._console.rollout_done()
+            self.console.rollout_done()
 
     def _check_signal(self) -> None:
-        ended = self._progress.ended_steps()
+        ended = self.progress.ended_steps()
         for step in ended:
             if step in self._ended:
                 continue
-            traces = self._progress.traces(step)
-            self._signals.append(self._progress.signal(traces))
-            if len(self._signals) >= self._patience and not any(self._signals[-self._patience :]):
-                raise NothingToLearn(diagnosis(traces, self._patience))
+            traces = self.progress.traces(step)
+            self._signals.append(self.progress.signal(traces))
+            if len(self._signals) >= self.patience and not any(self._signals[-self.patience :]):
+                raise NothingToLearn(diagnosis(traces, self.patience))
         self._ended = ended
 
     def _let_go_on(self, synchronizer: Synchronizer) -> None:
         """Let the explorer go on where it waits for weights that the trainer has no batch for."""
-        batch = int(self._config.buffer.train_batch_size)
-        trained = len(self._progress.trained_steps()) - self._trained_before
-        there = self._progress.experiences() - self._handed_before - trained * batch
+        batch = int(self.config.buffer.train_batch_size)
+        trained = len(self.progress.trained_steps()) - self._trained_before
+        there = self.progress.experiences() - self._handed_before - trained * batch
         step = max(self._ended, default=0)
         if there >= batch or not synchronizer.explorer_waits():
             self._short_since = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,10 +27,10 @@ from tuner.errors import FunctionError, TrainingError
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults, SessionLimits
 from tuner.rollout import RolloutRunner, RolloutSettings
 from tuner.traces import Outcome, RolloutId, Trace
-from tuner.training.batch import alike, reward_of
+from tuner.training.batch import alike, reward_of, unreplayed
 from tuner.trinity.datafiles import task_of
 from tuner.trinity.endpoints import ServedEngine, TinkerEngine
-from tuner.trinity.experience import TrainedSequence, left_out, merged, one_per_call
+from tuner.trinity.experience import TrainedSequence, merged, one_per_call
 from tuner.trinity.progress import Journal
 from tuner.trinity.workers import load
 
@@ -140,7 +141,7 @@ class TunerWorkflow(Workflow):  # type: ignore[misc]  # untyped
         return experiences
 
     def _trained(self, trace: Trace, reward: float) -> list[Experience]:
-        calls = [call for call in trace.calls if left_out(call) is None]
+        calls = [call for call in trace.calls if unreplayed(call) is None]
         if any(call.reward is not None for call in calls) and not self._settings["call_rewards"]:
             error = FunctionError(
                 "calls have rewards of their own, which this algorithm of Trinity-RFT does not "
@@ -215,7 +216,7 @@ def _metrics(trace: Trace, reward: float) -> dict[str, float]:
 def _why_unused(trace: Trace) -> str:
     if trace.error is not None or not trace.calls:
         return trace.error or "no calls"
-    reasons = sorted({reason for call in trace.calls if (reason := left_out(call)) is not None})
+    reasons = sorted({reason for call in trace.calls if (reason := unreplayed(call)) is not None})
     return ", ".join(reasons) or "the others of its group failed"
 
 
@@ -224,22 +225,22 @@ def _step_before(folder: Path, split: str, step: int) -> tuple[Trace, ...]:
     return tuple(Journal(folder.parent).recorded(split, step))
 
 
+@dataclass(frozen=True)
 class _Host:
     """The gateway in front of one engine, and the user's functions, in one worker."""
 
-    def __init__(self, gateway: Gateway, auxiliary: AuxiliaryModels, kind: Any) -> None:
-        self._gateway = gateway
-        self._auxiliary = auxiliary
-        self._kind = kind
+    gateway: Gateway
+    auxiliary: AuxiliaryModels
+    kind: Any
 
     def runner(self, settings: Mapping[str, Any]) -> RolloutRunner:
         judge = settings["judge"]
         return RolloutRunner(
-            self._gateway,
+            self.gateway,
             _loaded(settings["workflow"]),
             None if judge is None else _loaded(judge),
-            make_model=lambda session: chat_model(session, kind=self._kind),
-            auxiliary_models=self._auxiliary.opened,
+            make_model=lambda session: chat_model(session, kind=self.kind),
+            auxiliary_models=self.auxiliary.opened,
             settings=RolloutSettings(
                 timeout=settings["timeout"],
                 max_retries=settings["max_retries"],

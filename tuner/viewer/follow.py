@@ -1,6 +1,4 @@
-"""Reading files that grow, and why their traces branch.
-
-Why traces branch, counted along with the list of traces and after it.
+"""Reading files that grow, and why their traces branch, counted after they are listed.
 
 To know a trace's branches takes its tokens and messages, and so much longer than to list it. The
 list comes first, and the causes of ten thousand traces follow in parts.
@@ -9,6 +7,7 @@ list comes first, and the causes of ten thousand traces follow in parts.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections import Counter
@@ -36,14 +35,13 @@ class LineFollower:
 
     def replaced(self) -> bool:
         """Whether the file is no longer the one that was read so far; starts over if so."""
+        if not self._offset:
+            return False
         try:
             status = self.path.stat()
+            changed = status.st_ino != self._inode or status.st_size < self._offset
         except FileNotFoundError:
-            changed = self._offset > 0
-        else:
-            changed = self._offset > 0 and (
-                status.st_ino != self._inode or status.st_size < self._offset
-            )
+            changed = True
         if changed:
             self._offset = 0
         return changed
@@ -156,9 +154,9 @@ class TraceIndex:
         self.problems: list[str] = []
         self._files: dict[str, LineFollower] = {}
 
-    def refresh(self, seconds: float | None = None) -> bool:
+    def refresh(self, seconds: float = math.inf) -> bool:
         """Read what is new, for at most about `seconds`; returns whether that was everything."""
-        deadline = None if seconds is None else time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         for name in sorted(self._names(), key=_by_step):
             self._files.setdefault(name, LineFollower(self.folder / name))
         if any(follower.replaced() for follower in self._files.values()):
@@ -166,8 +164,11 @@ class TraceIndex:
             return self.refresh(seconds)
         for name, follower in self._files.items():
             for start, line in follower.new_lines():
-                self._add(name, start, line)
-                if deadline is not None and time.monotonic() > deadline:
+                try:
+                    self.rows.append(_row(name, start, line, json.loads(line)))
+                except NOT_A_TRACE as error:
+                    self.problems.append(f"{name}, byte {start}: not a trace: {error!r}")
+                if time.monotonic() > deadline:
                     return False
         return True
 
@@ -194,12 +195,6 @@ class TraceIndex:
     def _names(self) -> list[str]:
         return [path.name for path in self.folder.glob("*step_*.jsonl")]
 
-    def _add(self, name: str, start: int, line: bytes) -> None:
-        try:
-            self.rows.append(_row(name, start, line, json.loads(line)))
-        except NOT_A_TRACE as error:
-            self.problems.append(f"{name}, byte {start}: not a trace: {error!r}")
-
 
 def _by_step(name: str) -> tuple[str, str]:
     prefix, _, number = name.removesuffix(".jsonl").rpartition("step_")
@@ -212,10 +207,7 @@ def _row(file: str, offset: int, line: bytes, trace: dict[str, Any]) -> TraceRow
         file=file,
         offset=offset,
         size=len(line),
-        split=trace["id"]["split"],
-        step=trace["id"]["step"],
-        task=trace["id"]["task"],
-        rollout=trace["id"]["rollout"],
+        **{part: trace["id"][part] for part in ("split", "step", "task", "rollout")},
         attempt=trace["attempt"],
         final=trace["final"],
         outcome=trace["outcome"],
@@ -248,18 +240,18 @@ class CauseIndex:
         self.counts: list[Causes] = []
         self.problems: list[str] = []
 
-    def refresh(self, seconds: float | None = None) -> bool:
+    def refresh(self, seconds: float = math.inf) -> bool:
         """Look at listed traces for at most about `seconds`; returns whether that was all."""
         if self.generation != self._traces.generation:
             self._start()
-        deadline = None if seconds is None else time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         for row in self._traces.rows[len(self.counts) :]:
             try:
                 self.counts.append(causes(self._traces, row))
             except TunerError as error:
                 self.counts.append({})
                 self.problems.append(str(error))
-            if deadline is not None and time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 break
         return len(self.counts) == len(self._traces.rows)
 

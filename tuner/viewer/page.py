@@ -108,9 +108,7 @@ def _training_causes(rows: Sequence[TraceRow], counts: Mapping[str, Causes]) -> 
     """Branches of the traces that were looked at and are trained, and how many traces that are."""
     trained = [row for row in rows if row.split == "train" and row.final]
     looked_at = [counts[row.key] for row in trained if row.key in counts]
-    total: Counter[str] = Counter()
-    for one in looked_at:
-        total.update(one)
+    total = sum(map(Counter, looked_at), Counter[str]())
     return {"traces": len(trained), "looked_at": len(looked_at), "counts": dict(total)}
 
 

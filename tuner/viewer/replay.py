@@ -203,52 +203,43 @@ def _files(run: Path, split: str, steps: tuple[int, int] | None) -> list[tuple[i
     if not folder.is_dir():
         raise TunerError(f"{run} is not a run: it has no folder traces/")
     store = TraceStore(folder)
-    found = []
+    found, splits = [], set()
     for path in folder.glob("*step_*.jsonl"):
-        number = path.stem.rpartition("step_")[2]
+        prefix, _, number = path.stem.rpartition("step_")
+        splits.add(prefix.rstrip("_") or "train")
         if number.isdecimal() and store.path(split, int(number)) == path:
             found.append((int(number), path))
     chosen = [(n, path) for n, path in found if steps is None or steps[0] <= n <= steps[1]]
     if not chosen:
-        known = sorted(
-            {
-                path.stem.rpartition("step_")[0].rstrip("_") or "train"
-                for path in folder.glob("*step_*.jsonl")
-            }
-        )
         numbers = f"; steps of {split}: {min(found)[0]}-{max(found)[0]}" if found else ""
         raise TunerError(
             f"{run} has no traces of split {split!r} in the chosen steps (splits: "
-            f"{', '.join(known) or 'none'}{numbers})"
+            f"{', '.join(sorted(splits)) or 'none'}{numbers})"
         )
     return sorted(chosen)
 
 
 async def _score_all(traces: Sequence[Trace], judge: Callable[..., Any]) -> list[Score]:
     running = asyncio.Semaphore(MAX_RUNNING)
-
-    async def score(trace: Trace) -> Score:
-        async with running:
-            return await _score(trace, judge)
-
     # A group: the first error that is the judge's own mistake ends the others.
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(score(trace)) for trace in traces]
+            tasks = [group.create_task(_score(trace, judge, running)) for trace in traces]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
 
 
-async def _score(trace: Trace, judge: Callable[..., Any]) -> Score:
+async def _score(trace: Trace, judge: Callable[..., Any], running: asyncio.Semaphore) -> Score:
     try:
-        verdict = await call_judge(
-            judge,
-            task=trace.task,
-            response=StoredResponse(trace.response),
-            auxiliary_models=NoModels(),
-            logger=logger,
-        )
+        async with running:
+            verdict = await call_judge(
+                judge,
+                task=trace.task,
+                response=StoredResponse(trace.response),
+                auxiliary_models=NoModels(),
+                logger=logger,
+            )
     except FunctionError:
         raise
     except Exception as error:

@@ -19,7 +19,8 @@ from tests.training.exact import all_float64
 from tests.training.test_trainer import VOCABULARY, gradient_of, tiny_model
 from tuner.algorithms.spec import GRPOAdvantage, KLLoss
 from tuner.training import PolicyTrainer, TrainerSettings
-from tuner.trinity.experience import left_out, merged, one_per_call
+from tuner.training.batch import unreplayed
+from tuner.trinity.experience import merged, one_per_call
 from tuner.trinity.plugins import CallRewards
 from tuner.trinity.workflow import _experience
 
@@ -127,7 +128,7 @@ def test_rewards_exclusions_and_masks_of_single_calls_give_our_own_gradient(std_
     _, ours = gradient_of(trained, PolicyTrainer(trained, settings), traces)
     assert ours.norm() > 0
     kept = [
-        dataclasses.replace(one, calls=tuple(c for c in one.calls if left_out(c) is None))
+        dataclasses.replace(one, calls=tuple(c for c in one.calls if unreplayed(c) is None))
         for one in traces
     ]
     advantage = functools.partial(CallRewards, std_threshold=std_threshold)

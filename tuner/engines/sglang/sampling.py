@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tuner.engines.base import EngineError, FinishReason, SamplingParams
+from tuner.engines.base import FINISH_REASONS, EngineError, FinishReason, SamplingParams
 from tuner.engines.grammar_text import with_head
 from tuner.engines.sampling import check_sampling
 from tuner.engines.token_server import Sampled, finite_logprob, most_probable
@@ -30,7 +30,6 @@ from tuner.errors import ConfigError
 _LOWEST = 1e-6
 _NEVER = -1e29
 """SGLang has finite log-probs for tokens that cannot be sampled; they are under this one."""
-_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 def check_for_sglang(sampling: SamplingParams) -> None:
@@ -137,14 +136,14 @@ def _reason(
     if found is None:
         return None
     kind = found["type"]
-    if kind not in _REASONS:
+    if kind not in FINISH_REASONS:
         raise EngineError(f"SGLang ended a completion with {kind}: {found.get('message')}")
     if kind == "stop" and not sampling.grammar and not end_ids.intersection(ids[-1:]):
         raise EngineError(
             f"SGLang ended a completion at token {found['matched']}, which does not end one of "
             f"this model (those are {sorted(end_ids)}): start it with the model that is trained"
         )
-    return _REASONS[kind]
+    return FINISH_REASONS[kind]
 
 
 def _logprobs(

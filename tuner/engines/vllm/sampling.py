@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tuner.engines.base import EngineError, FinishReason, SamplingParams
+from tuner.engines.base import FINISH_REASONS, EngineError, SamplingParams
 from tuner.engines.grammar_text import with_head
 from tuner.engines.sampling import check_sampling
 from tuner.engines.token_server import Sampled, finite_logprob, most_probable
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 _LOWEST = 0.01
 _HIGHEST = 2.0
-_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 def check_for_vllm(sampling: SamplingParams) -> None:
@@ -82,7 +81,7 @@ def sampled(output: vllm.RequestOutput, sampling: SamplingParams) -> Sampled:
     if len(found) != len(ids):
         raise EngineError(f"vLLM returned {len(ids)} token ids and {len(found)} log-probs together")
     reason = completion.finish_reason
-    if reason is not None and reason not in _REASONS:
+    if reason is not None and reason not in FINISH_REASONS:
         raise EngineError(f"vLLM ended a completion with {reason}")
     return Sampled(
         ids,
@@ -91,7 +90,7 @@ def sampled(output: vllm.RequestOutput, sampling: SamplingParams) -> Sampled:
         if sampling.top_logprobs
         else (),
         -1 if output.num_cached_tokens is None else output.num_cached_tokens,
-        None if reason is None else _REASONS[reason],
+        None if reason is None else FINISH_REASONS[reason],
     )
 
 

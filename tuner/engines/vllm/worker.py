@@ -35,40 +35,27 @@ def from_plain(plain: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[Any, .
     return {gpu: _arguments(fields) for gpu, fields in plain.items()}
 
 
+# The arguments of `rebuild_cuda_tensor`, in order.
+# fmt: off
+_NAMES = (
+    "tensor_class", "size", "stride", "offset", "storage_class", "dtype", "device", "storage",
+    "storage_size", "storage_offset", "requires_grad", "counter", "counter_offset", "event",
+    "event_sync",
+)
+# fmt: on
+
+
 def _plain(arguments: tuple[Any, ...]) -> dict[str, Any]:
-    (
-        tensor_class,
-        size,
-        stride,
-        offset,
-        storage_class,
-        dtype,
-        device,
-        storage,
-        storage_size,
-        storage_offset,
-        _,
-        counter,
-        counter_offset,
-        event,
-        event_sync,
-    ) = arguments
+    fields = dict(zip(_NAMES, arguments, strict=True))
+    tensor_class, storage_class = fields.pop("tensor_class"), fields.pop("storage_class")
     if (tensor_class, storage_class) != (torch.Tensor, TypedStorage):
         raise TypeError(f"{tensor_class} in {storage_class} cannot be shared, but plain tensors")
-    return {
-        "size": list(size),
-        "stride": list(stride),
-        "offset": offset,
-        "dtype": str(dtype).removeprefix("torch."),
-        "device": device,
-        "storage": _text(storage),
-        "storage_size": storage_size,
-        "storage_offset": storage_offset,
-        "counter": _text(counter),
-        "counter_offset": counter_offset,
-        "event": _text(event),
-        "event_sync": event_sync,
-    }
+    del fields["requires_grad"]
+    for name in ("size", "stride"):
+        fields[name] = list(fields[name])
+    for name in ("storage", "counter", "event"):
+        fields[name] = base64.b64encode(fields[name]).decode("ascii")
+    return {**fields, "dtype": str(fields["dtype"]).removeprefix("torch.")}
 
 
 def _arguments(fields: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -99,10 +86,6 @@ def _number(fields: Mapping[str, Any], name: str, at: int | None = None) -> int:
     if not isinstance(value, int) or value < 0:
         raise ValueError(f"{name} is {fields[name]!r}, but must be made of whole numbers")
     return value
-
-
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
 
 
 def _bytes(fields: Mapping[str, Any], name: str) -> bytes:

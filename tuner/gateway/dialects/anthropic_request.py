@@ -11,6 +11,7 @@ Forced tools and schemas are honoured exactly where they are honoured in chat co
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from tuner.gateway.completion_request import CompletionRequest, read_fields
@@ -151,12 +152,6 @@ def _template_kwargs(
     return {**given, **kwargs}
 
 
-def _stop_sequences(at: Path, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise wrong(at, "must be an array of strings")
-    return strings_that_end(at, value, most=_MAX_STOP_SEQUENCES)
-
-
 def _thinking(at: Path, value: Any) -> str:
     """The type of a thinking configuration.
 
@@ -286,17 +281,12 @@ _TOOL_FIELDS: dict[str, Reader] = {
     "input_examples": only([], because="chat templates have no place for examples"),
 }
 
-MESSAGES_FIELDS: dict[str, Reader] = {
+# What the prompt hangs on, and what a request to count its tokens may have besides.
+COUNT_FIELDS: dict[str, Reader] = {
     # Honoured.
     "model": string,
-    "max_tokens": integer(1),
     "messages": read_messages,
     "system": system_content,
-    "temperature": number(0, 1),
-    "top_p": number(0, 1, above=True),
-    "top_k": top_k,
-    "stop_sequences": _stop_sequences,
-    "stream": boolean,
     "tools": _tools,
     "tool_choice": _tool_choice,
     "thinking": _thinking,
@@ -304,47 +294,40 @@ MESSAGES_FIELDS: dict[str, Reader] = {
     "output_format": _format,
     # Honoured, and not Anthropic's: the same as in chat completions.
     "chat_template_kwargs": object_field,
-    "seed": integer(-(2**63), 2**63 - 1),
     # Accepted: bookkeeping of Anthropic's service, which changes nothing about the answer.
-    "metadata": without_effect(object_field),
-    "service_tier": without_effect(string),
     "cache_control": without_effect(object_field),
-    "inference_geo": without_effect(string),
     "user_profile_id": without_effect(string),
     "workspace_id": without_effect(string),
     # Accepted at the values that change nothing.
     "speed": only("standard", because=_ONE_MACHINE),
-    "diagnostics": only({}, {"previous_message_id": None}, because=_ONE_MACHINE),
     "mcp_servers": only([], because="the gateway calls no tools; give the agent the tools"),
     "context_management": only({}, {"edits": []}, because=_NO_EDITS),
+    # Refused.
+    "betas": only(because="these names belong in the anthropic-beta header"),
+}
+
+MESSAGES_FIELDS: dict[str, Reader] = {
+    **COUNT_FIELDS,
+    # Honoured.
+    "max_tokens": integer(1),
+    "temperature": number(0, 1),
+    "top_p": number(0, 1, above=True),
+    "top_k": top_k,
+    "stop_sequences": partial(strings_that_end, most=_MAX_STOP_SEQUENCES),
+    "stream": boolean,
+    # Honoured, and not Anthropic's: the same as in chat completions.
+    "seed": integer(-(2**63), 2**63 - 1),
+    # Accepted: bookkeeping of Anthropic's service, which changes nothing about the answer.
+    "metadata": without_effect(object_field),
+    "service_tier": without_effect(string),
+    "inference_geo": without_effect(string),
+    # Accepted at the values that change nothing.
+    "diagnostics": only({}, {"previous_message_id": None}, because=_ONE_MACHINE),
     # Refused.
     "container": only(because="no code is run here"),
     "compaction": only(because=_NO_EDITS),
     "thread": only(because=_NO_EDITS),
-    "betas": only(because="these names belong in the anthropic-beta header"),
     "billing_policy": only(because=_ONE_MACHINE),
     "fallbacks": only(because="this key has one model"),
     "fallback_credit_token": only(because=_ONE_MACHINE),
-}
-
-COUNT_FIELDS: dict[str, Reader] = {
-    name: MESSAGES_FIELDS[name]
-    for name in (
-        "model",
-        "messages",
-        "system",
-        "tools",
-        "tool_choice",
-        "thinking",
-        "output_config",
-        "output_format",
-        "chat_template_kwargs",
-        "cache_control",
-        "user_profile_id",
-        "workspace_id",
-        "speed",
-        "mcp_servers",
-        "context_management",
-        "betas",
-    )
 }

@@ -21,6 +21,8 @@ from tuner.gateway.completion_request import (
     check_messages,
     check_tools,
     read_fields,
+    stream_options,
+    with_usage,
 )
 from tuner.gateway.fields import (
     Reader,
@@ -73,33 +75,6 @@ def read_chat_request(body: bytes, capabilities: EngineCapabilities) -> Completi
     return request
 
 
-def with_usage(values: dict[str, Any]) -> bool:
-    """Take `stream_options` out of a request's values: whether a stream ends with the counts.
-
-    Raises:
-        RequestError: 400: they are given without a stream.
-    """
-    include_usage = values.pop("stream_options", None)
-    if include_usage is not None and not values.get("stream"):
-        raise wrong(
-            ("stream_options",), "is given without stream: leave it out or send stream: true"
-        )
-    return bool(include_usage)
-
-
-def _stream_options(at: Path, value: Any) -> bool:
-    """Whether the stream is to end with the token counts."""
-    options = object_field(at, value)
-    for key in options:
-        if key not in ("include_usage", "include_obfuscation"):
-            raise wrong((*at, key), "is not known: leave it out")
-    if options.get("include_obfuscation"):
-        raise wrong(
-            (*at, "include_obfuscation"), "is true: streams are not padded here; send false"
-        )
-    return boolean((*at, "include_usage"), options.get("include_usage") or False)
-
-
 def read_tool_choice(at: Path, value: Any) -> ToolChoice:
     """Whether tools are called.
 
@@ -118,8 +93,7 @@ def read_tool_choice(at: Path, value: Any) -> ToolChoice:
         _only(form, ("mode", "tools"), at)
         check_mode((*at, "mode"), form.get("mode"))
         names = []
-        tools = some_tools((*at, "tools"), form.get("tools"))
-        for index, tool in enumerate(tools):
+        for index, tool in enumerate(some_tools((*at, "tools"), form.get("tools"))):
             here = (*at, "tools", index)
             if not isinstance(tool, dict) or tool.get("type") != "function":
                 raise wrong(here, 'must be {"type": "function", "function": {"name": ...}}')
@@ -150,8 +124,7 @@ def _function_name(value: dict[str, Any], at: Path) -> str:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise wrong(at, f'must be {{"name": ...}}, not {shown(function)}')
     _only(function, ("name",), at)
-    found: str = function["name"]
-    return found
+    return str(function["name"])
 
 
 def read_response_format(at: Path, value: Any) -> AnswerSchema | None:
@@ -200,14 +173,10 @@ _USE_TOOLS = "functions became tools: use tools and tool_choice"
 _TEXT_ONLY = "the model writes text only"
 _IN_TEMPLATE = "what the chat template reads goes into chat_template_kwargs (extra_body)"
 
-CHAT_FIELDS: dict[str, Reader] = {
+# What text completions have too, and means the same there.
+SHARED_FIELDS: dict[str, Reader] = {
     # Honoured.
     "model": string,
-    "messages": lambda at, value: check_messages(value),
-    "tools": lambda at, value: check_tools(value),
-    "tool_choice": read_tool_choice,
-    "parallel_tool_calls": boolean,
-    "response_format": read_response_format,
     "temperature": number(0, 2),
     "top_p": number(0, 1, above=True),
     "top_k": top_k,
@@ -215,15 +184,34 @@ CHAT_FIELDS: dict[str, Reader] = {
     "seed": integer(-(2**63), 2**63 - 1),
     "stop": stop_strings,
     "max_tokens": integer(1),
+    "return_token_ids": boolean,
+    "stream": boolean,
+    "stream_options": stream_options,
+    # Accepted: bookkeeping of OpenAI's service, which changes nothing about the completion.
+    "user": without_effect(string),
+    # Accepted at the values that change nothing.
+    "logit_bias": only({}, because="single tokens cannot be biased here"),
+    "presence_penalty": only(0, because=_NO_PENALTY),
+    "frequency_penalty": only(0, because=_NO_PENALTY),
+    "repetition_penalty": only(1, because=_NO_PENALTY),
+    "min_p": only(0, because="use top_p or top_k"),
+    "min_tokens": only(0, because="the end of a turn cannot be put off here"),
+    "ignore_eos": only(False, because="the end of a turn cannot be put off here"),
+}
+
+CHAT_FIELDS: dict[str, Reader] = {
+    **SHARED_FIELDS,
+    # Honoured.
+    "messages": lambda at, value: check_messages(value),
+    "tools": lambda at, value: check_tools(value),
+    "tool_choice": read_tool_choice,
+    "parallel_tool_calls": boolean,
+    "response_format": read_response_format,
     "max_completion_tokens": integer(1),
     "logprobs": boolean,
     "top_logprobs": integer(0, 20),
     "chat_template_kwargs": object_field,
-    "return_token_ids": boolean,
-    "stream": boolean,
-    "stream_options": _stream_options,
     # Accepted: bookkeeping of OpenAI's service, which changes nothing about the completion.
-    "user": without_effect(string),
     "metadata": without_effect(object_field),
     "safety_identifier": without_effect(string),
     "prompt_cache_key": without_effect(string),
@@ -232,13 +220,6 @@ CHAT_FIELDS: dict[str, Reader] = {
     "service_tier": without_effect(string),
     # Accepted at the values that change nothing.
     "store": only(False, because="answers are kept in the rollout's trace only"),
-    "logit_bias": only({}, because="single tokens cannot be biased here"),
-    "presence_penalty": only(0, because=_NO_PENALTY),
-    "frequency_penalty": only(0, because=_NO_PENALTY),
-    "repetition_penalty": only(1, because=_NO_PENALTY),
-    "min_p": only(0, because="use top_p or top_k"),
-    "min_tokens": only(0, because="the end of a turn cannot be put off here"),
-    "ignore_eos": only(False, because="the end of a turn cannot be put off here"),
     "modalities": only(["text"], because=_TEXT_ONLY),
     # Refused.
     "audio": only(because=_TEXT_ONLY),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tuner.engines.base import EngineCapabilities
-from tuner.gateway.completion_request import CompletionRequest, read_fields
+from tuner.gateway.completion_request import CompletionRequest, read_fields, with_usage
 from tuner.gateway.dialects.chat import (
     CHAT_FIELDS,
     check_mode,
@@ -19,7 +19,6 @@ from tuner.gateway.dialects.chat import (
     read_schema,
     read_tool_choice,
     some_tools,
-    with_usage,
 )
 from tuner.gateway.dialects.responses_items import read_items
 from tuner.gateway.fields import (

@@ -16,8 +16,9 @@ from tuner.gateway.completion_request import (
     Choice,
     CompletionRequest,
     read_fields,
+    with_usage,
 )
-from tuner.gateway.dialects.chat import CHAT_FIELDS, ChatExchange, reported, usage, with_usage
+from tuner.gateway.dialects.chat import SHARED_FIELDS, ChatExchange, reported, usage
 from tuner.gateway.fields import Reader, check_top_logprobs, integer, only
 from tuner.gateway.model.parsing import Delta
 from tuner.gateway.request_error import FieldError, Path, RequestError, kind, wrong
@@ -157,30 +158,8 @@ def _are_ids(value: Any) -> bool:
     )
 
 
-# What a completion request shares with chat completions means the same there.
-_SHARED = (
-    "model",
-    "temperature",
-    "top_p",
-    "top_k",
-    "n",
-    "seed",
-    "stop",
-    "max_tokens",
-    "user",
-    "return_token_ids",
-    "stream",
-    "stream_options",
-    "logit_bias",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_p",
-    "min_tokens",
-    "ignore_eos",
-)
 _FIELDS: dict[str, Reader] = {
-    **{name: CHAT_FIELDS[name] for name in _SHARED},
+    **SHARED_FIELDS,
     "prompt": _prompt,
     "best_of": integer(1, MAX_CHOICES),
     "logprobs": integer(0, 20),
