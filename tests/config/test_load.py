@@ -464,3 +464,15 @@ def test_every_rule_about_a_foreign_key_counts_and_has_a_reason():
         assert row.why == row.why.strip(" .")
         if isinstance(row.accepts, Same):
             assert row.accepts.path in own
+
+
+def test_a_file_that_is_nested_too_deep_is_refused(write):
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        load_config(write("a: " + "[" * 3000 + "]" * 3000))
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        load_config(overrides=["name=" + "[" * 3000 + "]" * 3000])
+
+
+def test_a_name_that_no_file_system_takes_is_refused():
+    with pytest.raises(ConfigError, match="name"):
+        load_config(settings={"name": "a\udcff"})

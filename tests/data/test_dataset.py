@@ -148,3 +148,11 @@ def test_plain_files_are_read_without_the_datasets_library(folder):
         "assert 'datasets' not in sys.modules and 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_row_that_cannot_be_written_down_is_refused():
+    circle: dict = {"question": "hi"}
+    circle["itself"] = circle
+    for row in (circle, {("a", "b"): 1}, {1: "a", "b": 2}):
+        with pytest.raises(DatasetError, match=r"row 1 of .* cannot be written down"):
+            load_tasks([{"question": "a"}, row], role="train_dataset")

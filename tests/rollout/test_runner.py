@@ -539,3 +539,22 @@ async def test_objects_that_cannot_be_shown_do_not_hide_what_happened(make_runne
     (trace,) = await run(make_runner(answers))
     assert trace.outcome is Outcome.COMPLETED
     assert trace.response == "<a Unprintable that cannot be shown: ValueError>"
+
+
+async def test_metrics_that_are_no_number_are_left_out_and_said_once(make_runner, caplog):
+    async def workflow(task, model):
+        await ask(model)
+        return WorkflowOutput(reward=True, metrics={"good": 2, "odd": math.nan})
+
+    runner = make_runner(workflow)
+    for _ in range(2):
+        (trace,) = await run(runner)
+        assert trace.metrics == {"good": 2}
+        assert trace.reward == 1.0
+    assert caplog.text.count("metric 'odd' is nan") == 1
+
+
+@pytest.mark.parametrize("fields", [{"reward": "1.0"}, {"reward": 1, "metrics": {"a": b"2"}}])
+def test_a_text_is_no_reward(fields):
+    with pytest.raises(FunctionError, match="expected a number"):
+        JudgeOutput(**fields)

@@ -253,3 +253,12 @@ def _without_grammar(data):
     if isinstance(data, dict):
         return {k: _without_grammar(v) for k, v in data.items() if k != "grammar"}
     return [_without_grammar(item) for item in data] if isinstance(data, list) else data
+
+
+def test_lines_about_one_attempt_are_one_trace_and_the_last_counts(tmp_path):
+    """A process that is killed between two attempts leaves the first behind, and begins again."""
+    store = TraceStore(tmp_path)
+    first = trace(0, 0, [], final=False)
+    for one in (first, trace(0, 1, []), dataclasses.replace(first, final=True)):
+        store.append(one)
+    assert [(t.id.rollout, t.final) for t in store.read("train", 1)] == [(1, True), (0, True)]

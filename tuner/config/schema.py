@@ -280,6 +280,15 @@ class RunConfig(Section):
         recorded = any(row.recorded and key == name for key, row in ALGORITHMS.items())
         return {**given, "mode": "train" if recorded else "both"}
 
+    @field_validator("project", "name")
+    @classmethod
+    def _names_a_folder(cls, value: str) -> str:
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ValueError("Input should be text that UTF-8 can write") from None
+        return value
+
     @property
     def run_dir(self) -> Path:
         """`<checkpoint_root_dir>/<project>/<name>`."""

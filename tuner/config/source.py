@@ -79,6 +79,8 @@ def read_yaml(path: Path) -> YamlFile:
         raise ConfigError(f"{path}:{line}: not valid YAML: {error.problem}") from None
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply") from None
     if not isinstance(tree, DictConfig) or (node is not None and node.tag.endswith(":str")):
         raise ConfigError(f"{path}: expected keys such as `project: ...` at the top level")
     plain = OmegaConf.to_container(tree, resolve=False)
@@ -124,6 +126,8 @@ def parse_override(text: str) -> Override:
             f"override {text!r}: the value does not parse as YAML ({problem}); "
             "quote it if it is text"
         ) from None
+    except RecursionError:
+        raise ConfigError(f"override {text[:60]!r}...: nested too deeply") from None
     assert isinstance(parsed, dict)
     return Override(key, parsed["value"], text)
 

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from tuner.errors import DatasetError, FunctionError, TunerError
+
+
+def _no_text(value: Any) -> Any:
+    """pydantic would read "1.0" as 1.0, and what else an agent wrote as its own score."""
+    if isinstance(value, (str, bytes)):
+        raise ValueError("a text is no number")
+    return value
+
+
+Number = Annotated[float, BeforeValidator(_no_text)]
 
 
 class FunctionOutput(BaseModel):
@@ -29,26 +39,27 @@ class WorkflowOutput(FunctionOutput):
     """What a workflow returns.
 
     Attributes:
-        reward: The score, when there is no judge; the judge's wins over it.
+        reward: The score, when there is no judge; the judge's wins over it. True is 1, False is 0;
+            a text is refused.
         response: Handed to the judge as it is.
         metrics: Numbers to log besides the reward.
     """
 
-    reward: float | None = Field(default=None)
+    reward: Number | None = Field(default=None)
     response: Any | None = Field(default=None)
-    metrics: dict[str, float] | None = Field(default=None)
+    metrics: dict[str, Number] | None = Field(default=None)
 
 
 class JudgeOutput(FunctionOutput):
     """What a judge returns.
 
     Attributes:
-        reward: The score; required.
+        reward: The score; required. True is 1, False is 0; a text is refused.
         metrics: Numbers to log besides the reward.
     """
 
-    reward: float = Field()
-    metrics: dict[str, float] | None = Field(default=None)
+    reward: Number = Field()
+    metrics: dict[str, Number] | None = Field(default=None)
 
 
 WorkflowType = Callable[..., Awaitable[WorkflowOutput]]

@@ -57,7 +57,7 @@ async def contained(work: Coroutine[Any, Any, T], session: Session) -> T:
 async def _without_exit(work: Coroutine[Any, Any, T]) -> T:
     try:
         return await work
-    except (Exception, asyncio.CancelledError, KeyboardInterrupt):
+    except (Exception, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
         raise
     except BaseException as error:  # it would end the event loop
         raise Exited(f"{type(error).__name__}: {error}") from error

@@ -80,6 +80,7 @@ class RolloutRunner:
     make_model: Callable[[Session], Any]
     auxiliary_models: Callable[[str, int], AbstractContextManager[Mapping[str, Any]]]
     settings: RolloutSettings
+    _told: set[str] = field(default_factory=set, init=False)
 
     async def run(
         self,
@@ -225,7 +226,7 @@ class RolloutRunner:
         finally:
             state.workflow_seconds = time.perf_counter() - started
         state.response, state.reward = output.response, output.reward
-        state.metrics.update(output.metrics or {})
+        self._note(state, output.metrics)
         if self.judge is not None:
             started = time.perf_counter()
             try:
@@ -234,6 +235,17 @@ class RolloutRunner:
                 state.judge_seconds = time.perf_counter() - started
         if state.outcome is Outcome.COMPLETED:
             _check_reward(state, judged=self.judge is not None, needed=self.settings.needs_reward)
+
+    def _note(self, state: _Attempt, metrics: Mapping[str, float] | None) -> None:
+        """Keep the user's metrics but those that no mean can be taken of, which the log names."""
+        for name, value in (metrics or {}).items():
+            if math.isfinite(value):
+                state.metrics[name] = value
+            elif name not in self._told:
+                self._told.add(name)
+                logger.warning(
+                    "metric %r is %s: it is left out wherever it is not finite", name, value
+                )
 
     async def _run_judge(
         self,
@@ -263,7 +275,7 @@ class RolloutRunner:
                 state.outcome, state.error = _of_judge(error), _describe(error, None)
             else:
                 state.reward = verdict.reward
-                state.metrics.update(verdict.metrics or {})
+                self._note(state, verdict.metrics)
             return
 
 

@@ -1,0 +1,67 @@
+"""One run at a time in a directory."""
+
+import os
+import signal
+import socket
+
+import pytest
+
+from tests import forked
+from tests.loop import runs
+from tuner.config import load_config
+from tuner.errors import ConfigError
+from tuner.loop import run_local
+from tuner.run.directory import held
+
+
+def hold_and_die(path):
+    with held(path):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_second_run_is_told_who_has_the_directory(tmp_path):
+    with (
+        held(tmp_path),
+        pytest.raises(ConfigError, match=f"process {os.getpid()} on {socket.gethostname()}"),
+        held(tmp_path),
+    ):
+        pass
+    with held(tmp_path):
+        pass
+
+
+def test_a_killed_run_gives_its_directory_up(tmp_path):
+    assert forked.run(hold_and_die, tmp_path) == -signal.SIGKILL
+    with held(tmp_path):
+        pass
+
+
+def test_a_run_that_is_started_twice_writes_nothing_the_second_time(random_model_path, tmp_path):
+    config = runs.config(random_model_path, tmp_path, "buffer.total_steps=1")
+    refused = []
+
+    def start(workflow):
+        return run_local(
+            config, workflow=workflow, judge=runs.judge, train_tasks=runs.TRAIN, eval_tasks={}
+        )
+
+    def again():
+        before = {path: path.read_bytes() for path in config.run_dir.rglob("*.json*")}
+        try:
+            start(runs.workflow)
+        except ConfigError as error:
+            refused.append(str(error))
+        assert before == {path: path.read_bytes() for path in config.run_dir.rglob("*.json*")}
+
+    def workflow(task, model):  # a plain function: in a thread, where a loop may be started
+        if not refused:
+            again()
+        return runs.workflow(task, model)
+
+    result = start(workflow)
+    assert "is in use by process" in refused[0]
+    assert result.steps == 1
+
+
+def test_runs_without_a_name_are_never_one_run():
+    assert len({load_config().name for _ in range(20)}) == 20
