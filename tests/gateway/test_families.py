@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from tests.gateway.drift import USER, Scripted, ask, continues
+from tests.gateway.drift import USER, Scripted, ask, continues, path
 from tests.gateway.families import DEEPSEEK, FAMILIES, TEMPLATES, Family, texts, turn
 from tests.gateway.toy import ADD_TOOL, TEMPLATE, tokenizer
 from tuner.errors import ConfigError
@@ -339,4 +339,36 @@ async def test_conversation_goes_on_with_the_call_that_was_sampled(name: str) ->
     earlier, later = session.calls
     assert later.rerendered is None
     assert continues(later, earlier)
+    await gateway.aclose()
+
+
+@pytest.mark.parametrize("tag", ["", "<|python_tag|>"])
+@pytest.mark.parametrize(
+    ("sampled_end", "rendered_end"), [("<|eom_id|>", "<|eot_id|>"), ("<|eot_id|>", "<|eom_id|>")]
+)
+async def test_llama_call_keeps_its_ids_with_the_tag_and_the_end_that_it_chose(
+    tag: str, sampled_end: str, rendered_end: str
+) -> None:
+    spoken = spoken_with(["<|eot_id|>", "<|eom_id|>", "<|python_tag|>"])
+    template = (TEMPLATES / "llama3.jinja").read_text(encoding="utf-8")
+    of_calls = "{%- endfor %}\n        {{- '<|eot_id|>' }}"
+    assert of_calls in template
+    renderer = ChatRenderer(
+        spoken,
+        chat_template=template.replace(of_calls, of_calls.replace("<|eot_id|>", rendered_end)),
+        tool_call_parser="llama3_json",
+        reasoning_parser="none",
+    )
+    text = tag + SAMPLED["llama3"] + sampled_end
+    sampled = tuple(spoken.encode(text, add_special_tokens=False))
+    gateway = Gateway(Scripted(sampled), renderer, model_name="tiny")
+    session = gateway.open_session("r")
+    answer = await ask(session, [USER], tools=[ADD_TOOL])
+    result = {"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": "3"}
+    await ask(session, [USER, answer, result], tools=[ADD_TOOL])
+    earlier, later = session.calls
+    assert later.rerendered is None
+    assert later.prompt_ids[: later.reused_ids] == path(earlier)[:-1]
+    glue = renderer.decode(later.prompt_ids[later.reused_ids :])
+    assert glue.startswith(f"{rendered_end}<|start_header_id|>ipython")
     await gateway.aclose()

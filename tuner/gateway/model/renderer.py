@@ -6,6 +6,7 @@ import difflib
 import inspect
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
@@ -20,7 +21,14 @@ from tuner.gateway.model.parsing import (
 )
 from tuner.gateway.model.parsing.message import read
 from tuner.gateway.model.special_tokens import SpecialTokens
-from tuner.gateway.model.template import Message, TemplateForm, for_template, template_form
+from tuner.gateway.model.template import (
+    ANY_CALL,
+    ANY_TOOL,
+    Message,
+    TemplateForm,
+    for_template,
+    template_form,
+)
 from tuner.gateway.request_error import RequestError, shown
 
 if TYPE_CHECKING:
@@ -204,14 +212,20 @@ class ChatRenderer:
         return digest.hex()[:9] if self._tool_calls.short_ids else f"call_{digest.hex()[:24]}"
 
     @cached_property
-    def turn_end(self) -> int | None:
-        """The special token that the template ends an assistant turn with, if it can be told."""
-        try:
+    def turn_ends(self) -> tuple[int, ...]:
+        """The special tokens that the template ends an assistant turn with, as far as can be told.
+
+        That of a turn of words, and that of one of tool calls where it is another.
+        """
+        ends: list[int | None] = []
+        with suppress(RequestError):
             text = self.render_text(_ANY_TURN, ())
-        except RequestError:
-            return None
-        _, found, rest = text.rpartition(_ANY_TURN[-1]["content"])
-        return self.special_tokens.at(rest, 0) if found else None
+            _, found, rest = text.rpartition(_ANY_TURN[-1]["content"])
+            ends.append(self.special_tokens.at(rest, 0) if found else None)
+        with suppress(RequestError):
+            text = self.render_text(ANY_CALL[:2], [ANY_TOOL], add_generation_prompt=False)
+            ends.append(self.special_tokens.last(text))
+        return tuple(dict.fromkeys(end for end in ends if end is not None))
 
     @property
     def reads_reasoning(self) -> bool:

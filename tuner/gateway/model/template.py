@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from tuner.errors import ConfigError
 from tuner.gateway.model.parsing import TOOL_CALL_PARSERS, Tools
@@ -92,7 +92,7 @@ def _call_for_template(call: dict[str, Any]) -> dict[str, Any]:
 
 _NAME = "look_up_weather"
 _ARGUMENTS = {"city": "Paris", "days": 3}
-_TOOL = {
+ANY_TOOL = {
     "type": "function",
     "function": {
         "name": _NAME,
@@ -107,18 +107,22 @@ _TOOL = {
         },
     },
 }
-_USER: Message = {"role": "user", "content": "What will the weather be?"}
-_CALL: Message = {
-    "role": "assistant",
-    "content": None,
-    "tool_calls": [
-        {
-            "id": "abc123def",  # nine letters and digits: every template accepts them
-            "type": "function",
-            "function": {"name": _NAME, "arguments": json.dumps(_ARGUMENTS)},
-        }
-    ],
-}
+
+
+def _called(id_: str, arguments: dict[str, Any]) -> Message:
+    function = {"name": _NAME, "arguments": json.dumps(arguments)}
+    call = {"id": id_, "type": "function", "function": function}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+# Ids of nine letters and digits: every template accepts them.
+ANY_CALL: Final[list[Message]] = [
+    {"role": "user", "content": "What will the weather be?"},
+    _called("abc123def", _ARGUMENTS),
+    {"role": "tool", "tool_call_id": "abc123def", "content": "sunny"},
+    _called("abc123deg", {"city": "Lisbon", "days": 2}),
+    {"role": "tool", "tool_call_id": "abc123deg", "content": "rainy"},
+]
 
 
 class Apply(Protocol):
@@ -167,11 +171,11 @@ def _turn(apply: Apply, form: TemplateForm) -> str | None:
 
     def render(*messages: Message, prompt: bool) -> str:
         shaped = for_template(list(messages), form, developer_role=False)
-        return apply(shaped, [_TOOL], add_generation_prompt=prompt)
+        return apply(shaped, [ANY_TOOL], add_generation_prompt=prompt)
 
     try:
-        before = render(_USER, prompt=True)
-        whole = render(_USER, _CALL, prompt=False)
+        before = render(*ANY_CALL[:1], prompt=True)
+        whole = render(*ANY_CALL[:2], prompt=False)
     except Exception:
         # A template refuses by raising anything at all, and is asked again for each request.
         return None
@@ -184,7 +188,7 @@ def _turn(apply: Apply, form: TemplateForm) -> str | None:
 
 
 def _reads(name: str, turn: str) -> bool:
-    _, calls, _ = TOOL_CALL_PARSERS[name](turn, [_TOOL])
+    _, calls, _ = TOOL_CALL_PARSERS[name](turn, [ANY_TOOL])
     try:
         found: list[Any] = [(call.name, json.loads(call.arguments)) for call in calls]
     except ValueError:
