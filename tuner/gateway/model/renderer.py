@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -28,6 +29,7 @@ from tuner.gateway.model.template import (
     TemplateForm,
     for_template,
     template_form,
+    tools_obstacle,
 )
 from tuner.gateway.request_error import RequestError, shown
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 # Prompts whose ids are kept: the rollouts of a group begin with the same one.
 _CACHED_PROMPTS = 512
@@ -61,6 +64,8 @@ class ChatRenderer:
     Attributes:
         tokenizer, special_tokens: What encodes and decodes, and its borders.
         reasoning: Splits a text into its reasoning and the rest.
+        no_tools: Why requests with tools are refused, as the template cannot hold their history,
+            and what to do; None where they are not.
 
     Raises:
         ConfigError: A parser is unknown, the tool-call parser cannot read what the template
@@ -94,6 +99,15 @@ class ChatRenderer:
         self._reserved |= {"messages", "self"}
         self._developer_role = self.reads("developer")
         self._form: TemplateForm = template_form(self._apply, self._tool_call_parser)
+        self.no_tools: str | None = None
+        if obstacle := tools_obstacle(self._apply, self._form):
+            found, refused = obstacle
+            problem = (
+                f"the model's chat template {found}: set model.chat_template_path to one that "
+                "shows tools, calls and results, or use no tools"
+            )
+            self.no_tools = problem if refused else None
+            _log.warning("%s%s", problem, "; requests with tools get a 400" if refused else "")
         self.special_tokens = SpecialTokens(tokenizer, self._encode_text)
         self._added_tokens = {
             token.content: id_ for id_, token in tokenizer.added_tokens_decoder.items()
@@ -117,8 +131,12 @@ class ChatRenderer:
             add_generation_prompt: Whether the text ends where the assistant's next turn begins.
 
         Raises:
-            RequestError: 400: the template refuses the messages, or does not read a keyword.
+            RequestError: 400: the template refuses the messages, can hold no conversation with
+                tools, or does not read a keyword.
         """
+        used = any(m["role"] == "tool" or m.get("tool_calls") for m in messages)
+        if self.no_tools and (tools or used):
+            raise RequestError(self.no_tools, path=("tools",) if tools else ("messages",))
         extra = chat_template_kwargs or {}
         self._check_template_kwargs(extra)
         shaped = for_template(list(messages), self._form, developer_role=self._developer_role)

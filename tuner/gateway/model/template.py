@@ -2,7 +2,7 @@
 
 The latter is tried once on a canonical conversation when a model's chat form is made: a parser that
 cannot read the model's calls would leave every one of them in the text, and no rollout would use a
-tool.
+tool. So is whether the template can hold a conversation with tools at all.
 """
 
 from __future__ import annotations
@@ -115,13 +115,15 @@ def _called(id_: str, arguments: dict[str, Any]) -> Message:
     return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
+_CITIES: Final = ("Paris", "Lisbon")
+_RESULTS: Final = ("Sunny, 21 degrees.", "Rain, 14 degrees.")
 # Ids of nine letters and digits: every template accepts them.
 ANY_CALL: Final[list[Message]] = [
     {"role": "user", "content": "What will the weather be?"},
     _called("abc123def", _ARGUMENTS),
-    {"role": "tool", "tool_call_id": "abc123def", "content": "sunny"},
-    _called("abc123deg", {"city": "Lisbon", "days": 2}),
-    {"role": "tool", "tool_call_id": "abc123deg", "content": "rainy"},
+    {"role": "tool", "tool_call_id": "abc123def", "content": _RESULTS[0]},
+    _called("abc123deg", {"city": _CITIES[1], "days": 2}),
+    {"role": "tool", "tool_call_id": "abc123deg", "content": _RESULTS[1]},
 ]
 
 
@@ -164,6 +166,31 @@ def template_form(apply: Apply, tool_call_parser: str) -> TemplateForm:
         f"the model's chat template writes tool calls that tool_call_parser {tool_call_parser!r} "
         f"cannot read, nor any other ({known}); set it to null to leave them in the text"
     )
+
+
+def tools_obstacle(apply: Apply, form: TemplateForm) -> tuple[str, bool] | None:
+    """What the template does to a conversation with two tool calls and their results, if not right.
+
+    One call a turn: some families have no more, and their templates refuse them.
+
+    Returns:
+        What follows "the model's chat template", and whether that leaves a request with tools
+        without sense: a template that does not even show the tools has a model that calls none.
+        None where calls and results are in the text.
+    """
+    shaped = for_template(ANY_CALL, form, developer_role=False)
+    try:
+        text = apply(shaped, [ANY_TOOL], add_generation_prompt=True)
+    except Exception as error:
+        # As in `_turn`.
+        return f"fails on a conversation with tool calls ({error})", True
+    if not all(city in text for city in _CITIES):
+        if _NAME not in text:
+            return "shows neither tools nor earlier tool calls", False
+        return "leaves earlier tool calls out of the conversation", True
+    if not all(result in text for result in _RESULTS):
+        return "leaves the results of tools out of the conversation", True
+    return None
 
 
 def _turn(apply: Apply, form: TemplateForm) -> str | None:
