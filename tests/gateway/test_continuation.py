@@ -30,6 +30,7 @@ from tests.gateway.drift import (
 from tests.gateway.toy import ADD_TOOL, TEMPLATE
 from tuner.chat_models import chat_model, default_kind
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults
+from tuner.traces import ReasoningPolicy
 
 MODEL = Path(__file__).parents[2] / "models" / "tiny_math"
 
@@ -197,6 +198,29 @@ async def test_other_end_token_than_the_templates_is_not_taken_over() -> None:
     assert second.reused_ids == len(path(first)) - 1
     assert second.prompt_ids[: second.reused_ids] == path(first)[:-1]
     assert decoded(second.prompt_ids) == rendered(gateway, second)
+
+
+@pytest.mark.parametrize("reasoning", ["template", "keep"])
+@pytest.mark.parametrize("end", ["<|endoftext|>", "<|im_start|>", ""])
+@pytest.mark.parametrize("script", [CALL, TERSE], ids=["as rendered", "re-formatted"])
+async def test_tool_call_keeps_its_ids_whatever_token_ended_it(
+    script: str, end: str, reasoning: ReasoningPolicy
+) -> None:
+    sampled = letters(script, end=end)
+    gateway = gateway_of(sampled, reasoning=reasoning)
+    session = gateway.open_session("r")
+    answer = await ask(session, [USER], tools=[ADD_TOOL], max_tokens=len(letters(script)))
+    result = {"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": "42"}
+    await ask(session, [USER, answer, result], tools=[ADD_TOOL])
+    first, second = session.calls
+    assert first.completion_ids == sampled
+    kept = path(first)[: -1 if end else None]
+    assert second.prompt_ids[: second.reused_ids] == kept
+    assert second.rerendered is None
+    # The template ends the turn in its own way.
+    glue = decoded(second.prompt_ids[second.reused_ids :])
+    assert glue.startswith("<|im_end|>\n<|im_start|>user\n<tool_response>\n42")
+    assert rendered(gateway, second).endswith(CALL + glue)
 
 
 async def test_text_before_a_stop_string_is_rendered_afresh() -> None:

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from openai import BadRequestError
 from transformers import PreTrainedTokenizerFast
 
-from tests.gateway.drift import USER, Scripted, ask, continues
+from tests.gateway.drift import USER, Scripted, ask, continues, path
 from tests.gateway.families import DEEPSEEK, FAMILIES, TEMPLATES, Family, texts, turn
 from tests.gateway.toy import ADD_TOOL, TEMPLATE, tokenizer
 from tuner.errors import ConfigError
@@ -277,9 +278,84 @@ def test_template_with_a_form_that_nobody_reads_is_refused() -> None:
         ChatRenderer(tokenizer(), chat_template=template)
 
 
-def test_template_without_tool_calls_is_taken_as_it_is() -> None:
+@family_of
+def test_template_of_a_family_holds_conversations_with_tools(family: Family) -> None:
+    assert family.renderer().no_tools is None
+
+
+# What real templates do to a conversation with tools: Kimi K2's, LFM2's and Phi-3.5's, Gemma 3's,
+# SmolLM3's.
+NO_TOOLS = {
+    "sandbox": (
+        "{% set texts = [] %}{% for m in messages if m.role == 'tool' %}"
+        "{% set _ = texts.append(m.content) %}{% endfor %}"
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}"
+        "{% for c in m.tool_calls or [] %}{{ '<tool_call>\n' + (c.function | tojson) }}"
+        "{{ '\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}",
+        "fails on a conversation with tool calls (access to attribute 'append'",
+    ),
+    "no content": (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+        "{% endfor %}",
+        "fails on a conversation with tool calls (",
+    ),
+    "alternation": (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}"
+        "{{ '<|im_start|>' + m.role + '\n' + (m.content or '') + '<|im_end|>\n' }}{% endfor %}",
+        "fails on a conversation with tool calls (roles must alternate)",
+    ),
+    "calls left out": (
+        "{{ tools | tojson if tools else '' }}{% for m in messages %}"
+        "{{ '<|im_start|>' + m.role + '\n' + (m.content or '') + '<|im_end|>\n' }}{% endfor %}",
+        "leaves earlier tool calls out of the conversation",
+    ),
+    "results left out": (
+        TEMPLATE.replace("message.role == 'tool'", "false"),
+        "leaves the results of tools out of the conversation",
+    ),
+}
+
+
+def test_template_that_knows_no_tools_is_taken_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     template = "{% for m in messages %}{{ m.role + ': ' + (m.content or '') }}{% endfor %}"
-    ChatRenderer(tokenizer(), chat_template=template)
+    renderer = ChatRenderer(tokenizer(), chat_template=template)
+    (warning,) = caplog.messages
+    assert "chat template shows neither tools nor earlier tool calls: set model.chat_" in warning
+    assert renderer.no_tools is None
+    assert renderer.render_text([USER], [ADD_TOOL]) == "user: 2+40?"
+
+
+@pytest.mark.parametrize("name", NO_TOOLS)
+async def test_template_that_holds_no_tools_is_found_out_at_the_start(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    template, found = NO_TOOLS[name]
+    renderer = ChatRenderer(tokenizer(), chat_template=template)
+    (warning,) = caplog.messages
+    assert warning == f"{renderer.no_tools}; requests with tools get a 400"
+    assert warning.startswith(f"the model's chat template {found}")
+    gateway = Gateway(Scripted((1, 2)), renderer, model_name="tiny")
+    session = gateway.open_session("r")
+    with pytest.raises(BadRequestError) as refused:
+        await ask(session, [USER], tools=[ADD_TOOL])
+    assert refused.value.param == "tools"
+    assert str(renderer.no_tools) in refused.value.message
+    assert "set model.chat_template_path" in refused.value.message
+    earlier = {"role": "assistant", "content": "", "tool_calls": [tool_call({"a": 1})]}
+    result = {"role": "tool", "tool_call_id": "call00000", "content": "3"}
+    with pytest.raises(BadRequestError) as refused:
+        await ask(session, [USER, earlier, result])
+    assert refused.value.param == "messages"
+    assert session.calls == ()
+    # An agent without tools is not disturbed.
+    answer = await ask(session, [USER])
+    await ask(session, [USER, answer, USER])
+    assert len(session.calls) == 2
+    assert len(caplog.messages) == 1
+    await gateway.aclose()
 
 
 def test_call_ids_have_the_form_that_the_templates_accept() -> None:
@@ -339,4 +415,36 @@ async def test_conversation_goes_on_with_the_call_that_was_sampled(name: str) ->
     earlier, later = session.calls
     assert later.rerendered is None
     assert continues(later, earlier)
+    await gateway.aclose()
+
+
+@pytest.mark.parametrize("tag", ["", "<|python_tag|>"])
+@pytest.mark.parametrize(
+    ("sampled_end", "rendered_end"), [("<|eom_id|>", "<|eot_id|>"), ("<|eot_id|>", "<|eom_id|>")]
+)
+async def test_llama_call_keeps_its_ids_with_the_tag_and_the_end_that_it_chose(
+    tag: str, sampled_end: str, rendered_end: str
+) -> None:
+    spoken = spoken_with(["<|eot_id|>", "<|eom_id|>", "<|python_tag|>"])
+    template = (TEMPLATES / "llama3.jinja").read_text(encoding="utf-8")
+    of_calls = "{%- endfor %}\n        {{- '<|eot_id|>' }}"
+    assert of_calls in template
+    renderer = ChatRenderer(
+        spoken,
+        chat_template=template.replace(of_calls, of_calls.replace("<|eot_id|>", rendered_end)),
+        tool_call_parser="llama3_json",
+        reasoning_parser="none",
+    )
+    text = tag + SAMPLED["llama3"] + sampled_end
+    sampled = tuple(spoken.encode(text, add_special_tokens=False))
+    gateway = Gateway(Scripted(sampled), renderer, model_name="tiny")
+    session = gateway.open_session("r")
+    answer = await ask(session, [USER], tools=[ADD_TOOL])
+    result = {"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": "3"}
+    await ask(session, [USER, answer, result], tools=[ADD_TOOL])
+    earlier, later = session.calls
+    assert later.rerendered is None
+    assert later.prompt_ids[: later.reused_ids] == path(earlier)[:-1]
+    glue = renderer.decode(later.prompt_ids[later.reused_ids :])
+    assert glue.startswith(f"{rendered_end}<|start_header_id|>ipython")
     await gateway.aclose()

@@ -351,7 +351,7 @@ class Conversations:
 
         A turn that was cut off, or that the model ended with another token, ends at the template's.
         """
-        for token in dict.fromkeys((completion.end, self._renderer.turn_end)):
+        for token in dict.fromkeys((completion.end, *self._renderer.turn_ends)):
             if token is not None:
                 stop = text.find(self._renderer.special_tokens.text(token), start)
                 if stop >= 0:
@@ -376,19 +376,20 @@ class Conversations:
 
     def _same_message(self, completion: _Completion, text: str, start: int) -> _Match | None:
         """The completion in place of the turn at `start`, if both texts spell one message."""
-        if completion.text is None or completion.end is None:
+        if completion.text is None:
             return None
-        end = self._renderer.special_tokens.text(completion.end)
-        stop = text.find(end, start)
-        if stop < 0:
-            return None
+        special = self._renderer.special_tokens
         if not completion.parsed:
             completion.parsed = True
+            end = "" if completion.end is None else special.text(completion.end)
             completion.message = self._message(completion, completion.text.removesuffix(end))
-        message = completion.message
-        if message is None or message != self._message(completion, text[start:stop]):
+        if completion.message is None:
             return None
-        return _Match(completion, stop + len(end), completion.end)
+        for stop, token in self._ends(completion, text, start):
+            if completion.message == self._message(completion, text[start:stop]):
+                past = stop if token is None else stop + len(special.text(token))
+                return _Match(completion, past, token)
+        return None
 
     def _message(self, completion: _Completion, text: str) -> tuple[object, ...] | None:
         parsed = self._renderer.parse_text(text, tools=completion.tools, opened=completion.opened)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
@@ -20,13 +22,22 @@ from tuner.gateway.model.parsing import (
 )
 from tuner.gateway.model.parsing.message import read
 from tuner.gateway.model.special_tokens import SpecialTokens
-from tuner.gateway.model.template import Message, TemplateForm, for_template, template_form
+from tuner.gateway.model.template import (
+    ANY_CALL,
+    ANY_TOOL,
+    Message,
+    TemplateForm,
+    for_template,
+    template_form,
+    tools_obstacle,
+)
 from tuner.gateway.request_error import RequestError, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 # Prompts whose ids are kept: the rollouts of a group begin with the same one.
 _CACHED_PROMPTS = 512
@@ -53,6 +64,8 @@ class ChatRenderer:
     Attributes:
         tokenizer, special_tokens: What encodes and decodes, and its borders.
         reasoning: Splits a text into its reasoning and the rest.
+        no_tools: Why requests with tools are refused, as the template cannot hold their history,
+            and what to do; None where they are not.
 
     Raises:
         ConfigError: A parser is unknown, the tool-call parser cannot read what the template
@@ -86,6 +99,15 @@ class ChatRenderer:
         self._reserved |= {"messages", "self"}
         self._developer_role = self.reads("developer")
         self._form: TemplateForm = template_form(self._apply, self._tool_call_parser)
+        self.no_tools: str | None = None
+        if obstacle := tools_obstacle(self._apply, self._form):
+            found, refused = obstacle
+            problem = (
+                f"the model's chat template {found}: set model.chat_template_path to one that "
+                "shows tools, calls and results, or use no tools"
+            )
+            self.no_tools = problem if refused else None
+            _log.warning("%s%s", problem, "; requests with tools get a 400" if refused else "")
         self.special_tokens = SpecialTokens(tokenizer, self._encode_text)
         self._added_tokens = {
             token.content: id_ for id_, token in tokenizer.added_tokens_decoder.items()
@@ -109,8 +131,12 @@ class ChatRenderer:
             add_generation_prompt: Whether the text ends where the assistant's next turn begins.
 
         Raises:
-            RequestError: 400: the template refuses the messages, or does not read a keyword.
+            RequestError: 400: the template refuses the messages, can hold no conversation with
+                tools, or does not read a keyword.
         """
+        used = any(m["role"] == "tool" or m.get("tool_calls") for m in messages)
+        if self.no_tools and (tools or used):
+            raise RequestError(self.no_tools, path=("tools",) if tools else ("messages",))
         extra = chat_template_kwargs or {}
         self._check_template_kwargs(extra)
         shaped = for_template(list(messages), self._form, developer_role=self._developer_role)
@@ -204,14 +230,20 @@ class ChatRenderer:
         return digest.hex()[:9] if self._tool_calls.short_ids else f"call_{digest.hex()[:24]}"
 
     @cached_property
-    def turn_end(self) -> int | None:
-        """The special token that the template ends an assistant turn with, if it can be told."""
-        try:
+    def turn_ends(self) -> tuple[int, ...]:
+        """The special tokens that the template ends an assistant turn with, as far as can be told.
+
+        That of a turn of words, and that of one of tool calls where it is another.
+        """
+        ends: list[int | None] = []
+        with suppress(RequestError):
             text = self.render_text(_ANY_TURN, ())
-        except RequestError:
-            return None
-        _, found, rest = text.rpartition(_ANY_TURN[-1]["content"])
-        return self.special_tokens.at(rest, 0) if found else None
+            _, found, rest = text.rpartition(_ANY_TURN[-1]["content"])
+            ends.append(self.special_tokens.at(rest, 0) if found else None)
+        with suppress(RequestError):
+            text = self.render_text(ANY_CALL[:2], [ANY_TOOL], add_generation_prompt=False)
+            ends.append(self.special_tokens.last(text))
+        return tuple(dict.fromkeys(end for end in ends if end is not None))
 
     @property
     def reads_reasoning(self) -> bool:

@@ -48,6 +48,11 @@ class SpecialTokens:
         match = self._pattern.match(text, position)
         return self._by_text[match[0]] if match else None
 
+    def last(self, text: str) -> int | None:
+        """The special token that `text` ends with, but for white space."""
+        ends = [match for match in self._pattern.finditer(text) if not text[match.end() :].strip()]
+        return self._by_text[ends[0][0]] if ends else None
+
     def is_border(self, token_id: int) -> bool:
         """Whether what follows the token is encoded the same, whatever comes before it."""
         known = self._borders.get(token_id)

@@ -2,7 +2,7 @@
 
 The latter is tried once on a canonical conversation when a model's chat form is made: a parser that
 cannot read the model's calls would leave every one of them in the text, and no rollout would use a
-tool.
+tool. So is whether the template can hold a conversation with tools at all.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from tuner.errors import ConfigError
 from tuner.gateway.model.parsing import TOOL_CALL_PARSERS, Tools
@@ -92,7 +92,7 @@ def _call_for_template(call: dict[str, Any]) -> dict[str, Any]:
 
 _NAME = "look_up_weather"
 _ARGUMENTS = {"city": "Paris", "days": 3}
-_TOOL = {
+ANY_TOOL = {
     "type": "function",
     "function": {
         "name": _NAME,
@@ -107,18 +107,24 @@ _TOOL = {
         },
     },
 }
-_USER: Message = {"role": "user", "content": "What will the weather be?"}
-_CALL: Message = {
-    "role": "assistant",
-    "content": None,
-    "tool_calls": [
-        {
-            "id": "abc123def",  # nine letters and digits: every template accepts them
-            "type": "function",
-            "function": {"name": _NAME, "arguments": json.dumps(_ARGUMENTS)},
-        }
-    ],
-}
+
+
+def _called(id_: str, arguments: dict[str, Any]) -> Message:
+    function = {"name": _NAME, "arguments": json.dumps(arguments)}
+    call = {"id": id_, "type": "function", "function": function}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+_CITIES: Final = ("Paris", "Lisbon")
+_RESULTS: Final = ("Sunny, 21 degrees.", "Rain, 14 degrees.")
+# Ids of nine letters and digits: every template accepts them.
+ANY_CALL: Final[list[Message]] = [
+    {"role": "user", "content": "What will the weather be?"},
+    _called("abc123def", _ARGUMENTS),
+    {"role": "tool", "tool_call_id": "abc123def", "content": _RESULTS[0]},
+    _called("abc123deg", {"city": _CITIES[1], "days": 2}),
+    {"role": "tool", "tool_call_id": "abc123deg", "content": _RESULTS[1]},
+]
 
 
 class Apply(Protocol):
@@ -162,16 +168,41 @@ def template_form(apply: Apply, tool_call_parser: str) -> TemplateForm:
     )
 
 
+def tools_obstacle(apply: Apply, form: TemplateForm) -> tuple[str, bool] | None:
+    """What the template does to a conversation with two tool calls and their results, if not right.
+
+    One call a turn: some families have no more, and their templates refuse them.
+
+    Returns:
+        What follows "the model's chat template", and whether that leaves a request with tools
+        without sense: a template that does not even show the tools has a model that calls none.
+        None where calls and results are in the text.
+    """
+    shaped = for_template(ANY_CALL, form, developer_role=False)
+    try:
+        text = apply(shaped, [ANY_TOOL], add_generation_prompt=True)
+    except Exception as error:
+        # As in `_turn`.
+        return f"fails on a conversation with tool calls ({error})", True
+    if not all(city in text for city in _CITIES):
+        if _NAME not in text:
+            return "shows neither tools nor earlier tool calls", False
+        return "leaves earlier tool calls out of the conversation", True
+    if not all(result in text for result in _RESULTS):
+        return "leaves the results of tools out of the conversation", True
+    return None
+
+
 def _turn(apply: Apply, form: TemplateForm) -> str | None:
     """The assistant turn as the template writes it; None where it refuses the conversation."""
 
     def render(*messages: Message, prompt: bool) -> str:
         shaped = for_template(list(messages), form, developer_role=False)
-        return apply(shaped, [_TOOL], add_generation_prompt=prompt)
+        return apply(shaped, [ANY_TOOL], add_generation_prompt=prompt)
 
     try:
-        before = render(_USER, prompt=True)
-        whole = render(_USER, _CALL, prompt=False)
+        before = render(*ANY_CALL[:1], prompt=True)
+        whole = render(*ANY_CALL[:2], prompt=False)
     except Exception:
         # A template refuses by raising anything at all, and is asked again for each request.
         return None
@@ -184,7 +215,7 @@ def _turn(apply: Apply, form: TemplateForm) -> str | None:
 
 
 def _reads(name: str, turn: str) -> bool:
-    _, calls, _ = TOOL_CALL_PARSERS[name](turn, [_TOOL])
+    _, calls, _ = TOOL_CALL_PARSERS[name](turn, [ANY_TOOL])
     try:
         found: list[Any] = [(call.name, json.loads(call.arguments)) for call in calls]
     except ValueError:
