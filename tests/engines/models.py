@@ -18,6 +18,7 @@ from transformers import (
     Mamba2Config,
     MambaConfig,
     MistralConfig,
+    Phi3Config,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -88,6 +89,20 @@ CONFIGS = {
         num_local_experts=2,
         interleave_moe_layer_step=2,
         no_rope_layers=[1, 0],
+    ),
+    # Frequencies of RoPE change beyond 24 positions.
+    "phi3": lambda: Phi3Config(
+        **{**_SMALL, "pad_token_id": 0},
+        original_max_position_embeddings=24,
+        rope_scaling={
+            "rope_type": "longrope",
+            "short_factor": [1.0, 1.5, 2.0, 2.5],
+            "long_factor": [4.0, 6.0, 8.0, 10.0],
+        },
+    ),
+    "llama_dynamic": lambda: LlamaConfig(
+        **{**_SMALL, "max_position_embeddings": 24},
+        rope_scaling={"rope_type": "dynamic", "factor": 4.0},
     ),
     "bloom": lambda: BloomConfig(
         vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.2
