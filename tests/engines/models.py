@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import (
     BloomConfig,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     Llama4TextConfig,
     LlamaConfig,
     Mamba2Config,
@@ -56,6 +57,15 @@ CONFIGS = {
         sliding_window=6,
         query_pre_attn_scalar=8,
         layer_types=["sliding_attention", "full_attention"],
+    ),
+    "gemma4": lambda: Gemma4TextConfig(
+        **_SMALL,
+        head_dim=8,
+        global_head_dim=16,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"],
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=8,
     ),
     "qwen3_next": lambda: Qwen3NextConfig(
         **_SMALL,

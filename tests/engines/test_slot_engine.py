@@ -32,7 +32,7 @@ SETTINGS = [
     SamplingParams(max_tokens=12, temperature=0.7, top_k=30, top_p=0.9),
     SamplingParams(max_tokens=12, temperature=0.0),
 ]
-BATCHED = ["qwen3", "llama", "mistral", "gemma3"]
+BATCHED = ["qwen3", "llama", "mistral", "gemma3", "gemma4"]
 
 
 def crowd():

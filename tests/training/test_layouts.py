@@ -21,6 +21,7 @@ from tuner.training import PolicyTrainer, TrainerSettings, build_batch
 from tuner.training.forward import layouts
 from tuner.training.forward.layouts import Forward
 from tuner.training.forward.packed import packed_logprobs, packs
+from tuner.training.throughput import ModelFlops
 
 
 def lines(caplog):
@@ -119,6 +120,16 @@ def test_a_window_that_the_configuration_names_and_the_layout_does_not_know_is_n
     ):
         assert Forward.of(model, None).layout == "packed"
     assert "log-probs would differ by" in lines(caplog)[0]
+
+
+def test_layers_with_heads_of_different_sizes_train_on_the_tree():
+    model = make_model("gemma4")
+    cost = Forward.of(model, None).cost
+    weights = sum(p.numel() for p in model.parameters()) - model.lm_head.weight.numel()
+    assert cost.pair == 2 * (4 * 8 + 4 * 16) / weights
+    assert ModelFlops.of(model) == "its layers differ (head_dim)"
+    cuts = [("tree", 1000), ("tree", 20), ("packed", 1000), ("padded", 1000)]
+    assert_same_gradient(model, ROWS, cuts=cuts, tolerance=1e-5)
 
 
 def flash_stand_in(attended):

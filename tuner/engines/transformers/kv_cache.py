@@ -268,6 +268,19 @@ def layer_windows(model: PreTrainedModel) -> dict[str, int | None] | str:
     return windows
 
 
+def layer_configs(config: Any) -> list[Any]:
+    """The configuration of each layer; Gemma 4's have heads of different sizes."""
+    if getattr(config, "is_heterogeneous", False):
+        return list(config.per_layer_config)
+    return [config] * config.num_hidden_layers
+
+
+def head_width(config: Any) -> int:
+    """Numbers of one attention head, as a layer's configuration has it."""
+    width = getattr(config, "head_dim", None)
+    return int(width or config.hidden_size // config.num_attention_heads)
+
+
 @torch.no_grad()
 def rows_agree(model: PreTrainedModel, windows: dict[str, int | None]) -> str | None:
     """Compare a pass over rows with a plain forward pass; None if they agree, else what differs.
