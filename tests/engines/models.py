@@ -13,11 +13,13 @@ from torch import Tensor
 from transformers import (
     BloomConfig,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     Llama4TextConfig,
     LlamaConfig,
     Mamba2Config,
     MambaConfig,
     MistralConfig,
+    Phi3Config,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -56,6 +58,15 @@ CONFIGS = {
         query_pre_attn_scalar=8,
         layer_types=["sliding_attention", "full_attention"],
     ),
+    "gemma4": lambda: Gemma4TextConfig(
+        **_SMALL,
+        head_dim=8,
+        global_head_dim=16,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"],
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=8,
+    ),
     "qwen3_next": lambda: Qwen3NextConfig(
         **_SMALL,
         head_dim=8,
@@ -88,6 +99,20 @@ CONFIGS = {
         num_local_experts=2,
         interleave_moe_layer_step=2,
         no_rope_layers=[1, 0],
+    ),
+    # Frequencies of RoPE change beyond 24 positions.
+    "phi3": lambda: Phi3Config(
+        **{**_SMALL, "pad_token_id": 0},
+        original_max_position_embeddings=24,
+        rope_scaling={
+            "rope_type": "longrope",
+            "short_factor": [1.0, 1.5, 2.0, 2.5],
+            "long_factor": [4.0, 6.0, 8.0, 10.0],
+        },
+    ),
+    "llama_dynamic": lambda: LlamaConfig(
+        **{**_SMALL, "max_position_embeddings": 24},
+        rope_scaling={"rope_type": "dynamic", "factor": 4.0},
     ),
     "bloom": lambda: BloomConfig(
         vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.2

@@ -1,6 +1,7 @@
 """Log-probs, prefix reuse and weight updates of the batched engine, against plain passes."""
 
 import asyncio
+import logging
 
 import pytest
 import torch
@@ -17,8 +18,11 @@ from tests.engines.models import (
     prompt,
     until,
 )
+from tuner.assembly.stack import context_length
 from tuner.engines import SamplingParams
+from tuner.engines.transformers.kv_cache import rows_agree
 from tuner.engines.transformers.slots import SlotRunner
+from tuner.errors import ConfigError
 
 SETTINGS = [
     SamplingParams(max_tokens=12, temperature=1.0),
@@ -28,7 +32,7 @@ SETTINGS = [
     SamplingParams(max_tokens=12, temperature=0.7, top_k=30, top_p=0.9),
     SamplingParams(max_tokens=12, temperature=0.0),
 ]
-BATCHED = ["qwen3", "llama", "mistral", "gemma3"]
+BATCHED = ["qwen3", "llama", "mistral", "gemma3", "gemma4"]
 
 
 def crowd():
@@ -330,3 +334,42 @@ def test_any_order_of_arrivals_and_cancellations_gives_right_log_probs(plan, slo
         assert (stats.running, stats.waiting) == (0, 0)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", ["phi3", "llama_dynamic"])
+async def test_where_frequencies_depend_on_length_all_below_the_switch_is_exact_and_more_refused(
+    kind,
+):
+    model = make_model(kind)
+    engine = make_engine(model, max_model_len=24)
+    assert engine.batched
+    requests = [
+        (prompt(length, seed=length), SamplingParams(max_tokens=24 - length, seed=length))
+        for length in (3, 20, 12, 7, 23)
+    ]
+    for (ids, sampling), got in zip(requests, await generate_all(engine, requests), strict=True):
+        assert len(ids) + len(got.completion_ids) == 24
+        assert error(model, ids, got, sampling) < 1e-4
+    for deterministic in (False, True):
+        with pytest.raises(ConfigError, match=r"beyond 24 .*model\.max_model_len to 24 at most"):
+            make_engine(model, max_model_len=25, deterministic=deterministic)
+
+
+def test_rows_whose_window_differs_from_the_models_are_noticed_past_the_window():
+    model = make_model("mistral")
+    assert rows_agree(model, {"sliding_attention": 6}) is None
+    assert "logits would differ" in str(rows_agree(model, {"full_attention": None}))
+
+
+def test_the_length_that_is_not_set_ends_where_frequencies_change_and_it_is_said(caplog):
+    config, setting = make_model("phi3").config, "model.max_model_len"
+    with caplog.at_level(logging.WARNING):
+        assert context_length(None, config, setting) == 24
+    assert "model.max_model_len is not set and becomes 24: beyond 24 positions" in caplog.text
+    assert context_length(24, config, setting) == 24
+    with pytest.raises(ConfigError, match=r"= 25, but beyond 24 .*'longrope'.* to 24 at most"):
+        context_length(25, config, setting)
+    layered = make_model("gemma3").config
+    layered.rope_parameters["full_attention"] = dict(config.rope_parameters)
+    assert context_length(None, layered, setting) == 24
+    assert context_length(None, make_model("qwen3").config, setting) == 512

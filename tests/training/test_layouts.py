@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -12,11 +13,15 @@ from hypothesis import strategies as st
 from transformers import modeling_flash_attention_utils as flash
 
 from tests.builders import call, trace
-from tests.engines.models import make_model, prompt
+from tests.engines.models import CONFIGS, make_model, prompt
 from tests.training.exact import assert_same_gradient, gradient, row, seeded, small_parts
+from tuner.engines.transformers.kv_cache import probe_length
+from tuner.errors import TrainingError
 from tuner.training import PolicyTrainer, TrainerSettings, build_batch
+from tuner.training.forward import layouts
 from tuner.training.forward.layouts import Forward
 from tuner.training.forward.packed import packed_logprobs, packs
+from tuner.training.throughput import ModelFlops
 
 
 def lines(caplog):
@@ -77,6 +82,54 @@ def test_a_model_that_attends_in_chunks_trains_on_packed_rows(caplog):
     with small_parts():
         cuts = [("packed", 1000), ("packed", 20), ("padded", 1000)]
         assert_same_gradient(model, ROWS, cuts=cuts, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["phi3", "llama_dynamic"])
+def test_where_frequencies_depend_on_length_rows_below_the_switch_are_exact_and_longer_refused(
+    kind,
+):
+    model = make_model(kind)
+    long = row(prompt(20), prompt(4, seed=9))
+    rows = [*ROWS, long, row(long.prompt_ids, prompt(1))]
+    cuts = [("tree", 1000), ("tree", 25), ("packed", 1000), ("padded", 1000)]
+    assert_same_gradient(model, rows, cuts=cuts, tolerance=1e-5)
+    longer = row(prompt(20), prompt(5))
+    for layout in ("tree", "packed", "padded"):
+        forward = Forward.of(model, None, layout=layout)
+        for compute in (forward.states, partial(forward.logprobs, with_entropy=False)):
+            with pytest.raises(TrainingError, match="has 25 tokens, but beyond 24 positions"):
+                compute(model, [*ROWS, longer])
+
+
+def test_the_probe_goes_past_windows_and_chunks_and_not_past_the_switch():
+    lengths = {kind: probe_length(make_model(kind).config) for kind in CONFIGS}
+    wanted = {"mistral": 12, "gemma3": 12, "llama4": 12, "mamba2": 14, "phi3": 24}
+    assert {kind: lengths[kind] for kind in wanted} == wanted
+    assert lengths["qwen3"] == 6
+    config = make_model("mistral").config
+    config.sliding_window = 4096
+    assert probe_length(config) == 6
+
+
+def test_a_window_that_the_configuration_names_and_the_layout_does_not_know_is_noticed(caplog):
+    """As a model with code of its own might have it: nothing differs on short rows."""
+    model = make_model("mistral")
+    with (
+        mock.patch.object(layouts, "layer_windows", return_value={"full_attention": None}),
+        caplog.at_level(logging.WARNING, logger="tuner.training.forward.layouts"),
+    ):
+        assert Forward.of(model, None).layout == "packed"
+    assert "log-probs would differ by" in lines(caplog)[0]
+
+
+def test_layers_with_heads_of_different_sizes_train_on_the_tree():
+    model = make_model("gemma4")
+    cost = Forward.of(model, None).cost
+    weights = sum(p.numel() for p in model.parameters()) - model.lm_head.weight.numel()
+    assert cost.pair == 2 * (4 * 8 + 4 * 16) / weights
+    assert ModelFlops.of(model) == "its layers differ (head_dim)"
+    cuts = [("tree", 1000), ("tree", 20), ("packed", 1000), ("padded", 1000)]
+    assert_same_gradient(model, ROWS, cuts=cuts, tolerance=1e-5)
 
 
 def flash_stand_in(attended):

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from tuner.config import RunConfig
+from tuner.engines.transformers.kv_cache import head_width, layer_configs
 from tuner.errors import ConfigError
 
 _ADAM = 4 + 4 + 4
@@ -129,11 +130,11 @@ def needs_of(
     # Gradients stay on the device.
     kept = 4 if config.trainer.optimizer_offload else update
     settings = model.config.get_text_config(decoder=True)
-    heads = getattr(settings, "num_key_value_heads", None) or settings.num_attention_heads
-    width = getattr(settings, "head_dim", None) or (
-        settings.hidden_size // settings.num_attention_heads
+    heads = "num_key_value_heads"
+    token = sum(
+        2 * each * head_width(layer) * (getattr(layer, heads, None) or layer.num_attention_heads)
+        for layer in layer_configs(settings)
     )
-    token = 2 * settings.num_hidden_layers * heads * width * each
     return Needs(
         trainer=(1 + references + critics) * each * parameters
         + kept * trained

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -28,11 +29,14 @@ from tuner.chat_models import chat_model, default_kind
 from tuner.config import RunConfig
 from tuner.engines import TrainingEngine
 from tuner.engines.transformers.engine import TransformersEngine
+from tuner.engines.transformers.kv_cache import length_limit
 from tuner.errors import ConfigError
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults
 from tuner.rollout import RolloutRunner
 from tuner.training import PolicyTrainer
 from tuner.training.references import Reference
+
+_log = logging.getLogger(__name__)
 
 
 class ServedCopy:
@@ -332,15 +336,22 @@ def context_length(wanted: int | None, settings: Any, setting: str) -> int:
         setting: Which setting said it, for the message.
 
     Raises:
-        ConfigError: It is more than the model has positions, or the model does not say.
+        ConfigError: It is more than the model has positions or can be computed at in batches
+            (`length_limit`), whichever engine generates; or the model does not say.
     """
     positions = int(getattr(settings, "max_position_embeddings", 0) or 0)
+    limit = length_limit(settings)
     if wanted is None:
         if not positions:
             raise ConfigError(f"{setting} must be set: the model does not say how long it can be")
-        return positions
+        if limit is None or positions <= limit[0]:
+            return positions
+        _log.warning("%s is not set and becomes %d: %s", setting, *limit)
+        return limit[0]
     if positions and wanted > positions:
         raise ConfigError(
             f"{setting} = {wanted} is more than the {positions} positions this model was made for"
         )
+    if limit is not None and wanted > limit[0]:
+        raise ConfigError(f"{setting} = {wanted}, but {limit[1]}: set it to {limit[0]} at most")
     return wanted

@@ -239,7 +239,8 @@ class ModelSection(Section):
     max_model_len: int | None = Field(
         default=None,
         ge=2,
-        description="Tokens of prompt and answer together; not set: the model's own.",
+        description="Tokens of prompt and answer together; not set: the model's own, less where "
+        "its RoPE frequencies depend on length (`longrope`, `dynamic`).",
     )
     max_response_tokens: ResponseTokens = None
     temperature: float = Field(

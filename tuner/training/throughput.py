@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from tuner.engines.transformers.kv_cache import layer_windows
+from tuner.engines.transformers.kv_cache import head_width, layer_windows
 from tuner.traces import TokenTree
 from tuner.training.batch import Row
 
@@ -95,15 +95,15 @@ class ModelFlops:
         for key in ("num_experts", "num_local_experts", "n_routed_experts"):
             if getattr(config, key, None):
                 return f"not every token passes all weights ({key})"
-        heads = config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        if getattr(config, "is_heterogeneous", False):
+            return f"its layers differ ({', '.join(sorted(config.per_layer_attributes or ()))})"
         head = model.get_output_embeddings().weight
         embeddings = {id(head), id(model.get_input_embeddings().weight)}
         matrices = [p for p in model.parameters() if p.ndim > 1 and id(p) not in embeddings]
         kinds = getattr(config, "layer_types", None) or list(windows) * config.num_hidden_layers
         return ModelFlops(
             node=sum(_both_passes(matrix) for matrix in matrices),
-            pair=12 * heads * width,
+            pair=12 * config.num_attention_heads * head_width(config),
             logits=_both_passes(head),
             layers=tuple((windows[kind], count) for kind, count in Counter(kinds).items()),
         )

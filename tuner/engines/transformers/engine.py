@@ -27,7 +27,7 @@ from tuner.engines.base import (
 )
 from tuner.engines.request import Request, RequestEngine, end_ids_of
 from tuner.engines.sampling import check_sampling
-from tuner.engines.transformers.kv_cache import servable_layers
+from tuner.engines.transformers.kv_cache import length_limit, servable_layers
 from tuner.engines.transformers.slots import SlotRunner
 from tuner.engines.transformers.solo import SoloRunner
 from tuner.engines.transformers.weights import WeightsGuard, served_model
@@ -87,7 +87,8 @@ class TransformersEngine(RequestEngine):
         prefill_tokens: Prompt tokens computed in one forward pass at most.
 
     Raises:
-        ConfigError: A size is not positive, the attention implementation takes no mask, or the
+        ConfigError: A size is not positive, `max_model_len` is more than the model can be computed
+            at in batches (`length_limit`), the attention implementation takes no mask, or the
             model's adapter is of a kind that acts on prompts.
     """
 
@@ -111,6 +112,12 @@ class TransformersEngine(RequestEngine):
             if value < 1:
                 raise ConfigError(f"{name} is {value}, but must be at least 1")
         self._model = served_model(model)
+        limit = length_limit(self._model.config)
+        if limit is not None and max_model_len > limit[0]:
+            raise ConfigError(
+                f"max_model_len is {max_model_len}, but {limit[1]}: set model.max_model_len to "
+                f"{limit[0]} at most"
+            )
         self._model.train(False)
         embeddings: Any = self._model.get_input_embeddings()
         super().__init__(

@@ -16,7 +16,10 @@ writing one and copying a prefix from row to row are plain copies.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -174,7 +177,59 @@ def attention_mask(
     )
 
 
-_PROBE_LENGTH = 6
+_FEW = 256
+"""Tokens up to which a comparison with a plain forward pass costs next to nothing."""
+_LENGTH = re.compile("(window|chunk)(_size)?$|original_max_position")
+"""Keys of a configuration that say how far a token is seen; "max_window_layers" is none."""
+
+
+def length_limit(config: Any) -> tuple[int, str] | None:
+    """Up to how many positions the frequencies of RoPE are constant, and what the model does
+    beyond; None where they always are.
+
+    transformers takes those of `longrope` and `dynamic` from the largest position in the whole
+    pass, so one long row would change every other row beside it, and what a cache keeps would
+    be of other frequencies than what comes after.
+
+    Args:
+        config: The model's, as transformers has it.
+    """
+    config = config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [kind for kind in rope.values() if isinstance(kind, Mapping)] or [rope]
+    limits: dict[int, str] = {}
+    for kind in kinds:
+        name = str(kind.get("rope_type"))
+        if name == "longrope":
+            limits[int(kind["original_max_position_embeddings"])] = name
+        elif "dynamic" in name:
+            limits[int(config.max_position_embeddings)] = name
+    if not limits:
+        return None
+    limit = min(limits)
+    return limit, (
+        f"beyond {limit} positions this model takes the frequencies of RoPE from the longest "
+        f"sequence computed with (rope_type {limits[limit]!r}), so sequences would not be computed "
+        "as they are alone"
+    )
+
+
+def probe_length(config: Any) -> int:
+    """Tokens of a row that goes past every window and chunk that a model's configuration names,
+    of those that are short; larger ones would cost too much to try."""
+    config = config.get_text_config(decoder=True)
+    length = 6 + max((n for n in _named_lengths(config.to_dict()) if n <= _FEW), default=0)
+    limit = length_limit(config)
+    bounds = (limit and limit[0], getattr(config, "max_position_embeddings", None))
+    return min([length, *(int(bound) for bound in bounds if bound)])
+
+
+def _named_lengths(settings: Mapping[Any, Any]) -> Iterator[int]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _named_lengths(value)
+        elif isinstance(value, int) and _LENGTH.search(str(key)):
+            yield value
 
 
 def layer_windows(model: PreTrainedModel) -> dict[str, int | None] | str:
@@ -213,6 +268,19 @@ def layer_windows(model: PreTrainedModel) -> dict[str, int | None] | str:
     return windows
 
 
+def layer_configs(config: Any) -> list[Any]:
+    """The configuration of each layer; Gemma 4's have heads of different sizes."""
+    if getattr(config, "is_heterogeneous", False):
+        return list(config.per_layer_config)
+    return [config] * config.num_hidden_layers
+
+
+def head_width(config: Any) -> int:
+    """Numbers of one attention head, as a layer's configuration has it."""
+    width = getattr(config, "head_dim", None)
+    return int(width or config.hidden_size // config.num_attention_heads)
+
+
 @torch.no_grad()
 def rows_agree(model: PreTrainedModel, windows: dict[str, int | None]) -> str | None:
     """Compare a pass over rows with a plain forward pass; None if they agree, else what differs.
@@ -221,29 +289,33 @@ def rows_agree(model: PreTrainedModel, windows: dict[str, int | None]) -> str | 
     for example) and does not say so in its configuration.
     """
     device, dtype = model.device, model.dtype
-    length = _PROBE_LENGTH
+    length = probe_length(model.config)
     ids = (torch.arange(length, device=device) * 7 + 3) % model.config.get_text_config().vocab_size
     try:
-        wanted = model(input_ids=ids[None], use_cache=False).logits[0, -2:].float()
+        # A row of one token and a long one, which goes on beside it.
+        alone = [model(input_ids=row[None], use_cache=False).logits[0] for row in (ids[:1], ids)]
+        wanted = torch.cat([alone[1][-2:-1], alone[0], alone[1][-1:]]).float()
         cache = SlotCache(model.config.get_text_config().num_hidden_layers, 2, length)
         got = []
-        for start, stop in ((0, length - 1), (length - 1, length)):
-            positions = torch.arange(start, stop, device=device)[None]
-            cache.placement = Placement(1, 2, stop, length + positions[0], None)
+        for first, places in ((1, [[*range(length - 1)]]), (0, [[0], [length - 1]])):
+            positions = torch.tensor(places, device=device)
+            stop = places[-1][-1] + 1
+            rows = torch.arange(first, 2, device=device)[:, None]
+            cache.placement = Placement(first, 2, stop, (rows * length + positions).flatten(), None)
             masks = {k: attention_mask(positions, stop, w, dtype) for k, w in windows.items()}
             output = model(
-                input_ids=ids[None, start:stop],
+                input_ids=ids[positions],
                 position_ids=positions,
                 attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
                 past_key_values=cache,
                 use_cache=True,
                 **forward_options(model),
             )
-            got.append(output.logits[0, -1].float())
+            got.append(output.logits[:, -1].float())
     except Exception as error:  # whatever a model's own code makes of the masks and the cache
         return f"its forward pass does not take them ({type(error).__name__}: {error})"
     allowed = 1e-3 if dtype in (torch.float32, torch.float64) else 0.25
-    difference = float((torch.stack(got) - wanted).abs().max() / wanted.std())
+    difference = float((torch.cat(got) - wanted).abs().max() / wanted.std())
     if difference > allowed:
         return f"its logits would differ by {difference:.2g} standard deviations"
     return None

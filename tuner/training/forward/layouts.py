@@ -23,9 +23,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tuner.engines.base import SamplingParams
 from tuner.engines.grammar import Grammars
-from tuner.engines.transformers.kv_cache import layer_windows
+from tuner.engines.transformers.kv_cache import layer_windows, length_limit, probe_length
 from tuner.engines.transformers.weights import causal_model
-from tuner.errors import ConfigError
+from tuner.errors import ConfigError, TrainingError
 from tuner.training.batch import Row
 from tuner.training.forward.head import (
     TokenLogprobs,
@@ -86,6 +86,7 @@ class Forward:
         pack_tokens: The longest pack, where attention bounds it.
         in_parts: Whether the logits of padded rows are made in parts.
         checkpointing: Whether a pass with a gradient keeps only the inputs of the layers.
+        limit: The longest row that is computed as it is alone, and why; None for any.
     """
 
     layout: Layout
@@ -95,6 +96,7 @@ class Forward:
     pack_tokens: int | None = None
     in_parts: bool = False
     checkpointing: bool = False
+    limit: tuple[int, str] | None = None
 
     @staticmethod
     def of(
@@ -121,7 +123,8 @@ class Forward:
                 "that transformers marks for it; set it to false"
             )
         causal = causal_model(model)
-        common: Any = {"grammars": grammars, "checkpointing": checkpointing}
+        limit = length_limit(causal.config) if isinstance(causal, PreTrainedModel) else None
+        common: Any = {"grammars": grammars, "checkpointing": checkpointing, "limit": limit}
         not_tree = None
         if layout == "tree":
             windows = _tree_windows(model)
@@ -174,9 +177,11 @@ class Forward:
             with_entropy: Keep the graph of the entropy (else it is detached, for metrics only).
 
         Raises:
-            TrainingError: A row has a grammar, and there are no `grammars` to replay it with.
+            TrainingError: A row has a grammar, and there are no `grammars` to replay it with; or a
+                row is longer than the model is computed at exactly (`length_limit`).
             GrammarError: A row's completion does not follow its grammar.
         """
+        self._check_lengths(rows)
         settings: Any = {"with_entropy": with_entropy, "grammars": self.grammars}
         with self._checkpointed(model):
             if self.layout == "tree" and self.windows is not None:
@@ -190,13 +195,26 @@ class Forward:
 
         Args:
             model: The one this was made for, without its output embedding.
+
+        Raises:
+            TrainingError: A row is longer than the model is computed at exactly.
         """
+        self._check_lengths(rows)
         with self._checkpointed(model):
             if self.layout == "tree" and self.windows is not None:
                 return tree_states(model, rows, windows=self.windows)
             if self.layout == "packed":
                 return packed_states(model, rows)
             return completion_states(model, rows)
+
+    def _check_lengths(self, rows: Sequence[Row]) -> None:
+        longest = max(rows, key=len)
+        if self.limit is not None and len(longest) > self.limit[0]:
+            raise TrainingError(
+                f"call {longest.call_id!r} has {len(longest)} tokens, but {self.limit[1]}: "
+                f"set model.max_model_len (max_model_len of the engine) to {self.limit[0]} at "
+                "most, and leave out longer calls"
+            )
 
     def _checkpointed(self, model: nn.Module) -> AbstractContextManager[None]:
         return checkpointed_layers(model, enabled=self.checkpointing and torch.is_grad_enabled())
@@ -246,16 +264,20 @@ def _tree_windows(model: nn.Module) -> dict[str, int | None] | str:
 
 @torch.no_grad()
 def _inexact(model: nn.Module, layout: Callable[[list[Row]], TokenLogprobs]) -> str | None:
-    """Compare a layout of a few rows with one row per pass; None if they agree, else what differs.
+    """Compare a layout of a few short rows and a long one with one row per pass; None if they
+    agree, else what differs.
 
     For models whose code does something of its own with positions, masks or logits (ALiBi, for
     example) or carries a state from one packed row to the next, and does not say so in its
     configuration.
     """
     dtype = next(model.parameters()).dtype
+    causal = causal_model(model)
+    length = probe_length(causal.config) if isinstance(causal, PreTrainedModel) else 6
+    long = tuple((3 + 7 * i) % 53 for i in range(max(5, length)))
     rows = [
         Row(str(i), 0, prompt, completion, (0.0,) * len(completion), SamplingParams(max_tokens=2))
-        for i, (prompt, completion) in enumerate(_PROBE)
+        for i, (prompt, completion) in enumerate([*_PROBE, (long[:-4], long[-4:])])
     ]
     try:
         found = layout(rows).logp_T

@@ -36,6 +36,7 @@ from transformers import PreTrainedModel
 
 from tuner.engines.grammar import Grammars
 from tuner.engines.transfer import to_device
+from tuner.engines.transformers.kv_cache import head_width, layer_configs
 from tuner.engines.transformers.weights import causal_model
 from tuner.traces.tree import HasIds, IntArray, TokenTree, sequence_keys
 from tuner.training.batch import Row
@@ -69,15 +70,14 @@ class PassCost:
     def of(model: PreTrainedModel, *, dense: bool = False) -> PassCost:
         """From the sizes of a model: multiplications of attention over those of the weights."""
         config = model.config.get_text_config(decoder=True)
-        heads = config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        widths = sum(c.num_attention_heads * head_width(c) for c in layer_configs(config))
         embeddings = {
             id(module.weight)
             for module in (model.get_input_embeddings(), model.get_output_embeddings())
             if isinstance(getattr(module, "weight", None), torch.Tensor)
         }
         weights = sum(p.numel() for p in model.parameters() if id(p) not in embeddings)
-        return PassCost(2 * config.num_hidden_layers * heads * width / weights, dense)
+        return PassCost(2 * widths / weights, dense)
 
     def __call__(self, tokens: int, pairs: int) -> float:
         """One pass over a tree of so many nodes, with so many pairs of a node and its ancestor."""
