@@ -128,8 +128,10 @@ async def _run(
     finally:
         if source is not None:
             await source.close()
-        record.close()
-        await stack.aclose()
+        try:
+            record.close()  # may have something left to write, for which there is no room
+        finally:
+            await stack.aclose()
 
 
 async def _steps(
