@@ -113,7 +113,9 @@ async def _run(
                 alone = config.tuner.deterministic
                 rollouts = Rollouts(
                     stack.runner,
-                    TraceStore(record.directory.traces),
+                    TraceStore(
+                        record.directory.traces, stack.model.config.get_text_config().vocab_size
+                    ),
                     max_running=1 if alone else config.explorer.runner_per_model,
                     on_end=record.timeline.rollout,
                 )

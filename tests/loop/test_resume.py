@@ -1,5 +1,6 @@
 """A killed run goes on where it stopped and ends with the very same weights."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -18,6 +19,7 @@ from tuner.result import TuneResult
 from tuner.run import directory as run_directory
 from tuner.run.monitors import JsonlMonitor
 from tuner.traces import TraceStore
+from tuner.traces.store import read_traces
 from tuner.training import PolicyTrainer
 from tuner.tune import leave_report
 
@@ -302,3 +304,22 @@ def test_run_that_cannot_write_says_so_and_goes_on_later(
     assert str(tmp_path / "p" / "run") in str(caught.value)
     assert "start the run again" in str(caught.value)
     assert tune(config).steps == 2
+
+
+@pytest.mark.parametrize("field", ["prompt_ids", "completion_ids"])
+@pytest.mark.parametrize("token", [10**6, -1])
+def test_recorded_token_that_the_model_does_not_have_is_named(
+    random_model_path, unfinished, tmp_path, field, token
+):
+    path = unfinished / "traces" / "step_000005.jsonl"
+    first, *others = read_traces(path)
+    ids = (*getattr(first.calls[0], field)[:-1], token)
+    call = dataclasses.replace(first.calls[0], **{field: ids})
+    changed = dataclasses.replace(first, calls=[call, *first.calls[1:]])
+    path.unlink()
+    for trace in (changed, *others):
+        TraceStore(path.parent).append(trace)
+    with pytest.raises(TunerError, match=rf"step_000005.* token id {token}, .* move the file away"):
+        tune(runs.config(random_model_path, tmp_path))
+    path.unlink()
+    assert tune(runs.config(random_model_path, tmp_path)).steps == 6
