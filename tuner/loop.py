@@ -113,7 +113,9 @@ async def _run(
                 alone = config.tuner.deterministic
                 rollouts = Rollouts(
                     stack.runner,
-                    TraceStore(record.directory.traces),
+                    TraceStore(
+                        record.directory.traces, stack.model.config.get_text_config().vocab_size
+                    ),
                     max_running=1 if alone else config.explorer.runner_per_model,
                     on_end=record.timeline.rollout,
                 )
@@ -128,8 +130,10 @@ async def _run(
     finally:
         if source is not None:
             await source.close()
-        record.close()
-        await stack.aclose()
+        try:
+            record.close()  # may have something left to write, for which there is no room
+        finally:
+            await stack.aclose()
 
 
 async def _steps(

@@ -1,6 +1,10 @@
 """A killed run goes on where it stopped and ends with the very same weights."""
 
+import dataclasses
+import errno
 import json
+import os
+import shutil
 import signal
 
 import pytest
@@ -9,9 +13,14 @@ from safetensors.torch import load_file
 
 from tests import forked
 from tests.loop import runs
-from tuner.errors import ConfigError, ModelLoadError
+from tuner.errors import ConfigError, ModelLoadError, TunerError
 from tuner.loop import run_local
 from tuner.result import TuneResult
+from tuner.run import directory as run_directory
+from tuner.run.monitors import JsonlMonitor
+from tuner.traces import TraceStore
+from tuner.traces.store import read_traces
+from tuner.training import PolicyTrainer
 from tuner.tune import leave_report
 
 # In the first step's rollouts, in its update, in the second step's rollouts, before metrics are
@@ -152,3 +161,165 @@ def test_result_is_written_and_counts_every_token(straight):
     # A path may be wrapped inside its cell.
     cells = "".join(line.strip("│ ").split("│")[-1].strip() for line in text.splitlines())
     assert "report.html" in cells
+
+
+@pytest.fixture
+def unfinished(straight, tmp_path):
+    """The run directory of a run that was killed after its checkpoint of step 4."""
+    path = tmp_path / "p" / "run"
+    shutil.copytree(straight.run_dir, path)
+    (path / "result.json").unlink()
+    shutil.rmtree(path / "checkpoints" / "step_000006")
+    return path
+
+
+def same(result, straight):
+    expected, found = weights(straight), weights(result)
+    return all(torch.equal(expected[name], found[name]) for name in expected) and (
+        without_times(result.history) == without_times(straight.history)
+    )
+
+
+def test_strays_among_checkpoints_are_ignored(random_model_path, straight, unfinished, tmp_path):
+    checkpoints = unfinished / "checkpoints"
+    shutil.copytree(checkpoints / "step_000002", checkpoints / "step_000005.bak")
+    (checkpoints / "step_9").mkdir()
+    for name in (".DS_Store", "step_000007", "step_notes.txt"):
+        (checkpoints / name).write_text("not a checkpoint")
+    assert same(tune(runs.config(random_model_path, tmp_path)), straight)
+    assert (checkpoints / ".DS_Store").read_text() == "not a checkpoint"
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "flipped": lambda folder: flip(folder / "model.safetensors"),
+    "truncated": lambda folder: (folder / "trainer_state.pt").write_bytes(b"PK"),
+    "missing": lambda folder: (folder / "version.json").unlink(),
+    "manifest": lambda folder: (folder / "manifest.json").write_text("{"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_checkpoint_is_passed_over_for_the_one_before(
+    random_model_path, straight, unfinished, tmp_path, capsys, damage
+):
+    DAMAGES[damage](unfinished / "checkpoints" / "step_000004")
+    assert same(tune(runs.config(random_model_path, tmp_path)), straight)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "is damaged" in said
+    assert "going on after step 2" in said
+    names = {path.name for path in (unfinished / "checkpoints").iterdir()}
+    assert {"step_000004", "step_000004.damaged"} <= names
+
+
+def test_run_whose_checkpoints_are_all_damaged_begins_again_from_its_traces(
+    random_model_path, straight, unfinished, tmp_path
+):
+    for folder in (unfinished / "checkpoints").iterdir():
+        flip(folder / "trainer_state.pt")
+    before = (unfinished / "traces" / "step_000001.jsonl").read_bytes()
+    assert same(tune(runs.config(random_model_path, tmp_path)), straight)
+    assert (unfinished / "traces" / "step_000001.jsonl").read_bytes() == before
+
+
+def test_checkpoint_of_an_earlier_version_is_taken_with_a_word(
+    random_model_path, straight, unfinished, tmp_path, capsys
+):
+    newest = unfinished / "checkpoints" / "step_000004"
+    (newest / "manifest.json").unlink()
+    for file in ("trainer_state.pt", "version.json"):
+        content = (newest / file).read_bytes()
+        for damaged in (b"{", b"[]"):
+            (newest / file).write_bytes(damaged)
+            with pytest.raises(TunerError, match=rf"{file} is .*damaged.* move .*step_000004 away"):
+                tune(runs.config(random_model_path, tmp_path))
+        (newest / file).write_bytes(content)
+    capsys.readouterr()
+    assert same(tune(runs.config(random_model_path, tmp_path)), straight)
+    assert "goes unchecked" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("data.json", "{"),
+        ("data.json", "[]"),
+        ("metrics.jsonl", "[1]\n"),
+        ("metrics.jsonl", '{"loss": 1}\n'),
+        ("result.json", "{"),
+        ("result.json", "\x00"),
+    ],
+)
+def test_damaged_file_of_a_run_is_named_with_what_to_do(
+    random_model_path, straight, tmp_path, file, content
+):
+    shutil.copytree(straight.run_dir, tmp_path / "p" / "run")
+    if file != "result.json":
+        (tmp_path / "p" / "run" / "result.json").unlink()
+    damaged = tmp_path / "p" / "run" / file
+    damaged.write_text(content)
+    with pytest.raises(TunerError, match=rf"{file}.* delete ") as caught:
+        tune(runs.config(random_model_path, tmp_path))
+    assert str(damaged) in str(caught.value)
+    damaged.unlink()
+    result = tune(runs.config(random_model_path, tmp_path))
+    assert (result.checkpoint / "model.safetensors").exists()
+    if file == "result.json":
+        assert result.history == straight.history
+
+
+WRITERS = {
+    "trace": (TraceStore, "append"),
+    "metrics": (JsonlMonitor, "log"),
+    "trainer state": (PolicyTrainer, "save"),
+    "name of a file": (run_directory.os, "replace"),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EIO])
+def test_run_that_cannot_write_says_so_and_goes_on_later(
+    random_model_path, tmp_path, writer, reason
+):
+    owner, name = WRITERS[writer]
+    original, calls = getattr(owner, name), []
+
+    def failing(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 2:
+            raise OSError(reason, os.strerror(reason))
+        return original(*args, **kwargs)
+
+    overrides = ["buffer.total_steps=2", "trainer.save_interval=1"]
+    config = runs.config(random_model_path, tmp_path, *overrides)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(owner, name, failing)
+        with pytest.raises(TunerError, match=os.strerror(reason)) as caught:
+            tune(config)
+    assert str(tmp_path / "p" / "run") in str(caught.value)
+    assert "start the run again" in str(caught.value)
+    assert tune(config).steps == 2
+
+
+@pytest.mark.parametrize("field", ["prompt_ids", "completion_ids"])
+@pytest.mark.parametrize("token", [10**6, -1])
+def test_recorded_token_that_the_model_does_not_have_is_named(
+    random_model_path, unfinished, tmp_path, field, token
+):
+    path = unfinished / "traces" / "step_000005.jsonl"
+    first, *others = read_traces(path)
+    ids = (*getattr(first.calls[0], field)[:-1], token)
+    call = dataclasses.replace(first.calls[0], **{field: ids})
+    changed = dataclasses.replace(first, calls=[call, *first.calls[1:]])
+    path.unlink()
+    for trace in (changed, *others):
+        TraceStore(path.parent).append(trace)
+    with pytest.raises(TunerError, match=rf"step_000005.* token id {token}, .* move the file away"):
+        tune(runs.config(random_model_path, tmp_path))
+    path.unlink()
+    assert tune(runs.config(random_model_path, tmp_path)).steps == 6

@@ -164,7 +164,8 @@ def build_stack(
     path, lora, adapter = config.model.model_path, config.model.lora, None
     dtype: torch.dtype = getattr(torch, config.tuner.dtype)
     if lora is None:
-        model = load_model(str(weights or path), device=device, dtype=dtype)
+        setting = "model.model_path" if weights is None else "the checkpoint to go on from"
+        model = load_model(str(weights or path), device=device, dtype=dtype, setting=setting)
     else:
         require_peft()
         model = load_model(path, device=device, dtype=dtype)

@@ -2,16 +2,19 @@
 
 <checkpoint_root_dir>/<project>/<name>/
     config.yaml  metrics.jsonl  result.json  timeline.json  batches.jsonl (of asynchronous runs)
-    tensorboard/  traces/step_000001.jsonl  checkpoints/step_000020/
+    tensorboard/  traces/step_000001.jsonl  checkpoints/step_000020/manifest.json
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import os
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -23,6 +26,7 @@ from tuner.errors import ConfigError, TunerError
 from tuner.traces.store import complete_lines
 
 TRAINER_STATE = "trainer_state.pt"
+MANIFEST = "manifest.json"  # of a checkpoint: the sha256 of each of its other files
 # Leaves a report of a run, which stopped for a reason, or None where it came to its end; says where
 # the report is, if it could be written.
 Report = Callable[["RunDirectory", str | None], Path | None]
@@ -48,7 +52,7 @@ class RunDirectory:
 
     def create(self) -> None:
         self.checkpoints.mkdir(parents=True, exist_ok=True)
-        for leftover in self.checkpoints.glob(".*"):
+        for leftover in self.checkpoints.glob(".step_*/"):
             shutil.rmtree(leftover)
 
     def checkpoint(self, step: int) -> Path:
@@ -56,9 +60,32 @@ class RunDirectory:
 
     def checkpoint_steps(self) -> list[int]:
         """Steps of the complete checkpoints, rising."""
-        return sorted(
-            int(path.name.removeprefix("step_")) for path in self.checkpoints.glob("step_*")
-        )
+        names = [path.name.removeprefix("step_") for path in self.checkpoints.glob("step_*/")]
+        steps = {int(name) for name in names if name.isdecimal()}
+        return sorted(step for step in steps if self.checkpoint(step).is_dir())
+
+    def sound_checkpoint(self, say: Callable[[str], None]) -> int | None:
+        """The step of the newest checkpoint that is as it was written, if there is one.
+
+        Newer ones get other names, so that they are written again.
+
+        Args:
+            say: Is told of each that is passed over, and of one that cannot be checked.
+        """
+        for step in reversed(self.checkpoint_steps()):
+            folder = self.checkpoint(step)
+            if not (folder / MANIFEST).exists():
+                say(f"{folder} has no {MANIFEST}, so it goes unchecked: of an earlier version")
+                return step
+            if not (damage := _damage(folder)):
+                return step
+            aside = free_name(folder.with_name(f"{folder.name}.damaged"))
+            os.replace(folder, aside)
+            say(
+                f"{folder} is damaged ({damage}): it is now {aside.name}, and the run goes on from "
+                "the checkpoint before, or its beginning; what follows is trained again from traces"
+            )
+        return None
 
     def save_checkpoint(self, step: int, write: Callable[[Path], None], *, keep: int) -> Path:
         """Let `write` fill a folder that gets its name only when it is complete.
@@ -67,6 +94,9 @@ class RunDirectory:
             step: Update after which this is.
             write: Writes the model and the trainer's state into the folder it is given.
             keep: How many checkpoints to keep, the newest; 0 keeps all.
+
+        Raises:
+            TunerError: It cannot be written, for example on a full disk; nothing of it is left.
         """
         final = self.checkpoint(step)
         if final.exists():
@@ -74,12 +104,68 @@ class RunDirectory:
         temporary = self.checkpoints / f".{final.name}"
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
-        write(temporary)
-        os.replace(temporary, final)
+        try:
+            write(temporary)
+            write_atomically(temporary / MANIFEST, json.dumps(_checksums(temporary), indent=2))
+            os.replace(temporary, final)
+        except Exception as error:  # libraries have errors of their own for a full disk
+            shutil.rmtree(temporary, ignore_errors=True)
+            if isinstance(error, TunerError):
+                raise
+            raise TunerError(
+                f"{final} cannot be written: {type(error).__name__}: {error}; "
+                f"{_advice(error)}, then start the run again: it goes on from the checkpoint before"
+            ) from error
         if keep:
             for old in self.checkpoint_steps()[:-keep]:
                 shutil.rmtree(self.checkpoint(old))
         return final
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    """sha256 of each file below a folder but the manifest, by its path there."""
+
+    def checksum(path: Path) -> tuple[str, str]:
+        with path.open("rb") as file:
+            return path.relative_to(folder).as_posix(), hashlib.file_digest(
+                file, "sha256"
+            ).hexdigest()
+
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+    with ThreadPoolExecutor() as threads:
+        return dict(threads.map(checksum, files))
+
+
+def _damage(folder: Path) -> str:
+    """What of a checkpoint is not as its manifest says; empty where all is. More files may be
+    there."""
+    try:
+        wanted = dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
+        found = _checksums(folder)
+    except (OSError, ValueError, TypeError) as error:
+        if isinstance(error, OSError) and error.errno != errno.EIO:
+            raise  # nothing is known of what is there
+        return f"{type(error).__name__}: {error}"
+    return ", ".join(
+        f"{name} {'has changed' if name in found else 'is missing'}"
+        for name, checksum in wanted.items()
+        if found.get(name) != checksum
+    )
+
+
+def read_json(path: Path, remedy: str) -> Any:
+    """What a file of a run holds.
+
+    Args:
+        remedy: What to do where it is damaged.
+
+    Raises:
+        TunerError: It is missing or not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError) as error:
+        raise TunerError(f"{path} is damaged: {type(error).__name__}: {error}; {remedy}") from error
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -95,10 +181,13 @@ def read_metrics(path: Path, *, up_to: int) -> list[dict[str, Any]]:
     for number, line in complete_lines(path):
         try:
             row = json.loads(line)
-        except ValueError as error:
-            raise TunerError(f"{path}, line {number} is not JSON: {error}") from error
-        if row["step"] <= up_to:
-            rows.append(row)
+            if row["step"] <= up_to:
+                rows.append(row)
+        except (ValueError, TypeError, LookupError) as error:
+            raise TunerError(
+                f"{path}, line {number} is not a step's metrics: {error!r}; delete the line, and "
+                "the run goes on without them in its history"
+            ) from error
     return rows
 
 
@@ -188,7 +277,10 @@ def check_same_run(
     ]
     data_file = directory.path / "data.json"
     if data_file.exists():
-        data = json.loads(data_file.read_text(encoding="utf-8"))
+        remedy = "delete it if the datasets are as they were: it is written again"
+        data = read_json(data_file, remedy)
+        if not isinstance(data, dict):
+            raise TunerError(f"{data_file} is damaged: it holds no object; {remedy}")
         changes += [
             f"the rows of dataset {name!r} have changed"
             for name in sorted(data.keys() | fingerprint.keys())
@@ -214,6 +306,36 @@ def _leaves(tree: Any, lists: bool, prefix: str = "") -> Iterator[tuple[str, Any
         yield from _leaves(value, lists, f"{prefix}{name}.")
 
 
+# What to do about a disk, by the error's number.
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room there"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "let this user read and write there"),
+    errno.EROFS: "make it writable, or give another checkpoint_root_dir",
+    errno.EIO: "look after the disk",
+}
+
+
+def _advice(error: Exception) -> str:
+    number = error.errno if isinstance(error, OSError) else None
+    return _REMEDIES.get(number or 0, "see that the disk has room and can be written to")
+
+
+@contextmanager
+def disk_faults(path: Path) -> Iterator[None]:
+    """What the operating system refuses a run whose directory is `path`, as a TunerError."""
+    try:
+        yield
+    except OSError as error:
+        named = error.filename if isinstance(error.filename, str | os.PathLike) else None
+        inside = named is not None and Path(named).is_relative_to(path)
+        if isinstance(error, TunerError) or not (inside or error.errno in _REMEDIES):
+            raise
+        raise TunerError(
+            f"{named or f'a file, most likely in {path}'}: {error.strerror or error}; "
+            f"{_advice(error)}, then start the run again: it goes on from what is in {path}"
+        ) from error
+
+
 @contextmanager
 def held(path: Path) -> Iterator[None]:
     """Keep other runs out of a run directory while the block runs, on this machine or another.
@@ -223,21 +345,22 @@ def held(path: Path) -> Iterator[None]:
     Raises:
         ConfigError: Another run has it; names its process and machine.
     """
-    path.mkdir(parents=True, exist_ok=True)
-    owner = path / ".owner"
-    try:
-        lock = FileLock(path / ".lock", timeout=0).acquire()
-    except Timeout:
-        who = owner.read_text(encoding="utf-8") if owner.exists() else "another process"
-        raise ConfigError(
-            f"{path} is in use by {who}: wait for its end, or give this run another `name`"
-        ) from None
-    with lock:
-        owner.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
+    with disk_faults(path):
+        path.mkdir(parents=True, exist_ok=True)
+        owner = path / ".owner"
         try:
-            yield
-        finally:
-            owner.unlink(missing_ok=True)
+            lock = FileLock(path / ".lock", timeout=0).acquire()
+        except Timeout:
+            who = owner.read_text(encoding="utf-8") if owner.exists() else "another process"
+            raise ConfigError(
+                f"{path} is in use by {who}: wait for its end, or give this run another `name`"
+            ) from None
+        with lock:
+            owner.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
+            try:
+                yield
+            finally:
+                owner.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -248,7 +371,8 @@ def reported(directory: RunDirectory, report: Report) -> Iterator[None]:
     """
     stopped = None
     try:
-        yield
+        with disk_faults(directory.path):
+            yield
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt)
         stopped = "interrupted" if interrupted else f"{type(error).__name__}: {error}"

@@ -12,6 +12,7 @@ from typing import Any
 
 from tuner.config import RunConfig, load_config
 from tuner.data.dataset import row_text
+from tuner.errors import TunerError
 from tuner.result import TokenCounts, TuneResult
 from tuner.run.console import ConsoleMonitor
 from tuner.run.directory import (
@@ -21,6 +22,7 @@ from tuner.run.directory import (
     check_same_run,
     free_name,
     held,
+    read_json,
     read_metrics,
     write_atomically,
 )
@@ -47,11 +49,11 @@ class RunRecord:
         self.config = config
         self.directory = directory
         self.total_steps = total_steps
-        steps = directory.checkpoint_steps()
-        self.start = steps[-1] if steps else 0
-        # Without a checkpoint even step 0, the evaluation before training, is done again.
-        self.history = read_metrics(directory.metrics, up_to=self.start if steps else -1)
         self.console = ConsoleMonitor(total_steps)
+        last = directory.sound_checkpoint(self.console.say)
+        self.start = last or 0
+        # Without a checkpoint even step 0, the evaluation before training, is done again.
+        self.history = read_metrics(directory.metrics, up_to=-1 if last is None else last)
         self.timeline = Timeline(directory.timeline)
         self._monitors: list[Monitor] = []
         self._advised: set[str] = set()
@@ -66,7 +68,12 @@ class RunRecord:
         """How many updates these weights have seen."""
         if self.weights is None:
             return 0
-        return int(json.loads((self.weights / "version.json").read_text())["version"])
+        path = self.weights / "version.json"
+        remedy = f"move {self.weights} away, and the run goes on from the checkpoint before"
+        try:
+            return int(read_json(path, remedy)["version"])
+        except (LookupError, TypeError, ValueError) as error:
+            raise TunerError(f"{path} is damaged: {error!r}; {remedy}") from error
 
     def remaining(self) -> range:
         """The steps that are left."""
@@ -181,7 +188,14 @@ def finished_result(directory: RunDirectory, total_steps: int) -> TuneResult | N
     """The result of a run that is complete, else None."""
     if not directory.result.exists() or not directory.checkpoint(total_steps).exists():
         return None
-    return TuneResult.model_validate_json(directory.result.read_text(encoding="utf-8"))
+    try:
+        return TuneResult.model_validate_json(directory.result.read_bytes())
+    except ValueError as error:
+        first = next(iter(str(error).splitlines()), "")
+        raise TunerError(
+            f"{directory.result} is damaged: {first}; delete it and start again: it is written "
+            "anew from metrics.jsonl, and nothing is trained"
+        ) from error
 
 
 def fingerprint_of(tasks: Sequence[Task]) -> str:

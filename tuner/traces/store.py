@@ -24,10 +24,16 @@ class TraceStore:
 
     A line is written and flushed when its rollout ends, so a process that is killed loses at most
     the line it was writing; `read` leaves such a torn last line out and `append` cuts it off.
+
+    Args:
+        folder: Where the files are.
+        vocabulary: How many tokens the model has that is trained on what is read; None where
+            nothing is trained.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, vocabulary: int | None = None) -> None:
         self.folder = folder
+        self._vocabulary = vocabulary
         folder.mkdir(parents=True, exist_ok=True)
         self._mended: set[Path] = set()
 
@@ -44,8 +50,24 @@ class TraceStore:
             file.write(_line(trace_to_json(trace)))
 
     def read(self, split: str, step: int) -> list[Trace]:
-        """Every attempt recorded so far for one step of one split, in order of arrival."""
-        return list(read_traces(self.path(split, step)))
+        """Every attempt recorded so far for one step of one split, in order of arrival.
+
+        Raises:
+            TunerError: A line is not a trace, or has a token id that the model does not have.
+        """
+        path = self.path(split, step)
+        traces = list(read_traces(path))
+        if self._vocabulary is not None:
+            for trace in traces:
+                for call in trace.calls:
+                    for token in (*call.prompt_ids, *call.completion_ids):
+                        if not 0 <= token < self._vocabulary:
+                            raise TunerError(
+                                f"{path}: {trace.id} has the token id {token}, and the model has "
+                                f"{self._vocabulary} tokens: it is damaged or of another model; "
+                                "move the file away, and its rollouts are run again"
+                            )
+        return traces
 
 
 def read_traces(path: Path) -> Iterator[Trace]:

@@ -366,10 +366,17 @@ class PolicyTrainer:
         """Restore what `save` wrote. The learning rate follows the current settings.
 
         Raises:
-            TrainingError: It belongs to other weights than the model's, or the algorithm has a
-                critic, and the trainer that was saved had none.
+            TrainingError: It is missing or damaged, belongs to other weights than the model's, or
+                the algorithm has a critic, and the trainer that was saved had none.
         """
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+            state["optimizer"], state["step"]
+        except Exception as error:  # of pickle, zip, the disk; torch's advice is to trust the file
+            raise TrainingError(
+                f"{path} is missing or damaged ({type(error).__name__}): move {path.parent} away, "
+                "and the run goes on from the checkpoint before"
+            ) from error
         self.optimizer.load_state_dict(state["optimizer"])
         if self.critic is not None:
             if "critic" not in state:
