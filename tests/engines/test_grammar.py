@@ -285,7 +285,7 @@ async def test_a_form_that_cannot_be_followed_fails_its_request_alone() -> None:
     results = await asyncio.gather(
         *(engine.generate(p, s, "s") for p, s in asked), return_exceptions=True
     )
-    assert isinstance(results[0], EngineError)
+    assert isinstance(results[0], GrammarError)
     assert "too complex" in str(results[0])
     assert text_of(results[1].completion_ids).endswith("<|im_end|>")
     assert results[2].completion_ids
@@ -359,6 +359,37 @@ def test_whatever_the_schema_a_completion_that_stopped_is_valid(schema: dict, se
 
 
 ENGINES: dict[str, TransformersEngine] = {}
+
+
+async def test_a_compiled_grammar_begins_at_once_while_another_one_compiles() -> None:
+    some = grammars()
+    some.start(ONE_OF_THREE)
+    began, compiling, whole = threading.Event(), threading.Event(), some._compile
+
+    def slow(text: str):
+        began.set()
+        compiling.wait(30)
+        return whole(text)
+
+    some._compile = slow
+    other = asyncio.create_task(some.started('start: "b"'))
+    await asyncio.to_thread(began.wait, 30)
+    threading.Timer(5, compiling.set).start()
+    await some.started(ONE_OF_THREE)  # in this very loop
+    assert not compiling.is_set()
+    compiling.set()
+    await other
+
+
+async def test_a_request_waits_for_its_grammar_for_so_long_and_no_longer(monkeypatch) -> None:
+    monkeypatch.setattr("tuner.engines.grammar._SECONDS", 0.01)
+    some, ended = grammars(), threading.Event()
+    some._compile = lambda text: ended.wait(30)
+    try:
+        with pytest.raises(GrammarError, match=r"takes more than 0\.01 s"):
+            await some.started(ONE_OF_THREE)
+    finally:
+        ended.set()
 
 
 async def test_an_engine_that_closes_while_a_grammar_compiles_refuses_the_request() -> None:

@@ -469,6 +469,36 @@ async def test_a_grammar_too_large_for_the_engine_is_the_requests_fault() -> Non
         assert session.errors == []
 
 
+def _of(count: int, value: dict) -> dict:
+    return {f"p{i}": value for i in range(count)}
+
+
+TOO_MUCH = [
+    ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, ""),
+    ({"anyOf": [{"required": [p], "properties": {p: {}}} for p in _of(3000, {})]}, "grammar size"),
+    ({"anyOf": [{"type": "string", "maxLength": i} for i in range(3000)]}, "expressions"),
+    ({"type": "object", "properties": _of(5000, {"type": "integer"})}, "too big"),
+    ({"type": "object", "properties": _of(900, {"type": "integer"})}, "items"),
+    ({"pattern": f"^({'|'.join(f'(w{i}|[a-z]*{i})+' for i in range(2000))})$"}, "expressions"),
+]
+
+
+@pytest.mark.parametrize(("schema", "word"), TOO_MUCH)
+async def test_a_schema_that_is_too_much_is_refused_with_the_reason_and_the_field(
+    schema: dict, word: str
+) -> None:
+    async with gateway_of(make_engine(), reasoning_parser="none") as gateway:
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        body = {"model": "tiny", "messages": USER, "response_format": form, "max_tokens": 20}
+        if "pattern" in schema:
+            schema["type"] = "string"
+        status, answer = await send(gateway, body)
+        assert status == 400
+        assert answer["error"]["param"].startswith("response_format")
+        assert word in answer["error"]["message"]
+        assert "simplify the schema" in answer["error"]["message"]
+
+
 # The other families' forms, with tags that are text
 
 BARS = {"C": "calls▁begin", "c": "call▁begin", "e": "call▁end", "E": "calls▁end", "s": "sep"}

@@ -160,7 +160,7 @@ class Engine(Protocol):
 
         Raises:
             ContextLengthError: The prompt leaves no room for a single token.
-            GrammarError: The sampling's grammar cannot be compiled.
+            GrammarError: The sampling's grammar cannot be compiled or followed.
             EngineError: The engine failed or was closed while the request was in flight; an
                 `EngineLostError` where a process of its own died. The next request may succeed.
         """

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tuner.engines.grammar_text import GrammarError, with_head
+from tuner.engines.grammar_text import GrammarError, compile_limits, with_head
 from tuner.engines.transfer import to_device
 
 if TYPE_CHECKING:
@@ -34,6 +34,9 @@ Bits = NDArray[np.uint8]
 
 _COMPILED = 256
 """Grammars whose compiled form is kept."""
+
+_SECONDS = 30.0
+"""For which a request waits for its grammar; the first one may wait for others and for imports."""
 
 
 class GrammarState:
@@ -88,7 +91,8 @@ class Grammars:
     def __init__(self, tokenizer: Any, end_ids: Iterable[int]) -> None:
         self._tokenizer = tokenizer
         self._end_ids = sorted(end_ids)
-        self._lock = threading.Lock()
+        self._compiling = threading.Lock()
+        self._lock = threading.Lock()  # never held for long: the event loop takes it too
         self._vocabulary: LLTokenizer | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
 
@@ -106,21 +110,42 @@ class Grammars:
         Raises:
             GrammarError: The grammar cannot be compiled, with the compiler's message.
         """
+        if (state := self._begun(grammar)) is not None:
+            return state
+        with self._compiling:
+            if (state := self._begun(grammar)) is not None:
+                return state
+            matcher = self._compile(grammar)
+            with self._lock:
+                self._compiled[grammar] = matcher
+                if len(self._compiled) > _COMPILED:
+                    self._compiled.popitem(last=False)
+                return GrammarState(matcher.deep_copy())
+
+    def _begun(self, grammar: str) -> GrammarState | None:
+        """The state before the first token, if the grammar is compiled already."""
         with self._lock:
             matcher = self._compiled.get(grammar)
             if matcher is None:
-                matcher = self._compiled[grammar] = self._compile(grammar)
-                if len(self._compiled) > _COMPILED:
-                    self._compiled.popitem(last=False)
-            else:
-                self._compiled.move_to_end(grammar)
+                return None
+            self._compiled.move_to_end(grammar)
             return GrammarState(matcher.deep_copy())
 
     async def started(self, grammar: str) -> GrammarState:
-        """`start`, in a thread where it would take long."""
+        """`start`, in a thread where it would take long.
+
+        Raises:
+            GrammarError: As `start`, or it takes too long.
+        """
         if grammar in self._compiled:
             return self.start(grammar)
-        return await asyncio.to_thread(self.start, grammar)
+        try:
+            async with asyncio.timeout(_SECONDS):
+                return await asyncio.to_thread(self.start, grammar)
+        except TimeoutError:
+            raise GrammarError(
+                f"the grammar cannot be compiled: it takes more than {_SECONDS:g} s"
+            ) from None
 
     def replay(self, grammar: str, completion_ids: Sequence[int], vocabulary: int) -> Bits:
         """The tokens that could follow at each position of a completion.
@@ -154,7 +179,11 @@ class Grammars:
 
         if self._vocabulary is None:
             self._vocabulary = _vocabulary(self._tokenizer, self._end_ids)
-        matcher = LLMatcher(self._vocabulary, with_head(grammar), log_level=0)
+        text, limits = with_head(grammar), compile_limits()
+        matcher = LLMatcher(self._vocabulary, text, log_level=0, limits=limits)
+        if not matcher.is_error():
+            # What a cycle of references comes to shows here, and the work is done in this thread.
+            matcher.compute_bitmask()
         if matcher.is_error():
             raise GrammarError(f"the grammar cannot be compiled: {_message(matcher)}")
         return matcher

@@ -154,20 +154,20 @@ class Request(Progress):
     uniforms: Random
     future: asyncio.Future[Generation]
     form: GrammarState | None = None
-    error: EngineError | None = None
+    error: EngineError | GrammarError | None = None
 
     @property
     def abandoned(self) -> bool:
         """Whether nobody can receive the result any more."""
         return self.cancelled or self.future.get_loop().is_closed()
 
-    def settle(self, outcome: Generation | EngineError) -> None:
+    def settle(self, outcome: Generation | EngineError | GrammarError) -> None:
         """Give the result or the error to whoever waits for it, from any thread."""
 
         def deliver() -> None:
             if self.future.done():
                 return
-            if isinstance(outcome, EngineError):
+            if isinstance(outcome, Exception):
                 self.future.set_exception(outcome)
             else:
                 self.future.set_result(outcome)
@@ -182,7 +182,7 @@ class Request(Progress):
             try:
                 self.form.advance(token_id)
             except GrammarError as error:
-                self.error = EngineError(str(error))
+                self.error = error
                 return True
         return finished
 
@@ -328,7 +328,7 @@ def _within_grammars(
             masks.append(form.mask(logits.shape[-1]))
             places.append(place)
         except GrammarError as error:
-            requests[place].error = EngineError(str(error))
+            requests[place].error = error
     if not places:
         return logits
     removed = torch.zeros_like(logits, dtype=torch.bool)

@@ -198,7 +198,7 @@ class TransformersEngine(RequestEngine):
         Raises:
             ContextLengthError: The prompt leaves no room for a single token.
             ConfigError: A sampling setting is out of its range.
-            GrammarError: The sampling's grammar cannot be compiled.
+            GrammarError: The sampling's grammar cannot be compiled or followed.
             EngineError: The prompt is empty or has ids that the model does not know, a forward
                 pass failed, or the engine was closed.
         """

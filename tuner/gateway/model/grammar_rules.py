@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from tuner.engines.grammar_text import compile_limits
 from tuner.gateway.model.parsing.qwen3_xml import types_of
 from tuner.gateway.request_error import Path, RequestError, shown
 
@@ -160,7 +161,9 @@ def _schema_problem(schema: str) -> str | None:
     """Why a JSON schema cannot be made a grammar; None where it can."""
     from llguidance import LLMatcher  # here: a process that only reads requests needs none
 
-    failed, messages = LLMatcher.validate_grammar_with_warnings(f"start: %json {schema}")
+    failed, messages = LLMatcher.validate_grammar_with_warnings(
+        f"start: %json {schema}", limits=compile_limits()
+    )
     return messages[0].split("\n<")[0].strip()[:300] if failed else None
 
 
