@@ -214,6 +214,12 @@ def _leaves(tree: Any, lists: bool, prefix: str = "") -> Iterator[tuple[str, Any
         yield from _leaves(value, lists, f"{prefix}{name}.")
 
 
+def make_private(path: Path) -> None:
+    """Make a run directory, for its owner alone; one that is there keeps its mode."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+
+
 @contextmanager
 def held(path: Path) -> Iterator[None]:
     """Keep other runs out of a run directory while the block runs, on this machine or another.
@@ -223,7 +229,7 @@ def held(path: Path) -> Iterator[None]:
     Raises:
         ConfigError: Another run has it; names its process and machine.
     """
-    path.mkdir(parents=True, exist_ok=True)
+    make_private(path)
     owner = path / ".owner"
     try:
         lock = FileLock(path / ".lock", timeout=0).acquire()
