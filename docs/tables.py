@@ -57,6 +57,12 @@ numbers: `buffer.explorer_input.eval_tasksets.0.path=test.jsonl`.
 another key (after overrides), and `${tuner.when_set:NAME,a,b}` is `a` where the environment
 variable `NAME` is set, else `b`.
 
+**Secrets.** A setting named `password`, `api_key`, `token` or the like, and a URL with a password
+in it, is neither written to the run's `config.yaml` nor sent to a tracker. There stands the
+`${oc.env:NAME}` that it came from, without its default; one that was given in clear is masked, and
+a run that is started from this `config.yaml` asks for it by name. A run directory is made for its
+owner alone (mode 0700); one that is there already keeps its mode.
+
 **Paths.** Relative paths in a file start at the file's folder; those in Python and in overrides
 start at the current folder. A model or dataset that does not exist as a path is a name on the
 Hugging Face Hub. Of a Hub dataset with several subsets, `default` or `main` is taken when none is

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tuner.config.explorer import LoraSection
 from tuner.config.foreign import FOREIGN, Same, find_foreign
 from tuner.config.keys import known_paths, nearest, schema_paths
 from tuner.errors import ConfigError
+from tuner.run.record import open_directory
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -476,3 +478,50 @@ def test_a_file_that_is_nested_too_deep_is_refused(write):
 def test_a_name_that_no_file_system_takes_is_refused():
     with pytest.raises(ConfigError, match="name"):
         load_config(settings={"name": "a\udcff"})
+
+
+IN_CLEAR = """\
+name: r
+monitor:
+  monitor_type: mlflow
+  monitor_args:
+    uri: http://me:clear-1@host
+    password: ${oc.env:TRACKER_PASSWORD,clear-2}
+    username: ${oc.env:TRACKER_USER}
+tuner:
+  environment: {type: "a.py:e"}
+  agent: {type: "a.py:f", args: {api_key: clear-3, hf_token: "${oc.env:HUB_TOKEN}", max_tokens: 5}}
+"""
+
+
+def test_secrets_are_written_as_the_reference_they_came_from_or_not(write, tmp_path, monkeypatch):
+    for name in ("TRACKER_PASSWORD", "TRACKER_USER", "HUB_TOKEN"):
+        monkeypatch.setenv(name, f"value of {name}")
+    config = load_config(write(IN_CLEAR), overrides=[f"checkpoint_root_dir={tmp_path}"])
+    assert config.monitor.monitor_args["password"] == "value of TRACKER_PASSWORD"
+    assert config.monitor.monitor_args["uri"] == "http://me:clear-1@host"
+    with open_directory(config, {}) as directory:
+        text = directory.config.read_text()
+        assert stat.S_IMODE(directory.path.stat().st_mode) == 0o700
+        directory.metrics.write_text("{}")
+    assert "clear" not in text.replace("given in clear", "")
+    assert "value of" not in text
+    for name in ("TRACKER_PASSWORD", "TRACKER_USER", "HUB_TOKEN"):
+        assert f"${{oc.env:{name}}}" in text
+    # It goes on as it was started, and with other secrets, but not without those in clear.
+    with open_directory(config, {}):
+        pass
+    message = refusal(directory.config)
+    for key in ("monitor.monitor_args.uri", "tuner.agent.args.api_key"):
+        assert f"{key} was given in clear when the run was started" in message
+    again = ["monitor.monitor_args.uri=http://h", "tuner.agent.args.api_key=k"]
+    assert load_config(directory.config, overrides=again).monitor.monitor_args == {
+        "uri": "http://h",
+        "password": "value of TRACKER_PASSWORD",
+        "username": "value of TRACKER_USER",
+    }
+    monkeypatch.delenv("TRACKER_USER")
+    args = ["monitor.monitor_args={}", f"checkpoint_root_dir={tmp_path}"]
+    with open_directory(load_config(write(IN_CLEAR, "new.yaml"), overrides=args), {}):
+        pass
+    assert "the environment variable TRACKER_USER is not set" in refusal(write(text, "old.yaml"))

@@ -107,9 +107,108 @@ async def test_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPat
     async with gateway_of(StubEngine()) as gateway:
         url = httpx.URL(gateway.base_url)
         reader, writer = await asyncio.open_connection(url.host, url.port)
-        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
+        writer.write(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n{"
+        )
         assert b" 408 " in await reader.readline()
         writer.close()
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET /v1/models HTTP/1.1\r\nhost:"], ids=["nothing", "half the headers"]
+)
+@pytest.mark.parametrize("before", [False, True], ids=["at first", "after a request"])
+async def test_headers_that_do_not_come_are_given_up(
+    sent: bytes, before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with gateway_of(StubEngine()) as gateway, asyncio.timeout(60):
+        url = httpx.URL(gateway.base_url)
+        monkeypatch.setattr(door, "STALLED_SECONDS", 60 if before and not sent else 0.2)
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        if before:
+            writer.write(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = head.partition(b"content-length: ")[2].partition(b"\r\n")[0]
+            await reader.readexactly(int(length))
+        writer.write(sent)
+        assert await reader.read() == b""
+        writer.close()
+
+
+async def test_request_that_takes_longer_than_headers_may_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(door, "STALLED_SECONDS", 0.2)
+    engine = StubEngine(["late"])
+    engine.gate.clear()
+    async with gateway_of(engine) as gateway:
+        session = gateway.open_session("r")
+        client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=0)
+        async with client:
+            call = asyncio.ensure_future(
+                client.chat.completions.create(model="tiny", messages=USER)
+            )
+            await engine.until_waiting()
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(call), 0.5)
+            engine.gate.set()
+            assert (await call).choices[0].message.content == "late"
+
+
+async def test_one_connection_too_many_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "MAX_CONNECTIONS", 1)
+    async with gateway_of(StubEngine()) as gateway, asyncio.timeout(60):
+        url = httpx.URL(gateway.base_url)
+        _, writer = await asyncio.open_connection(url.host, url.port)
+        async with httpx.AsyncClient() as client:
+            answer = await client.get(gateway.base_url + "/models")
+            assert answer.status_code == 503
+            assert "1 connections are open" in answer.json()["error"]["message"]
+            writer.close()
+            while answer.status_code == 503:
+                answer = await client.get(gateway.base_url + "/models")
+            assert answer.status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("LOCALHOST:8000", 200),
+        ("127.0.0.1:1", 200),
+        ("[::1]:8000", 200),
+        ("rebound.example", 421),
+        ("rebound.example:80", 421),
+        ("127.0.0.1.rebound.example", 421),
+        ("localhost@rebound.example", 421),
+        ("", 421),
+    ],
+)
+async def test_names_of_other_hosts_are_refused(host: str, status: int) -> None:
+    async with gateway_of(StubEngine()) as gateway:
+        session = gateway.open_session("r")
+        headers = {"Authorization": f"Bearer {session.key}", "Host": host}
+        async with httpx.AsyncClient() as client:
+            answer = await client.get(gateway.base_url + "/models", headers=headers)
+        assert answer.status_code == status
+        if status == 421:
+            assert f'the Host header is "{host}"' in answer.json()["error"]["message"]
+
+
+async def test_websocket_is_refused() -> None:
+    async with gateway_of(StubEngine()) as gateway:
+        session = gateway.open_session("r")
+        headers = {
+            "Authorization": f"Bearer {session.key}",
+            "Connection": "Upgrade",
+            "Upgrade": "websocket",
+            "Sec-WebSocket-Version": "13",
+            "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",
+        }
+        async with httpx.AsyncClient() as client:
+            answer = await client.get(gateway.base_url + "/models", headers=headers)
+        assert answer.status_code == 400
+        assert "WebSockets are not served" in answer.json()["error"]["message"]
 
 
 async def test_client_that_stops_reading_a_stream_is_given_up(

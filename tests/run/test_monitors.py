@@ -2,14 +2,19 @@
 
 import io
 import json
+import os
 import re
+import sys
+import types
 
 import pytest
 from rich.console import Console
 
+from tuner.config import load_config
 from tuner.errors import ConfigError, MissingDependencyError
 from tuner.run.console import ConsoleMonitor
 from tuner.run.monitors import JsonlMonitor, open_tracker
+from tuner.run.record import RunRecord, open_directory
 
 METRICS = {
     "reward/mean": 0.5,
@@ -143,3 +148,29 @@ def test_argument_that_a_tracker_does_not_take_is_refused_by_name(kind, tmp_path
             config={},
             args={"entity": "me"},
         )
+
+
+def test_trackers_get_their_password_and_are_sent_none(tmp_path, monkeypatch):
+    sent = []
+    library = types.SimpleNamespace(
+        set_experiment=lambda name: None,
+        start_run=lambda run_name: None,
+        log_dict=lambda config, file: sent.append(config),
+        end_run=lambda: None,
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", library)
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "")
+    config = load_config(
+        settings={"checkpoint_root_dir": str(tmp_path)},
+        overrides=["monitor.monitor_type=mlflow", "monitor.monitor_args.password=hunter2"],
+    )
+    with open_directory(config, {}) as directory:
+        record = RunRecord(config, directory, 1)
+        record.open([])
+        record.close()
+    assert os.environ["MLFLOW_TRACKING_PASSWORD"] == "hunter2"
+    assert sent[0]["monitor"]["monitor_type"] == ["mlflow"]
+    assert "hunter2" not in json.dumps(sent)
+    assert not [
+        file for file in tmp_path.rglob("*") if file.is_file() and "hunter2" in file.read_text()
+    ]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.builders import call, trace
+from tuner.config.source import MASK
 from tuner.errors import ConfigError
 from tuner.run.directory import RunDirectory
 from tuner.traces import Outcome, TraceStore
@@ -283,3 +284,12 @@ def test_its_configuration_can_be_given_again():
     assert own["algorithm"]["advantage_fn"] == "step_wise_grpo"
     assert own["buffer"]["explorer_input"] == {}
     assert own["monitor"]["monitor_type"] == ["wandb"]
+
+
+def test_a_secret_may_be_given_in_another_way(tmp_path):
+    before = {"buffer": {"path": "sql://me:${oc.env:GONE}@host"}, "agent": {"api_key": MASK}}
+    (tmp_path / "config.yaml").write_text(json.dumps(before))
+    now = {"buffer": {"path": "sql://me:clear@host"}, "agent": {"api_key": "clear"}}
+    require_same_run(RunDirectory(tmp_path), now, {})
+    with pytest.raises(ConfigError, match="other was None and is 1"):
+        require_same_run(RunDirectory(tmp_path), {**now, "other": 1}, {})

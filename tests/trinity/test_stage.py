@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from tuner.errors import ConfigError
-from tuner.trinity.stage import require_free_port, server_url
+from tuner.trinity.stage import fill_mode, require_free_port, server_url
 
 
 def config(folder, **explorer):
@@ -33,3 +33,10 @@ def test_another_server_on_the_port_is_not_taken_for_this_one(tmp_path):
         with pytest.raises(ConfigError, match=rf"proxy_port: .* 127.0.0.1:{port} .*another port"):
             require_free_port(asked)
     require_free_port(asked)
+
+
+def test_the_server_is_for_this_machine_unless_asked_otherwise():
+    for given, listens in (({}, "127.0.0.1"), ({"listen_address": "0.0.0.0"}, "0.0.0.0")):
+        tree = {"explorer": given}
+        fill_mode(tree, "serve", 1)
+        assert tree["explorer"]["listen_address"] == listens

@@ -31,10 +31,13 @@ from tuner.config.source import (
     Override,
     YamlFile,
     absolute_paths,
+    concealed,
     lookup,
+    masked,
     parse_override,
     read_yaml,
     register_resolvers,
+    secret_references,
 )
 from tuner.errors import ConfigError
 
@@ -59,6 +62,7 @@ class Layers:
             declared, or Tinker.
         tree: All layers as one nested dict, interpolations resolved and paths absolute.
         problems: What went wrong until here; add to them, then `raise_problems`.
+        references: Secrets from the environment, as `source.concealed` takes them.
     """
 
     backend: Backend
@@ -67,6 +71,7 @@ class Layers:
     file: YamlFile | None
     settings: Mapping[str, Any]
     overrides: Sequence[Override]
+    references: Mapping[str, str]
 
     def raise_problems(self) -> None:
         """Report every problem with where its value came from.
@@ -120,6 +125,7 @@ def read_layers(
     *,
     backend: Backend | None = None,
     train: Mapping[str, Any] | None = None,
+    stored: bool = False,
 ) -> Layers:
     """Read and merge what `load_config` takes, and say who runs it.
 
@@ -127,12 +133,15 @@ def read_layers(
         backend: Who runs it, whatever the configuration says; None: what it says.
         train: Where the training data given in Python is, as settings of a taskset. Where they
             belong depends on the algorithm, which the file or an override may name.
+        stored: Mask secrets, which need not be known: the file says what a run was started with.
 
     Raises:
         ConfigError: The file cannot be read.
     """
     register_resolvers()
     file = None if path is None else read_yaml(Path(path))
+    if file is not None and stored:
+        file = replace(file, tree=concealed(file.tree, {}))
     given = dict(settings or {})
     problems: list[Problem] = []
     parsed: list[Override] = []
@@ -143,7 +152,7 @@ def read_layers(
             problems.append(Problem("", str(error)))
     if backend is None or train is not None:
         # What goes wrong here goes wrong again below.
-        decided = _merge(file, given, parsed, [], one_total_steps=False)
+        decided = _merge(file, given, parsed, [], {}, one_total_steps=False)
         backend = backend or _backend_of(decided)
         if train is not None:
             # Here a mode that contradicts the algorithm is refused later.
@@ -155,8 +164,18 @@ def read_layers(
         parsed = [
             replace(one, key=TOTAL_STEPS) if one.key == OTHER_TOTAL_STEPS else one for one in parsed
         ]
-    tree = _merge(file, given, parsed, problems, one_total_steps=one_total_steps)
-    return Layers(backend, tree, problems, file, given, parsed)
+    references: dict[str, str] = {}
+    tree = _merge(file, given, parsed, problems, references, one_total_steps=one_total_steps)
+    problems += [
+        Problem(
+            key,
+            f"{key} was given in clear when the run was started, and is not written down: give it "
+            f"again, best as {key}=${{oc.env:NAME}}, which a run keeps",
+        )
+        for key in masked(tree)
+        if not stored
+    ]
+    return Layers(backend, tree, problems, file, given, parsed, references)
 
 
 def load_config(
@@ -213,6 +232,7 @@ def checked(layers: Layers) -> RunConfig:
         problems += conflicts(config, foreign)
     layers.raise_problems()
     assert config is not None
+    config._references = dict(layers.references)
     return config
 
 
@@ -221,6 +241,7 @@ def _merge(
     settings: dict[str, Any],
     overrides: Sequence[Override],
     problems: list[Problem],
+    references: dict[str, str],
     *,
     one_total_steps: bool,
 ) -> dict[str, Any]:
@@ -242,6 +263,7 @@ def _merge(
             text = f"override {override.text!r} cannot be applied: {str(error).splitlines()[0]}"
             problems.append(Problem(override.key, text))
     resolved = _resolve(merged, "", problems)
+    references |= secret_references(OmegaConf.to_container(merged), resolved)
     folder = file.path.resolve().parent if file is not None else here
     tree = absolute_paths(resolved, folder, without=frozenset(decided))
     assert isinstance(tree, dict)

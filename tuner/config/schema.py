@@ -12,13 +12,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from tuner.algorithms.table import ALGORITHMS
 from tuner.config.algorithm import AlgorithmExtras, AlgorithmSection, CriticSection
 from tuner.config.buffer import BufferSection, EvalTasksetSection, RolloutArgs, TasksetSection
 from tuner.config.explorer import EngineSection, ExplorerSection, ModelSection, SynchronizerSection
 from tuner.config.section import Arguments, Section, null_is
+from tuner.config.source import concealed
 
 MonitorName = Literal["tensorboard", "wandb", "mlflow", "swanlab"]
 
@@ -60,7 +61,8 @@ class MonitorSection(Section):
         "wandb, mlflow, swanlab, or a list of them.",
     )
     monitor_args: Arguments = Field(
-        default_factory=dict, description="Given to the monitor as it is."
+        default_factory=dict,
+        description="Given to the monitor as it is. Passwords and keys best as `${oc.env:NAME}`.",
     )
 
     @field_validator("monitor_type", mode="before")
@@ -241,6 +243,7 @@ class TunerSection(Section):
 class RunConfig(Section):
     """Every setting of a run."""
 
+    _references: dict[str, str] = PrivateAttr(default_factory=dict)
     mode: Literal["both", "train"] = Field(
         default="both",
         description="Rollouts and training, or training on recorded data. Not set: what the "
@@ -308,10 +311,16 @@ class RunConfig(Section):
         )
 
     def to_yaml(self) -> str:
-        """The effective configuration as YAML; `load_config` reads it back unchanged."""
+        """The effective configuration as YAML; `load_config` reads it back unchanged, but for the
+        secrets that were given in clear."""
         from omegaconf import OmegaConf
 
-        return OmegaConf.to_yaml(OmegaConf.create(_escaped(self.model_dump(mode="json"))))
+        escaped = _escaped(self.model_dump(mode="json"))
+        return OmegaConf.to_yaml(OmegaConf.create(concealed(escaped, self._references)))
+
+    def public(self) -> dict[str, Any]:
+        """The effective configuration without secrets, as JSON."""
+        return dict(concealed(self.model_dump(mode="json"), {}))
 
 
 def _escaped(value: Any) -> Any:

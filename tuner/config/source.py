@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +132,92 @@ def parse_override(text: str) -> Override:
         raise ConfigError(f"override {text[:60]!r}...: nested too deeply") from None
     assert isinstance(parsed, dict)
     return Override(key, parsed["value"], text)
+
+
+# What stands in files and trackers in the place of a secret that was given in clear.
+MASK = "(a secret, not written down)"
+_SECRET_KEY = re.compile(
+    r"(.*_)?(api_?key|access_?key|secret|secret_key|private_key|password|passwd|credentials?)"
+    r"|((access|api|auth|bearer|hf|refresh)_)?token",
+    re.IGNORECASE,
+)
+_PASSWORD_IN_URL = re.compile(r"://[^/@\s]*:[^/@\s]+@")
+_FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*([^,}\s]+)[^}]*\}")
+
+
+def _is_secret(path: str, value: Any) -> bool:
+    """Whether the value of a setting is one that nobody else may read."""
+    if isinstance(value, bool) or not isinstance(value, str | int) or value in ("", "EMPTY"):
+        return False
+    name = next((part for part in reversed(path.split(".")) if not part.isdecimal()), "")
+    unresolved = _watched(path) and "${oc.env:" in str(value)
+    return unresolved or bool(_SECRET_KEY.fullmatch(name) or _PASSWORD_IN_URL.search(str(value)))
+
+
+def secret_references(raw: Any, resolved: Any, path: str = "") -> dict[str, str]:
+    """Secrets that came from the environment, and what they came from, `${oc.env:NAME}`; all that
+    did below `monitor` is one.
+
+    Args:
+        raw, resolved: The same settings before and after interpolation.
+        path: Dotted path of both.
+    """
+    if isinstance(raw, dict | list) and type(raw) is type(resolved):
+        items = raw.items() if isinstance(raw, dict) else enumerate(raw)
+        keys = range(len(resolved)) if isinstance(resolved, list) else resolved
+        found: dict[str, str] = {}
+        for key, item in items:
+            if key in keys:
+                inner = f"{path}.{key}" if path else str(key)
+                found |= secret_references(item, resolved[key], inner)
+        return found
+    # Without the default, which may be a secret itself.
+    reference = _FROM_ENVIRONMENT.sub(r"${oc.env:\1}", raw) if isinstance(raw, str) else ""
+    rest = _FROM_ENVIRONMENT.sub("", reference)
+    if reference == rest or "${" in rest or _is_secret(path, rest):
+        return {}
+    return {str(resolved): reference} if _is_secret(path, resolved) or _watched(path) else {}
+
+
+def _watched(path: str) -> bool:
+    return path.startswith("monitor.")
+
+
+def concealed(value: Any, references: Mapping[str, str], path: str = "") -> Any:
+    """A copy of settings to be written or sent: each secret is what it came from, or `MASK`.
+
+    Args:
+        value: Nested dicts, lists and dataclasses of settings, or one setting.
+        references: What `secret_references` gave; none: every secret is masked.
+        path: Dotted path of `value` itself.
+    """
+    prefix = f"{path}." if path else ""
+    if isinstance(value, Mapping):
+        return {key: concealed(item, references, f"{prefix}{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [concealed(item, references, f"{prefix}{at}") for at, item in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    if is_dataclass(value) and not isinstance(value, type):
+        value = copy.copy(value)
+        for field in fields(value):
+            inner = concealed(getattr(value, field.name), references, f"{prefix}{field.name}")
+            object.__setattr__(value, field.name, inner)
+        return value
+    if _is_secret(path, value):
+        return references.get(str(value), MASK)
+    return references.get(value, value) if isinstance(value, str) and _watched(path) else value
+
+
+def masked(tree: Any, path: str = "") -> list[str]:
+    """Dotted paths of the secrets that are missing in settings which were written down."""
+    if isinstance(tree, Mapping | list):
+        items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+        return [
+            found
+            for key, item in items
+            for found in masked(item, f"{path}.{key}" if path else str(key))
+        ]
+    return [path] if tree == MASK else []
 
 
 # A file or folder of ours.

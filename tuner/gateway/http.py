@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import uvicorn
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from tuner.gateway.request_error import RequestError
+from tuner.gateway.request_error import RequestError, shown
 from tuner.gateway.service import EVENT_STREAM, Answers, Events, Reply, StreamReply
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 STALLED_SECONDS = 60
-"""How long a client may neither send the rest of its body nor read what it is sent."""
+"""How long a client may neither send its request's headers or the rest of its body, nor read what
+it is sent."""
+MAX_CONNECTIONS = 16384
+"""Connections at the same time; never more than half of the files that the process may open."""
+# Who asks under another name was sent here by that name's DNS (DNS rebinding): a web page.
+_LOOPBACK = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d*)?", re.IGNORECASE)
 
 
 class HttpDoor:
@@ -36,6 +44,8 @@ class HttpDoor:
         self.base_url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
         config = uvicorn.Config(
             _Endpoint(gateway),
+            http=_Connection,
+            ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
@@ -66,6 +76,45 @@ class _Server(uvicorn.Server):
         yield
 
 
+class _Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """A connection that has a time limit for the headers of each request, and is one of not too
+    many. uvicorn's own `timeout_keep_alive` begins after the first answer only, and ends with the
+    first byte; its `limit_concurrency` leaves the connections open."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        limit = min(MAX_CONNECTIONS, files // 2 if files > 0 else MAX_CONNECTIONS)
+        if len(self.connections) > limit:
+            error = RequestError(f"{limit} connections are open: close some", status=503)
+            head = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\n"
+            transport.write(head + b"content-type: application/json\r\n\r\n" + error.body())
+            transport.close()
+            return
+        self._wait_for_headers()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_waiting()
+        elif self._deadline is None:
+            self._wait_for_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _wait_for_headers(self) -> None:
+        self._deadline = self.loop.call_later(STALLED_SECONDS, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
 class _Endpoint:
     """`Gateway.handle` as an ASGI application; a client that goes away cancels its request."""
 
@@ -73,13 +122,12 @@ class _Endpoint:
         self._gateway = gateway
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
         headers = {
             name.decode("latin-1").lower(): value.decode("latin-1")
             for name, value in scope["headers"]
         }
         try:
+            _check_door(headers)
             body = await _body(receive)
         except RequestError as error:
             await _send(self._gateway.refusal(scope["path"], headers, error), scope, receive, send)
@@ -101,6 +149,17 @@ class _Endpoint:
         finally:
             answer.cancel()
             gone.cancel()
+
+
+def _check_door(headers: Mapping[str, str]) -> None:
+    """Refuse a name that is not this machine's own, and WebSockets."""
+    host = headers.get("host", "localhost")
+    if not _LOOPBACK.fullmatch(host):
+        raise RequestError(
+            f"the Host header is {shown(host)}: ask 127.0.0.1, localhost or [::1]", status=421
+        )
+    if headers.get("upgrade", "").lower() == "websocket":
+        raise RequestError("WebSockets are not served: send an HTTP request", status=400)
 
 
 async def _body(receive: Receive) -> bytes | None:

@@ -336,6 +336,12 @@ def disk_faults(path: Path) -> Iterator[None]:
         ) from error
 
 
+def make_private(path: Path) -> None:
+    """Make a run directory, for its owner alone; one that is there keeps its mode."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+
+
 @contextmanager
 def held(path: Path) -> Iterator[None]:
     """Keep other runs out of a run directory while the block runs, on this machine or another.
@@ -346,7 +352,7 @@ def held(path: Path) -> Iterator[None]:
         ConfigError: Another run has it; names its process and machine.
     """
     with disk_faults(path):
-        path.mkdir(parents=True, exist_ok=True)
+        make_private(path)
         owner = path / ".owner"
         try:
             lock = FileLock(path / ".lock", timeout=0).acquire()

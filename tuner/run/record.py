@@ -10,7 +10,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tuner.config import RunConfig, load_config
+from tuner.config import RunConfig
+from tuner.config.load import checked, read_layers
 from tuner.data.dataset import row_text
 from tuner.errors import TunerError
 from tuner.result import TokenCounts, TuneResult
@@ -100,7 +101,7 @@ class RunRecord:
                     name=config.name,
                     folder=self.directory.path,
                     first_step=self.start + 1 if self.history else 0,
-                    config=config.model_dump(mode="json"),
+                    config=config.public(),
                     args=config.monitor.monitor_args,
                 )
             )
@@ -173,8 +174,8 @@ def open_directory(config: RunConfig, data: Mapping[str, list[Task]]) -> Iterato
         if directory.has_begun():
             check_same_run(
                 directory,
-                load_config(directory.config).model_dump(mode="json"),
-                config.model_dump(mode="json"),
+                checked(read_layers(directory.config, backend="local", stored=True)).public(),
+                config.public(),
                 fingerprint,
                 may_change=MAY_CHANGE_HERE,
             )

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,6 +71,7 @@ class TrinitySettings:
         trackers: Names of the trackers besides `metrics.jsonl`.
         folder: Where traces and results go, below the run's own folder; empty for that one. That
             of a benchmark is below the run whose checkpoints it evaluates.
+        references: Secrets from the environment, as `source.concealed` takes them.
     """
 
     tree: dict[str, Any]
@@ -78,6 +79,7 @@ class TrinitySettings:
     rollout: dict[str, Any]
     trackers: tuple[str, ...]
     folder: str = ""
+    references: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def mode(self) -> str:
@@ -122,7 +124,9 @@ def resolve(layers: Layers) -> TrinitySettings:
     _fill(tree)
     kinds = lookup(tree, "monitor.monitor_type")
     trackers = (kinds,) if isinstance(kinds, str) else tuple(kinds)
-    resolved = TrinitySettings(tree, tuner, _rollout(tree, tuner), trackers)
+    resolved = TrinitySettings(
+        tree, tuner, _rollout(tree, tuner), trackers, references=layers.references
+    )
     if mode == "bench":
         return replace(resolved, folder=free_name(resolved.run_dir / "bench").name)
     return resolved

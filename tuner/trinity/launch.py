@@ -18,7 +18,14 @@ from tuner.config.schema import Penalize
 from tuner.errors import FunctionError, TrainingError
 from tuner.result import TuneResult
 from tuner.run.console import ConsoleMonitor
-from tuner.run.directory import Report, RunDirectory, held, reported, write_atomically
+from tuner.run.directory import (
+    Report,
+    RunDirectory,
+    held,
+    make_private,
+    reported,
+    write_atomically,
+)
 from tuner.run.record import summarize
 from tuner.traces import TraceStore
 from tuner.trinity import workers
@@ -79,6 +86,7 @@ def run_trinity(
         MissingDependencyError: Trinity-RFT is not installed.
     """
     resolved = with_own_name(resolve(layers))
+    make_private(resolved.run_dir)
     prepared = prepare(
         resolved,
         workflow=workflow,
@@ -91,7 +99,7 @@ def run_trinity(
     with held(directory.path):
         if directory.has_begun():
             require_same_run(directory, prepared.tree, prepared.fingerprint)
-        write_atomically(directory.config, to_yaml(prepared.tree))
+        write_atomically(directory.config, to_yaml(prepared.tree, resolved.references))
         write_atomically(directory.path / "data.json", json.dumps(prepared.fingerprint, indent=2))
         if (finished := run.finished()) is not None:
             logger.warning("%s is complete; returning its result", directory.path)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import torch
 from trinity.algorithm.advantage_fn.multi_step_grpo_advantage import StepWiseGRPOAdvantageFn
@@ -14,6 +17,7 @@ from trinity.utils.monitor import MONITOR, Monitor
 
 from tuner.algorithms.advantages import call_normalized
 from tuner.algorithms.spec import GRPOAdvantage
+from tuner.config.source import MASK, concealed
 from tuner.training.batch import peer_sets
 from tuner.trinity.progress import report_file
 
@@ -33,8 +37,9 @@ class TunerMonitor(Monitor):  # type: ignore[misc]  # untyped
         folder = Path(config.checkpoint_job_dir) / ours["folder"]
         self._path = report_file(folder, role)
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        sent = _without_secrets(config)
         self._trackers = [
-            MONITOR.get(kind)(project=project, group=group, name=name, role=role, config=config)
+            MONITOR.get(kind)(project=project, group=group, name=name, role=role, config=sent)
             for kind in ours["trackers"]
         ]
 
@@ -52,6 +57,25 @@ class TunerMonitor(Monitor):  # type: ignore[misc]  # untyped
     def close(self) -> None:
         for tracker in getattr(self, "_trackers", ()):
             tracker.close()
+
+
+def _without_secrets(config: Any) -> Any:
+    """The configuration as trackers may send it; what they need goes into their variables."""
+    args = dict(config.monitor.monitor_args)
+    if found := _USERINFO.fullmatch(str(args.get("uri", ""))):
+        args["uri"] = found["scheme"] + found["rest"]
+        args |= {"username": unquote(found["user"]), "password": unquote(found["password"])}
+    for name, variable in _VARIABLES.items():
+        if args.get(name):
+            os.environ[variable] = str(args[name])
+    sent = concealed(config, {})
+    shown = concealed(args, {}, "monitor.monitor_args")
+    sent.monitor.monitor_args = {key: item for key, item in shown.items() if item != MASK}
+    return sent
+
+
+_USERINFO = re.compile(r"(?P<scheme>.+://)(?P<user>[^/@:]*):(?P<password>[^/@]+)@(?P<rest>.*)")
+_VARIABLES = {"api_key": "WANDB_API_KEY", "password": "MLFLOW_TRACKING_PASSWORD"}
 
 
 @dataclass(frozen=True)

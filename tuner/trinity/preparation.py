@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.config.load import read_layers
-from tuner.config.source import lookup
+from tuner.config.source import concealed, lookup
 from tuner.errors import ConfigError, FunctionError
 from tuner.functions.calling import where
 from tuner.result import Verdict
@@ -123,11 +123,11 @@ def prepare(
     return Prepared(settings, tree, config, rows, sizes, fingerprint, evaluations, own)
 
 
-def to_yaml(tree: Mapping[str, Any]) -> str:
-    """The configuration as a file that Trinity-RFT and `tuner run` read."""
+def to_yaml(tree: Mapping[str, Any], references: Mapping[str, str]) -> str:
+    """The configuration as a file that Trinity-RFT and `tuner run` read, without secrets."""
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_yaml(OmegaConf.create(dict(tree)))
+    return OmegaConf.to_yaml(OmegaConf.create(concealed(tree, references)))
 
 
 def _check_functions(

@@ -18,6 +18,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tuner.config.source import concealed
 from tuner.run.directory import MAY_CHANGE, RunDirectory, check_same_run, write_atomically
 from tuner.traces import Outcome, TraceStore, read_traces
 from tuner.traces.store import trace_to_json
@@ -89,7 +90,14 @@ def require_same_run(
     if directory.config.exists():
         before = named_now(OmegaConf.to_container(OmegaConf.load(directory.config)))
         may_change = MAY_CHANGE_THERE
-        check_same_run(directory, before, tree, fingerprint, may_change=may_change, lists=True)
+        check_same_run(
+            directory,
+            concealed(before, {}),
+            concealed(tree, {}),
+            fingerprint,
+            may_change=may_change,
+            lists=True,
+        )
 
 
 def rewind(config: Config, progress: Progress, sizes: Sequence[int]) -> Start:

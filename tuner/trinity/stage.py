@@ -54,6 +54,9 @@ def fill_mode(tree: dict[str, Any], mode: str, group_size: int) -> None:
             lookup(tree, "buffer.explorer_input", {}).pop(key, None)
         # Its other value makes a new run, which has no checkpoints.
         tree["continue_from_checkpoint"] = True
+    if mode == "serve":
+        # Trinity-RFT's own default is every address of the machine, and it asks for no key.
+        set_default(tree, "explorer.listen_address", "127.0.0.1")
     if mode != "train":
         return
     path = str(lookup(tree, f"{BUFFER}.path", ""))

@@ -84,7 +84,7 @@ def test_modes_are_described(check, tmp_path):
     assert "32 rollouts: every evaluation set with the checkpoints 0, 3" in bench.text
     assert "run/bench" in bench.text
     served = check("mode=serve", func=None)
-    assert "a server on 0.0.0.0:8010 until it is asked to stop" in served.text
+    assert "a server on 127.0.0.1:8010 until it is asked to stop" in served.text
 
 
 def test_recorded_data_is_given_to_trinitys_own_algorithms(check, tmp_path, monkeypatch):

@@ -33,7 +33,7 @@ def saved(tmp_path):
     resolved.tree["buffer"]["explorer_input"]["taskset"]["path"] = str(tmp_path)
     tree = install(resolved, workflow="pickle:gAWV", judge="pkg.judges:judge")
     file = tmp_path / "config.yaml"
-    file.write_text(to_yaml(tree))
+    file.write_text(to_yaml(tree, resolved.references))
     return file, tree
 
 
