@@ -106,7 +106,7 @@ def parts(folder: Path) -> Iterator[tuple[str, str]]:
         name = path.relative_to(folder).as_posix()
         if name.split("/")[0] in ("model", "teacher", "helper"):
             continue  # what the run began with
-        if name.endswith("/manifest.json"):
+        if path.name in ("manifest.json", ".lock"):
             continue  # of a checkpoint: what its files are is compared itself
         names.append(_STAMPED.sub("STAMP", name))
         if path.suffix == ".safetensors":
