@@ -317,15 +317,19 @@ NO_TOOLS = {
 }
 
 
-def test_template_that_knows_no_tools_is_taken_with_a_warning(
+def test_template_that_knows_no_tools_is_taken_and_the_first_tools_are_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     template = "{% for m in messages %}{{ m.role + ': ' + (m.content or '') }}{% endfor %}"
     renderer = ChatRenderer(tokenizer(), chat_template=template)
+    assert renderer.render_text([USER], []) == "user: 2+40?"
+    assert renderer.turn_ends == ()
+    assert caplog.messages == []  # an agent without tools hears nothing of them
+    for _ in range(2):
+        assert renderer.render_text([USER], [ADD_TOOL]) == "user: 2+40?"
     (warning,) = caplog.messages
     assert "chat template shows neither tools nor earlier tool calls: set model.chat_" in warning
     assert renderer.no_tools is None
-    assert renderer.render_text([USER], [ADD_TOOL]) == "user: 2+40?"
 
 
 @pytest.mark.parametrize("name", NO_TOOLS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import resource
 import socket
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -85,8 +84,7 @@ class _Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        limit = min(MAX_CONNECTIONS, files // 2 if files > 0 else MAX_CONNECTIONS)
+        limit = _most_connections()
         if len(self.connections) > limit:
             error = RequestError(f"{limit} connections are open: close some", status=503)
             head = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\n"
@@ -113,6 +111,15 @@ class _Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+
+def _most_connections() -> int:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return MAX_CONNECTIONS
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return min(MAX_CONNECTIONS, files // 2) if files > 0 else MAX_CONNECTIONS
 
 
 class _Endpoint:

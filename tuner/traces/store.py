@@ -60,7 +60,7 @@ class TraceStore:
         if self._vocabulary is not None:
             for trace in traces:
                 for call in trace.calls:
-                    for token in (*call.prompt_ids, *call.completion_ids):
+                    for token in {*call.prompt_ids, *call.completion_ids}:
                         if not 0 <= token < self._vocabulary:
                             raise TunerError(
                                 f"{path}: {trace.id} has the token id {token}, and the model has "

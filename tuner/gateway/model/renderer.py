@@ -100,14 +100,18 @@ class ChatRenderer:
         self._developer_role = self.reads("developer")
         self._form: TemplateForm = template_form(self._apply, self._tool_call_parser)
         self.no_tools: str | None = None
+        self._unseen_tools: str | None = None
         if obstacle := tools_obstacle(self._apply, self._form):
             found, refused = obstacle
             problem = (
                 f"the model's chat template {found}: set model.chat_template_path to one that "
                 "shows tools, calls and results, or use no tools"
             )
-            self.no_tools = problem if refused else None
-            _log.warning("%s%s", problem, "; requests with tools get a 400" if refused else "")
+            if refused:
+                self.no_tools = problem
+                _log.warning("%s; requests with tools get a 400", problem)
+            else:
+                self._unseen_tools = problem
         self.special_tokens = SpecialTokens(tokenizer, self._encode_text)
         self._added_tokens = {
             token.content: id_ for id_, token in tokenizer.added_tokens_decoder.items()
@@ -137,6 +141,9 @@ class ChatRenderer:
         used = any(m["role"] == "tool" or m.get("tool_calls") for m in messages)
         if self.no_tools and (tools or used):
             raise RequestError(self.no_tools, path=("tools",) if tools else ("messages",))
+        if self._unseen_tools and (tools or used) and add_generation_prompt:
+            _log.warning("%s", self._unseen_tools)
+            self._unseen_tools = None  # said once
         extra = chat_template_kwargs or {}
         self._check_template_kwargs(extra)
         shaped = for_template(list(messages), self._form, developer_role=self._developer_role)
