@@ -525,3 +525,12 @@ def test_secrets_are_written_as_the_reference_they_came_from_or_not(write, tmp_p
     with open_directory(load_config(write(IN_CLEAR, "new.yaml"), overrides=args), {}):
         pass
     assert "the environment variable TRACKER_USER is not set" in refusal(write(text, "old.yaml"))
+
+
+def test_tags_that_would_make_objects_are_refused(write, tmp_path):
+    made = tmp_path / "made"
+    path = f"!!python/object/apply:pathlib.Path [{made}]"
+    text = f"name: !!python/object/apply:pathlib.Path.touch [{path}]"
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        load_config(write(text))
+    assert not made.exists()
