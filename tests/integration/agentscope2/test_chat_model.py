@@ -228,7 +228,7 @@ async def test_remote_model_has_the_same_attributes_and_reaches_its_url() -> Non
     ("found", "sentence"), [(None, "not installed"), ("1.0.21", r"1\.0\.21 is installed")]
 )
 def test_missing_agentscope_names_the_extra(monkeypatch, found, sentence) -> None:
-    monkeypatch.setattr("tuner.chat_models.agentscope2.agentscope_version", lambda: found)
+    monkeypatch.setattr("tuner.chat_models.agentscope1.agentscope_version", lambda: found)
     trinity_chat_model.cache_clear()
     trinity_chat_model_1.cache_clear()
     try:
