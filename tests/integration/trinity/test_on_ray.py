@@ -178,7 +178,7 @@ def without_ray(monkeypatch):
         yield cluster.Cluster("127.0.0.1:1", None)
 
     def stage(run):
-        monkeypatch.setattr(Stage, "run", lambda self: run(self._config))
+        monkeypatch.setattr(Stage, "run", lambda self: run(self.config))
 
     monkeypatch.setattr(cluster, "joined", joined)
     monkeypatch.setattr("tuner.trinity.launch.deaths", lambda *_: [])

@@ -115,8 +115,8 @@ async def opened(folder):
         yield bench
         for hosts in adapter._hosts.values():
             for host in hosts.values():
-                await host._gateway.aclose()
-                await host._gateway.engine.close()
+                await host.gateway.aclose()
+                await host.gateway.engine.close()
         await engine.close()
 
 
