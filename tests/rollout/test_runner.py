@@ -517,6 +517,27 @@ async def test_an_agent_that_catches_everything_is_cut_off_at_its_deadline(
     over.set()
 
 
+async def test_a_second_cancellation_leaves_no_agent_for_the_loop_to_wait_for(make_runner):
+    began, over = asyncio.Event(), asyncio.Event()
+
+    async def workflow(task, model):
+        while not over.is_set():
+            began.set()
+            with contextlib.suppress(BaseException):
+                await over.wait()
+
+    rollout = asyncio.ensure_future(run(make_runner(workflow)))
+    await began.wait()
+    for _ in range(2):
+        rollout.cancel()
+        for _ in range(5):  # to where it waits for the agent's end
+            await asyncio.sleep(0)
+    with pytest.raises(asyncio.CancelledError):
+        await rollout
+    assert "workflow" not in "".join(repr(task) for task in asyncio.all_tasks())
+    over.set()
+
+
 class Unprintable(Exception):
     def __str__(self):
         raise ValueError("no")

@@ -43,7 +43,7 @@ def trinity_chat_model() -> type[Any]:
     """
     model, credential, agent = _modules()
 
-    class TrinityChatModel(SessionHandle, model.OpenAIChatModel):  # type: ignore[misc, name-defined]
+    class TrinityChatModel(SessionHandle, model.OpenAIChatModel):  # type: ignore[misc, name-defined]  # imported
         """The model being trained, as an AgentScope 2.x chat model.
 
         Not streamed, and no call is made twice by itself. Settings of the run (temperature,

@@ -40,7 +40,7 @@ class PatientClient(openai.DefaultAsyncHttpxClient):
         async with self._slots or nullcontext():
             for number in range(1, TRIES + 1):
                 # Others may have been told to wait longer meanwhile.
-                while (left := self._not_before - time.monotonic()) > 0:  # noqa: ASYNC110
+                while (left := self._not_before - time.monotonic()) > 0:  # noqa: ASYNC110  # a time, no event
                     await asyncio.sleep(left)
                 response = await super().send(request, **options)
                 wait = _asked_to_wait(response, number)

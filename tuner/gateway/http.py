@@ -75,7 +75,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-class _Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+class _Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # h11 or httptools
     """A connection that has a time limit for the headers of each request, and is one of not too
     many. uvicorn's own `timeout_keep_alive` begins after the first answer only, and ends with the
     first byte; its `limit_concurrency` leaves the connections open."""

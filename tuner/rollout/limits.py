@@ -39,17 +39,19 @@ async def contained(work: Coroutine[Any, Any, T], session: Session) -> T:
     except asyncio.CancelledError:
         session.seal()
         task.cancel()
-        if not (await asyncio.wait([task], timeout=GRACE))[0]:
-            logger.warning(
-                "%s was cancelled %g s ago and goes on: it catches CancelledError, perhaps by a "
-                "bare `except:`. It is left behind, and its calls are refused",
-                session.id,
-                GRACE,
-            )
-            # At its end asyncio waits for all tasks that it knows.
-            asyncio.tasks._unregister_task(task)
-        elif not task.cancelled():
-            task.exception()  # nobody asks any more
+        try:
+            await asyncio.wait([task], timeout=GRACE)
+        finally:  # also where this is cancelled once more, by Ctrl-C after a deadline
+            if not task.done():
+                logger.warning(
+                    "%s was cancelled and goes on: it catches CancelledError, perhaps by a bare "
+                    "`except:`. It is left behind, and its calls are refused",
+                    session.id,
+                )
+                # At its end asyncio waits for all tasks that it knows.
+                asyncio.tasks._unregister_task(task)
+            elif not task.cancelled():
+                task.exception()  # nobody asks any more
         raise
     return task.result()
 
