@@ -507,17 +507,17 @@ async def test_an_agent_that_catches_everything_is_cut_off_at_its_deadline(
 
     runner = make_runner(workflow, timeout=0.1)
     (trace,) = await run(runner)
-    assert trace.outcome is Outcome.TIMEOUT
-    assert answered_late == []
-    assert "train-1-0-0-1 was cancelled" in caplog.text
     calls = len(trace.calls)
     refused.clear()
     thrice.clear()
     await thrice.wait()  # it goes on, and gets no more answers
-    assert all("has ended" in str(error) for error in refused)
-    assert len(trace.calls) == calls
     known = [task for task in asyncio.all_tasks() if "without_exit" in repr(task)]
     over.set()
+    assert trace.outcome is Outcome.TIMEOUT
+    assert answered_late == []
+    assert "train-1-0-0-1 was cancelled" in caplog.text
+    assert all("has ended" in str(error) for error in refused)
+    assert len(trace.calls) == calls
     assert not known
 
 
