@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from tests.engines.models import VOCABULARY, change_weights, make_tokenizer, prompt
 from tuner.engines import EngineError, Generation, SamplingParams, TrainingEngine
 from tuner.engines.grammar import unpacked
+from tuner.engines.kept import kept_ids
 from tuner.engines.sampling import sampled_logprobs
 from tuner.errors import ConfigError, ContextLengthError
 
@@ -111,18 +112,54 @@ class Sink:
                 await asyncio.sleep(0.001)
 
 
+def edited_by_definition(
+    logits: torch.Tensor, sampling: SamplingParams, prompt_ids: list[int], done: tuple[int, ...]
+) -> torch.Tensor:
+    """The logits of one position with bias, penalties and bad words, token by token: [V] -> [V]."""
+    values = logits.tolist()
+    for token, bias in sampling.logit_bias:
+        values[token] += bias
+    for token in {*prompt_ids, *done}:
+        factor = sampling.repetition_penalty
+        values[token] = values[token] / factor if values[token] > 0 else values[token] * factor
+    for token in done:
+        values[token] -= sampling.frequency_penalty
+    for token in set(done):
+        values[token] -= sampling.presence_penalty
+    for word in sampling.bad_words:
+        if len(done) >= len(word) - 1 and done[len(done) - len(word) + 1 :] == word[:-1]:
+            values[word[-1]] = -torch.inf
+    return torch.tensor(values)
+
+
 @torch.no_grad()
-def recomputed(rig: Rig, ids: list[int], got: Generation, sampling: SamplingParams) -> torch.Tensor:
-    """Log-probs of the completion by one plain forward pass, shape [T]."""
-    completion = torch.tensor(got.completion_ids)
+def distributions(
+    rig: Rig, ids: list[int], got: Generation, sampling: SamplingParams
+) -> torch.Tensor:
+    """Log-probs at each place of the completion by one plain forward pass, shape [T, V]."""
     logits = rig.model(torch.tensor([[*ids, *got.completion_ids]]), use_cache=False).logits
     logits = logits[0, len(ids) - 1 : -1]
     if sampling.grammar:
         vocabulary = logits.shape[-1]
         bits = rig.engine.grammars.replay(sampling.grammar, got.completion_ids, vocabulary)
         logits = logits.masked_fill(~unpacked(bits, vocabulary, logits.device), -torch.inf)
-    logprobs = sampled_logprobs(logits, sampling.temperature, sampling.top_k, sampling.top_p)
-    return logprobs.gather(-1, completion[:, None])[:, 0]
+    rows = [
+        edited_by_definition(row, sampling, ids, got.completion_ids[:place])
+        for place, row in enumerate(logits)
+    ]
+    return sampled_logprobs(
+        torch.stack(rows),
+        sampling.temperature,
+        sampling.top_k,
+        sampling.top_p,
+        min_p=sampling.min_p,
+    )
+
+
+def recomputed(rig: Rig, ids: list[int], got: Generation, sampling: SamplingParams) -> torch.Tensor:
+    """Log-probs of the completion by one plain forward pass, shape [T]."""
+    logprobs = distributions(rig, ids, got, sampling)
+    return logprobs.gather(-1, torch.tensor(got.completion_ids)[:, None])[:, 0]
 
 
 def error(rig: Rig, ids: list[int], got: Generation, sampling: SamplingParams) -> float:
@@ -139,11 +176,35 @@ def error(rig: Rig, ids: list[int], got: Generation, sampling: SamplingParams) -
         SamplingParams(max_tokens=20, top_p=0.8, seed=4),
         SamplingParams(max_tokens=20, temperature=0.6, top_k=12, top_p=0.9, seed=5),
         SamplingParams(max_tokens=20, temperature=0.0),
+        SamplingParams(max_tokens=20, min_p=0.2, seed=6),
+        SamplingParams(max_tokens=20, repetition_penalty=1.7, seed=7),
+        SamplingParams(max_tokens=20, presence_penalty=1.5, frequency_penalty=-0.7, seed=8),
+        SamplingParams(max_tokens=20, logit_bias=((5, 3.0), (9, -100.0)), seed=9),
+        SamplingParams(max_tokens=20, bad_words=((3,), (7, 8), (8, 7)), top_k=4, seed=10),
+        SamplingParams(
+            max_tokens=20,
+            temperature=0.8,
+            min_p=0.01,
+            top_k=20,
+            top_p=0.95,
+            repetition_penalty=1.05,
+            presence_penalty=1.5,
+            logit_bias=((4, 2.0),),
+            seed=11,
+        ),
+        SamplingParams(max_tokens=20, temperature=0.0, repetition_penalty=1.3),
     ],
-    ids=["plain", "cool", "top-k", "top-p", "all", "greedy"],
+    ids=[
+        *("plain", "cool", "top-k", "top-p", "all", "greedy"),
+        *("min-p", "repetition", "counted", "bias", "bad-words", "qwen", "greedy-repetition"),
+    ],
 )
 async def test_log_probs_are_those_of_the_sampled_distribution(rig, sampling):
     ids = prompt(40)
+    if sampling.rare and not rig.engine.capabilities.every_setting:
+        with pytest.raises(ConfigError, match="does not honour"):
+            await rig.engine.generate(ids, sampling, "session")
+        return
     if not rig.both_cuts and sampling.top_k > 0 and sampling.top_p < 1:
         with pytest.raises(ConfigError, match=r"top_k is 12 and top_p is 0\.9"):
             await rig.engine.generate(ids, sampling, "session")
@@ -151,6 +212,22 @@ async def test_log_probs_are_those_of_the_sampled_distribution(rig, sampling):
     got = await rig.engine.generate(ids, sampling, "session")
     assert len(got.completion_ids) == len(got.logprobs) == len(got.versions) == 20
     assert error(rig, ids, got, sampling) < TOLERANCE
+    left = distributions(rig, ids, got, sampling).isfinite()
+    assert len(got.kept) == (20 if sampling.cuts else 0)
+    for kept, wanted in zip(got.kept, left, strict=False):
+        assert kept_ids(kept).tolist() == wanted.nonzero()[:, 0].tolist()
+
+
+async def test_a_stop_token_ends_a_completion_and_is_kept(rig):
+    if not rig.engine.capabilities.every_setting:
+        return
+    ids, sampling = prompt(40), SamplingParams(max_tokens=20, seed=1)
+    got = await rig.engine.generate(ids, sampling, "session")
+    token = got.completion_ids[5]
+    stopped = await rig.engine.generate(ids, replace(sampling, stop_token_ids=(token,)), "session")
+    assert stopped.finish_reason == "stop"
+    first = got.completion_ids.index(token) + 1
+    assert stopped.completion_ids == got.completion_ids[:first]
 
 
 async def test_a_crowd_is_sampled_as_exactly_as_one(rig):

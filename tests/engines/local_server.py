@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.engines.conformance import CONTEXT
 from tests.engines.models import make_tokenizer
 from tuner.engines import EngineLostError, SamplingParams
+from tuner.engines.kept import kept_ids
 from tuner.engines.token_server import Sampled, Weights
 from tuner.engines.transformers.engine import TransformersEngine
 
@@ -94,7 +95,7 @@ class LocalServer:
                 if death.is_set():
                     raise EngineLostError(f"{self.name} is on fire")
                 # The last token waits for the end, with which the cache is known.
-                if tokens.qsize() > 1 and not sampling.top_logprobs:
+                if tokens.qsize() > 1 and not (sampling.top_logprobs or sampling.cuts):
                     token, logprob = tokens.get_nowait()
                     yield Sampled((token,), (logprob,))
                 elif work.done():
@@ -106,6 +107,7 @@ class LocalServer:
                         got.top_logprobs,
                         got.cached_tokens,
                         got.finish_reason,
+                        tuple(tuple(kept_ids(kept).tolist()) for kept in got.kept),
                     )
                 else:
                     await asyncio.sleep(0)

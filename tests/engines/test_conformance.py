@@ -51,5 +51,6 @@ def served(folder):
         vocabulary=VOCABULARY,
         max_model_len=CONTEXT,
         grammars=True,
+        every_setting=True,
     )
     return Rig(engine, model, server.die, "on fire")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from tuner.errors import TunerError
@@ -39,6 +39,15 @@ class SamplingParams:
         top_logprobs: How many alternatives to report for each position (0 to 20).
         grammar: The form that the completion must have, in llguidance's variant of Lark; empty
             for none. Tokens outside it are removed from the logits before anything else.
+        min_p: Keep the tokens that are at least this share as probable as the most probable one;
+            applied before top_k and top_p.
+        repetition_penalty: Divides the logits above 0 of tokens that are in prompt or completion,
+            and multiplies the others; 1 changes nothing.
+        presence_penalty: Taken off the logits of tokens that are in the completion.
+        frequency_penalty: Likewise, once for each time that they are.
+        logit_bias: (id, what is added to its logit), before penalties.
+        bad_words: Token ids of texts whose last token cannot follow the others in the completion.
+        stop_token_ids: Token ids that end the completion besides the engine's own.
     """
 
     max_tokens: int
@@ -49,6 +58,38 @@ class SamplingParams:
     seed: int = 0
     top_logprobs: int = 0
     grammar: str = ""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+    @property
+    def cuts(self) -> bool:
+        """Whether tokens are sampled from a part of the vocabulary that depends on the weights."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether single logits are changed before anything else (`tuner.engines.logit_edits`)."""
+        return bool(self.repetition_penalty != 1 or self.logit_bias or self._counts_completion)
+
+    @property
+    def in_one_part(self) -> bool:
+        """Whether a completion cannot be continued as if it were a part of its prompt."""
+        return bool(self.grammar or self._counts_completion)
+
+    @property
+    def _counts_completion(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty or self.bad_words)
+
+    @property
+    def rare(self) -> tuple[str, ...]:
+        """The settings in force that only an engine with `every_setting` honours, by name."""
+        rare = fields(self)[[f.name for f in fields(self)].index("min_p") :]
+        return tuple(f.name for f in rare if getattr(self, f.name) != f.default)
 
 
 @dataclass(frozen=True)
@@ -58,12 +99,14 @@ class Generation:
     Attributes:
         completion_ids: Sampled token ids, the end-of-sequence token included, shape [T].
         logprobs: Natural log-probs of the sampled ids under the distribution that was sampled
-            from (after grammar, temperature, top_k and top_p), shape [T].
+            from (after grammar, penalties, temperature and cuts), shape [T].
         versions: Version of the weights that sampled each token, shape [T].
         finish_reason: "stop" at an end-of-sequence token or stop string, "length" otherwise.
         top_logprobs: For each position the (id, log-prob) pairs of the most probable tokens,
             empty unless asked for.
         cached_tokens: Prompt tokens whose keys and values were reused, not computed.
+        kept: For each position the tokens that top_k, top_p and min_p left (`tuner.engines.kept`);
+            empty where nothing was cut.
     """
 
     completion_ids: tuple[int, ...]
@@ -72,6 +115,7 @@ class Generation:
     finish_reason: FinishReason
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     cached_tokens: int = 0
+    kept: tuple[str, ...] = ()
 
 
 class TokenSink(Protocol):
@@ -95,6 +139,7 @@ class EngineCapabilities:
         end_ids: Token ids that end a completion.
         shares_weights: Whether it reads the trainer's own tensors, which may then change only
             inside `pause()`. One with a copy may generate while the trainer trains.
+        every_setting: Whether it honours the settings from `SamplingParams.min_p` on.
     """
 
     max_model_len: int
@@ -102,6 +147,7 @@ class EngineCapabilities:
     grammars: bool = False
     end_ids: frozenset[int] = frozenset()
     shares_weights: bool = False
+    every_setting: bool = False
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
 from collections.abc import Sequence
 from contextlib import suppress
@@ -28,8 +27,10 @@ from tuner.engines.base import (
 )
 from tuner.engines.grammar import Grammars, GrammarState, unpacked
 from tuner.engines.grammar_text import GrammarError
+from tuner.engines.kept import packed_kept
+from tuner.engines.logit_edits import Edit, LogitEdits, edited
 from tuner.engines.sampling import SamplingBatch, choose, most_probable
-from tuner.errors import ContextLengthError
+from tuner.errors import ConfigError, ContextLengthError
 
 P = TypeVar("P", bound="Progress")
 _UNFINISHED = "\ufffd"
@@ -105,6 +106,7 @@ class Progress:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
     cached_tokens: int = -1
     finish_reason: FinishReason | None = None
     cancelled: bool = False
@@ -137,6 +139,7 @@ class Progress:
             finish_reason=self.finish_reason,
             top_logprobs=tuple(self.top_logprobs),
             cached_tokens=self.cached_tokens,
+            kept=tuple(self.kept),
         )
 
 
@@ -148,13 +151,19 @@ class Request(Progress):
         uniforms: The request's own random stream; one number is drawn per sampled token.
         future: Receives the Generation, on the event loop that asked for it.
         form: Where it is in its grammar; None without one.
+        edits: What is done to single logits; None where nothing is.
         error: Why it cannot go on, although the others of its batch can.
     """
 
     uniforms: Random
     future: asyncio.Future[Generation]
     form: GrammarState | None = None
+    edits: LogitEdits | None = field(init=False, default=None)
     error: EngineError | GrammarError | None = None
+
+    def __post_init__(self) -> None:
+        if self.sampling.edits_logits:
+            self.edits = LogitEdits(self.sampling, self.prompt_ids, self.completion_ids)
 
     @property
     def abandoned(self) -> bool:
@@ -197,7 +206,7 @@ class RequestEngine(DescribedEngine):
         max_model_len: Prompt and completion tokens of one request at most.
         version: Version of the weights as they are now.
         grammars: Whether our grammars are followed exactly.
-        shares_weights: As in `EngineCapabilities`.
+        shares_weights, every_setting: As in `EngineCapabilities`.
     """
 
     def __init__(
@@ -210,6 +219,7 @@ class RequestEngine(DescribedEngine):
         version: int,
         grammars: bool,
         shares_weights: bool,
+        every_setting: bool,
     ) -> None:
         self._tokenizer = tokenizer
         self._end_ids = end_ids
@@ -221,6 +231,7 @@ class RequestEngine(DescribedEngine):
             grammars=grammars and Grammars.supports(tokenizer),
             end_ids=end_ids,
             shares_weights=shares_weights,
+            every_setting=every_setting,
         )
         self._stats = EngineStats()
         self._closed = False
@@ -241,9 +252,12 @@ class RequestEngine(DescribedEngine):
         """A request of `kind`, with its `own` fields, of which nothing is sampled yet.
 
         Raises:
+            ConfigError: This engine does not honour a setting.
             ContextLengthError: The prompt leaves no room for a single token.
-            EngineError: It is empty, or has ids that the model does not know.
+            EngineError: It is empty, or it or the settings have ids that the model does not know.
         """
+        if sampling.rare and not self._capabilities.every_setting:
+            raise ConfigError(f"this engine does not honour {', '.join(sampling.rare)}")
         prompt, longest = list(prompt_ids), self._capabilities.max_model_len
         if len(prompt) >= longest:
             raise ContextLengthError(
@@ -252,17 +266,20 @@ class RequestEngine(DescribedEngine):
             )
         if not prompt:
             raise EngineError("the prompt is empty: a model needs at least one token")
-        if min(prompt) < 0 or max(prompt) >= self._vocabulary:
-            wrong = next(i for i in prompt if not 0 <= i < self._vocabulary)
-            raise EngineError(
-                f"the prompt has token id {wrong}, but the model knows 0 to "
-                f"{self._vocabulary - 1}: is the tokenizer the model's own?"
-            )
+        named = [*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias)]
+        named += [token for word in sampling.bad_words for token in word]
+        for what, ids in (("the prompt has", prompt), ("the sampling settings name", named)):
+            if ids and (min(ids) < 0 or max(ids) >= self._vocabulary):
+                wrong = next(i for i in ids if not 0 <= i < self._vocabulary)
+                raise EngineError(
+                    f"{what} token id {wrong}, but the model knows 0 to "
+                    f"{self._vocabulary - 1}: is the tokenizer the model's own?"
+                )
         return kind(
             prompt_ids=prompt,
             sampling=sampling,
             limit=min(sampling.max_tokens, longest - len(prompt)),
-            end_ids=self._end_ids,
+            end_ids=self._end_ids.union(sampling.stop_token_ids),
             stops=StopStrings(self._tokenizer, sampling.stop) if sampling.stop else None,
             sink=sink,
             **own,
@@ -294,6 +311,8 @@ def sample_next(
     """
     if batch.constrained:
         logits = _within_grammars(requests, batch.constrained, logits)
+    if batch.edited:
+        logits = edited(logits, [(place, _edit(requests[place])) for place in batch.edited])
     logprobs = batch.logprobs(logits)
     ids, chosen = choose(logprobs, [request.uniforms.random() for request in requests])
     if not math.isfinite(math.fsum(chosen)):
@@ -306,6 +325,10 @@ def sample_next(
         for request, pairs in zip(requests, alternatives, strict=True):
             if request.sampling.top_logprobs:
                 request.top_logprobs.append(tuple(pairs[: request.sampling.top_logprobs]))
+    if batch.cut:
+        left = (logprobs[list(batch.cut)] > -math.inf).cpu().numpy()
+        for place, row in zip(batch.cut, left, strict=True):
+            requests[place].kept.append(packed_kept(np.flatnonzero(row), len(row)))
     finished = [
         place
         for place, (request, token_id, logprob) in enumerate(
@@ -314,6 +337,11 @@ def sample_next(
         if request.error is not None or request.push(token_id, logprob, version)
     ]
     return ids, finished
+
+
+def _edit(request: Request) -> Edit:
+    assert request.edits is not None
+    return request.edits.after(len(request.completion_ids))
 
 
 def _within_grammars(
@@ -357,15 +385,3 @@ class Flight(Progress):
     @property
     def running(self) -> bool:
         return self.part is not None and not self.loop.is_closed()
-
-
-def continued_seed(seed: int, done: int) -> int:
-    """The seed of a part that begins after `done` tokens, in [0, 2**63).
-
-    Another one for each part: with the first part's, the random numbers of its first tokens would
-    come again.
-    """
-    if not done:
-        return seed % 2**63
-    digest = hashlib.blake2b(f"{seed}:{done}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % 2**63

@@ -1,10 +1,11 @@
 """The distribution that tokens are sampled from, and the sampling itself, for a whole batch.
 
-    logits ─grammar─/ temperature─▶ top_k ─renormalise─▶ top_p ─renormalise─▶ log-probs ─u─▶ ids
+    logits ─grammar─edits─/ temperature─▶ min_p ─▶ top_k ─▶ top_p ─renormalise─▶ log-probs ─u─▶ ids
 
 Log-probs are those of the last distribution in the line. A trainer that wants the same quantity
-calls `sampled_logprobs` on its own logits with the settings that travelled with the call, where
-there is a grammar after removing what it does not allow (`tuner/engines/grammar.py`).
+does the same with its own logits: what a grammar does not allow is removed
+(`tuner/engines/grammar.py`), penalties and bias are applied (`logit_edits.py`), and the tokens
+stay that were left when the call was sampled (`kept.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from torch import Tensor
 from tuner.engines.base import SamplingParams
 from tuner.errors import ConfigError
 
+_TWO = "from -2 to 2"
+
 
 def check_sampling(sampling: SamplingParams) -> None:
     """Refuse settings that define no distribution.
@@ -32,6 +35,27 @@ def check_sampling(sampling: SamplingParams) -> None:
         ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "in (0, 1]"),
         ("top_k", sampling.top_k, sampling.top_k == -1 or sampling.top_k >= 1, "-1 or at least 1"),
         ("top_logprobs", sampling.top_logprobs, 0 <= sampling.top_logprobs <= 20, "0 to 20"),
+        ("min_p", sampling.min_p, 0 <= sampling.min_p <= 1, "in [0, 1]"),
+        (
+            "repetition_penalty",
+            sampling.repetition_penalty,
+            0 < sampling.repetition_penalty < math.inf,
+            "above 0",
+        ),
+        ("presence_penalty", sampling.presence_penalty, abs(sampling.presence_penalty) <= 2, _TWO),
+        (
+            "frequency_penalty",
+            sampling.frequency_penalty,
+            abs(sampling.frequency_penalty) <= 2,
+            _TWO,
+        ),
+        (
+            "logit_bias",
+            sampling.logit_bias,
+            all(abs(bias) <= 100 for _, bias in sampling.logit_bias),
+            "from -100 to 100 for each token",
+        ),
+        ("bad_words", sampling.bad_words, all(sampling.bad_words), "at least one token each"),
     )
     for name, value, allowed, wanted in rules:
         if not allowed:
@@ -46,6 +70,7 @@ def sampled_logprobs(
     top_k: int | Tensor = -1,
     top_p: float | Tensor = 1.0,
     *,
+    min_p: float | Tensor = 0.0,
     largest_k: int | None = None,
 ) -> Tensor:
     """Log-probs of the distribution that a token is sampled from.
@@ -55,6 +80,8 @@ def sampled_logprobs(
         temperature: A number, or one per row with the shape of `logits[..., 0]`; 0 is greedy.
         top_k: Likewise; -1 keeps every token. Ties with the k-th token are kept.
         top_p: Likewise; the smallest set of most probable tokens with this mass is kept.
+        min_p: Likewise; tokens at least this share as probable as the most probable are kept, and
+            the other two look at these alone.
         largest_k: The largest `top_k`, where the caller knows it; else a tensor is looked at, for
             which Python waits for the device.
 
@@ -69,6 +96,10 @@ def sampled_logprobs(
         heat = torch.as_tensor(temperature, device=logits.device).to(logits.dtype).expand(shape)
         greedy = heat == 0
         logits = logits / torch.where(greedy, 1.0, heat)[..., None]
+    if isinstance(min_p, Tensor) or min_p > 0:
+        share = torch.as_tensor(min_p, device=logits.device).to(logits.dtype).expand(shape)
+        least = logits.amax(dim=-1) + share.log()
+        logits = logits.masked_fill(logits < least[..., None], -math.inf)
     if isinstance(top_k, Tensor) or top_k > 0:
         wanted = torch.as_tensor(top_k, device=logits.device).expand(shape)
         logits = _keep_top_k(logits, wanted, largest_k)
@@ -112,39 +143,50 @@ class SamplingBatch:
     """The settings of a batch as tensors, or plain numbers where the whole batch agrees on "off".
 
     Attributes:
-        temperature, top_k, top_p: Shape [n], or 1.0, -1 and 1.0.
+        temperature, top_k, top_p, min_p: Shape [n], or 1.0, -1, 1.0 and 0.0.
         constrained: Places of the settings that have a grammar.
+        edited: Of those that change single logits.
+        cut: Of those that leave a part of the vocabulary.
         top_logprobs: The most alternatives that any request asks for.
     """
 
     temperature: Tensor | float
     top_k: Tensor | int
     top_p: Tensor | float
+    min_p: Tensor | float
     top_logprobs: int
-    constrained: tuple[int, ...] = ()
+    constrained: tuple[int, ...]
+    edited: tuple[int, ...]
+    cut: tuple[int, ...]
 
     @staticmethod
     def of(settings: Sequence[SamplingParams], device: torch.device) -> SamplingBatch:
         temperature: Tensor | float = 1.0
         top_k: Tensor | int = -1
         top_p: Tensor | float = 1.0
+        min_p: Tensor | float = 0.0
         if any(s.temperature != 1.0 for s in settings):
             temperature = torch.tensor([s.temperature for s in settings], device=device)
         if any(s.top_k > 0 for s in settings):
             top_k = torch.tensor([s.top_k for s in settings], device=device)
         if any(s.top_p < 1.0 for s in settings):
             top_p = torch.tensor([s.top_p for s in settings], device=device, dtype=torch.float64)
+        if any(s.min_p > 0 for s in settings):
+            min_p = torch.tensor([s.min_p for s in settings], device=device)
         return SamplingBatch(
             temperature,
             top_k,
             top_p,
+            min_p,
             max((s.top_logprobs for s in settings), default=0),
             tuple(place for place, s in enumerate(settings) if s.grammar),
+            tuple(place for place, s in enumerate(settings) if s.edits_logits),
+            tuple(place for place, s in enumerate(settings) if s.cuts),
         )
 
     def logprobs(self, logits: Tensor) -> Tensor:
         """Log-probs of the sampled distributions: logits [n, V] -> [n, V]."""
-        return sampled_logprobs(logits, self.temperature, self.top_k, self.top_p)
+        return sampled_logprobs(logits, self.temperature, self.top_k, self.top_p, min_p=self.min_p)
 
 
 def choose(logprobs: Tensor, uniforms: Sequence[float]) -> tuple[list[int], list[float]]:

@@ -8,13 +8,14 @@ has prompt and completion so far as its prompt, and the weights of its own versi
 
 so every token is sampled with one version alone, and recomputing it with that version gives its
 log-prob. Stop strings are found here, in the ids, and may begin in one part and end in another. A
-completion that must have a form cannot be cut in two, because a grammar can only be begun at its
-beginning: a pause waits for it to end.
+completion that must have a form, or whose own tokens are counted (penalties, bad words), cannot be
+cut in two, because the second part would take the first for prompt: a pause waits for it to end.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import threading
 import time
 from collections import OrderedDict
@@ -25,6 +26,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tuner.engines.base import (
     EngineError,
     EngineLostError,
@@ -34,7 +37,8 @@ from tuner.engines.base import (
     TokenSink,
 )
 from tuner.engines.fleet import Fleet, Seat
-from tuner.engines.request import Flight, Progress, RequestEngine, continued_seed
+from tuner.engines.kept import packed_kept
+from tuner.engines.request import Flight, Progress, RequestEngine
 from tuner.engines.sampling import check_sampling
 from tuner.engines.token_server import Sampled, TokenServer
 
@@ -64,6 +68,7 @@ class ServedEngine(RequestEngine):
         vocabulary: Number of token ids that the model knows.
         max_model_len: Prompt and completion tokens of one request at most.
         grammars: Whether the servers follow our grammars exactly.
+        every_setting: As in `EngineCapabilities`.
         check: Refuses sampling settings that the servers would not honour.
         version: Version of the weights as they are now.
         max_restarts: How often servers that died are started again, in all.
@@ -82,6 +87,7 @@ class ServedEngine(RequestEngine):
         direct: bool = False,
         sleeps: bool = False,
         grammars: bool = False,
+        every_setting: bool = False,
         check: Callable[[SamplingParams], None] = check_sampling,
         version: int = 0,
         max_restarts: int = 3,
@@ -94,6 +100,7 @@ class ServedEngine(RequestEngine):
             version=version,
             grammars=grammars,
             shares_weights=False,
+            every_setting=every_setting,
         )
         self._fleet = Fleet(
             servers, save=save, folder=folder, direct=direct, max_restarts=max_restarts
@@ -238,6 +245,9 @@ class ServedEngine(RequestEngine):
                     raise asyncio.CancelledError
                 if progress.sampling.top_logprobs:
                     progress.top_logprobs.append(sampled.top_logprobs[place])
+                if sampled.kept:
+                    left = np.array(sampled.kept[place], dtype=np.int64)
+                    progress.kept.append(packed_kept(left, self._vocabulary) if len(left) else "")
                 if finished:
                     return True
         finally:
@@ -272,7 +282,7 @@ class ServedEngine(RequestEngine):
             flights = list(self._flights)
         try:
             for flight in flights:
-                if not flight.sampling.grammar:
+                if not flight.sampling.in_one_part:
                     flight.end_part()
             while any(flight.running for flight in flights):  # noqa: ASYNC110  # on several loops
                 await asyncio.sleep(_POLL)
@@ -360,3 +370,15 @@ class ServedEngine(RequestEngine):
     def _change_weights(self, version: int) -> None:
         self._version, self._unfinished = version, False
         self._fleet.change_weights(version)
+
+
+def continued_seed(seed: int, done: int) -> int:
+    """The seed of a part that begins after `done` tokens, in [0, 2**63).
+
+    Another one for each part: with the first part's, the random numbers of its first tokens would
+    come again.
+    """
+    if not done:
+        return seed % 2**63
+    digest = hashlib.blake2b(f"{seed}:{done}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % 2**63

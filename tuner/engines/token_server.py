@@ -42,6 +42,8 @@ class Sampled:
         top_logprobs: For each the most probable (id, log-prob), empty unless asked for.
         cached_tokens: Prompt tokens that were not computed; -1 where it is not said yet.
         finish_reason: Why these are the last ones.
+        kept: For each the ids that top_k, top_p and min_p left, none where they are more than were
+            listed; empty where nothing was cut.
     """
 
     ids: tuple[int, ...]
@@ -49,6 +51,7 @@ class Sampled:
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     cached_tokens: int = -1
     finish_reason: FinishReason | None = None
+    kept: tuple[tuple[int, ...], ...] = ()
 
 
 def finite_logprob(who: str, token: int, value: float) -> float:

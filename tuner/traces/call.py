@@ -61,6 +61,8 @@ class Call:
             included, of which the rendered prompt shows nothing: what "keep" costs.
         recomputed_ids: How many of `prompt_ids` are the earlier turns, from the first one on that
             lacks its reasoning, which "keep" would have taken over: what "template" costs.
+        kept: For each position the tokens that top_k, top_p and min_p left (`tuner.engines.kept`),
+            "" where they are not known; empty where nothing was cut.
         invalid: Why the call can never be trained, or None.
     """
 
@@ -91,6 +93,7 @@ class Call:
     reasoning_policy: ReasoningPolicy = "template"
     kept_reasoning_ids: int = 0
     recomputed_ids: int = 0
+    kept: tuple[str, ...] = ()
     invalid: str | None = field(default=None)
 
     @property
@@ -117,6 +120,8 @@ class Call:
                 f"{len(self.completion_ids)} completion ids, {len(self.logprobs)} logprobs and "
                 f"{len(self.versions)} versions do not match"
             )
+        if self.kept and len(self.kept) != len(self.completion_ids):
+            return f"{len(self.completion_ids)} completion ids and {len(self.kept)} kept sets"
         if not self.completion_ids:
             return "no sampled tokens"
         if not self.prompt_ids:

@@ -141,6 +141,8 @@ class Row:
         reward: The call's own reward, or None: then its rollout's counts.
         gained: What was gained where the call ended, where that does not follow from `reward` and
             the rollout's (`Call.gained`); else None.
+        kept: What cuts left where each completion token was sampled, as in `Call.kept`.
+        begun: How many of `prompt_ids`, the last of them, the call itself sampled.
         peers: Index of the rows of its group that have a reward of their own and the same role,
             which its reward is compared with; None where it has no reward of its own.
         logprobs: Those that the completion was sampled with; empty where nobody sampled it.
@@ -158,6 +160,8 @@ class Row:
     peers: int | None = None
     versions: tuple[int, ...] = ()
     gained: float | None = None
+    kept: tuple[str, ...] = ()
+    begun: int = 0
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
@@ -315,6 +319,8 @@ def build_batch(
                     peers=own,
                     versions=call.versions[start:stop],
                     gained=gained if told else None,
+                    kept=call.kept[start:stop],
+                    begun=start,
                 )
                 for start, stop in stretches
             ]
@@ -342,13 +348,7 @@ def alike(members: Sequence[tuple[Trace, float]]) -> list[tuple[Trace, float]]:
     gained (`Call.gained`), the calls of one without any rewards of calls get the rollout's.
 
     An agent that returns trajectories rewards each of them: where there are several, their calls
-    have rewards of their own, where there is one its reward is the rollout's. The same holds for an
-    agent that returns rewards by call or a number. In a group that has both
-
-        rollout 0   one trajectory      1.0
-        rollout 1   three trajectories  0.25  0.5  1.0
-
-    all are compared by rewards of calls, so that both have the same baseline.
+    have rewards of their own, else the rollout has it. A group with both compares those of calls.
 
     Args:
         members: Rollouts with their rewards.

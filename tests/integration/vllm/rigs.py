@@ -53,6 +53,7 @@ def engine(
         "vocabulary": VOCABULARY,
         "max_model_len": CONTEXT,
         "grammars": True,
+        "every_setting": True,
         "check": check_for_vllm,
         "max_restarts": 10,
     }

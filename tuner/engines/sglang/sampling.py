@@ -60,7 +60,7 @@ def sglang_request(
     The fields are those of `GenerateReqInput` and its `sampling_params`; `widest` is the server's
     `sampling_mask_max_tokens`.
     """
-    cut = _is_cut(sampling)
+    cut = sampling.cuts
     asked: dict[str, Any] = {
         "max_new_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
@@ -101,7 +101,7 @@ def sampled(
         meta = chunk["meta_info"]
         ids = tuple(int(token) for token in chunk["output_ids"])
         reason = _reason(meta["finish_reason"], ids, sampling, end_ids)
-        by_top_p = _is_cut(sampling) and sampling.top_k < 0
+        by_top_p = sampling.cuts and sampling.top_k < 0
         if by_top_p and any(len(mask) >= widest for mask in meta["output_token_sampling_mask"]):
             raise EngineError(
                 f"top_p = {sampling.top_p} leaves {widest} tokens or more, and SGLang lists "
@@ -114,17 +114,13 @@ def sampled(
             _alternatives(meta, ids, sampling),
             meta["cached_tokens"],
             reason,
+            _kept(meta, ids, sampling),
         )
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise EngineError(
             f"SGLang's answer is not of the form that is known, of version 0.5.23: {error!r} in "
             f"{str(chunk)[:300]}"
         ) from error
-
-
-def _is_cut(sampling: SamplingParams) -> bool:
-    """Whether tokens are sampled from a part of the vocabulary."""
-    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
 
 
 def _reason(
@@ -151,7 +147,7 @@ def _logprobs(
 ) -> tuple[float, ...]:
     if sampling.temperature == 0:
         return (0.0,) * len(ids)
-    if not _is_cut(sampling):
+    if not sampling.cuts:
         found = meta["output_token_logprobs"]
         if [token for _, token, _ in found] != list(ids):
             raise ValueError("the ids of output_token_logprobs are not output_ids")
@@ -174,7 +170,7 @@ def _alternatives(
         return ()
     if sampling.temperature == 0:
         return tuple(((token, 0.0),) for token in ids)
-    if _is_cut(sampling):
+    if sampling.cuts:
         found = _supports(meta)
     else:
         found = [
@@ -185,6 +181,18 @@ def _alternatives(
     if len(pairs) != len(ids):
         raise ValueError(f"{len(pairs)} lists of alternatives for {len(ids)} tokens")
     return pairs
+
+
+def _kept(
+    meta: dict[str, Any], ids: tuple[int, ...], sampling: SamplingParams
+) -> tuple[tuple[int, ...], ...]:
+    """The tokens that were left at each place; empty where nothing was cut."""
+    if not sampling.cuts:
+        return ()
+    kept = tuple(tuple(int(token) for token in mask) for mask in meta["output_token_sampling_mask"])
+    if len(kept) != len(ids):
+        raise ValueError(f"{len(kept)} masks for {len(ids)} tokens")
+    return kept
 
 
 def _supports(meta: dict[str, Any]) -> list[list[tuple[int, float]]]:

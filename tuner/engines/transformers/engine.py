@@ -128,6 +128,7 @@ class TransformersEngine(RequestEngine):
             version=version,
             grammars=True,
             shares_weights=True,
+            every_setting=True,
         )
         self._guard = WeightsGuard(self._model)
         self._runner = self._make_runner(deterministic, max_slots, prefill_tokens)

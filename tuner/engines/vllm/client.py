@@ -86,9 +86,10 @@ class VllmServer(RemoteServer):
     def _sampled(self, line: Any) -> Sampled:
         if isinstance(line, dict):
             raise self._error(line)
-        ids, logprobs, top, cached, reason = line
+        ids, logprobs, top, cached, reason, left = line
         pairs = tuple(tuple((id_, logprob) for id_, logprob in place) for place in top)
-        return Sampled(tuple(ids), tuple(logprobs), pairs, cached, reason)
+        kept = tuple(map(tuple, left))
+        return Sampled(tuple(ids), tuple(logprobs), pairs, cached, reason, kept)
 
     def _refusal(self, status: int, body: bytes) -> EngineError:
         try:

@@ -100,6 +100,8 @@ class VllmCore:
     def __init__(self, settings: VllmSettings, weights: Weights) -> None:
         self._settings = settings
         self._engine = _start(settings, weights)
+        shape = self._engine.model_config
+        self._longest = min(shape.max_logprobs, shape.get_vocab_size())
         self._numbers = itertools.count()
         self._running = 0
         self._adapter: LoRARequest | None = None
@@ -254,13 +256,13 @@ class VllmCore:
             with self._named("generating"):
                 outputs = self._engine.generate(
                     TokensPrompt(prompt_token_ids=list(prompt_ids)),
-                    vllm_sampling(sampling, self._settings.end_ids),
+                    vllm_sampling(sampling, self._settings.end_ids, self._longest),
                     f"tuner-{next(self._numbers)}",
                     lora_request=self._adapter,
                 )
                 async with aclosing(outputs):
                     async for output in outputs:
-                        yield sampled(output, sampling)
+                        yield sampled(output, sampling, self._longest)
         finally:
             self._running -= 1
 
@@ -293,7 +295,7 @@ def _start(settings: VllmSettings, weights: Weights) -> AsyncLLM:
         "dtype": settings.dtype,
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.max_slots,
-        "max_logprobs": 20,
+        "max_logprobs": 128,
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
         "generation_config": "vllm",  # not the sampling settings of the model's folder

@@ -31,6 +31,7 @@ import sys
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +176,7 @@ def settings_from(fields: dict[str, Any]) -> VllmSettings:
 
 
 def _line(one: Sampled) -> bytes:
-    parts = [one.ids, one.logprobs, one.top_logprobs, one.cached_tokens, one.finish_reason]
+    parts = [getattr(one, field.name) for field in fields(one)]
     return json.dumps(parts, separators=(",", ":")).encode() + b"\n"
 
 

@@ -1,7 +1,4 @@
-"""From hidden states to the log-probs of the distributions that tokens were sampled from.
-
-A row's tokens were sampled at some temperature, within some top_k and top_p, perhaps within a
-grammar; the trainer computes the same quantity under the current weights.
+"""From hidden states to the log-probs of sampled tokens.
 
 Logits are made for some tokens at a time and made again in the backward pass, so memory does not
 grow with vocabulary x tokens, in whichever layout the rows went through the layers.
@@ -10,7 +7,6 @@ grow with vocabulary x tokens, in whichever layout the rows went through the lay
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,174 +15,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from tuner.engines.grammar import Bits, Grammars, unpacked
-from tuner.engines.sampling import sampled_logprobs
+from tuner.engines.grammar import Grammars
 from tuner.engines.transfer import to_device
 from tuner.engines.transformers.weights import causal_model
-from tuner.errors import TrainingError
 from tuner.traces.tree import IntArray
 from tuner.training.batch import Row
-
-FloatArray = np.ndarray[Any, Any]
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """For the T completion tokens of some rows, in row order: log-prob and entropy, [T] each."""
-
-    logp_T: Tensor
-    entropy_T: Tensor
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """T sampled tokens with the settings they were sampled with; None where all are "off".
-
-    They stay in main memory until `logprobs` needs them, which asks the device nothing.
-
-    Attributes:
-        target_T: Their ids, shape [T].
-        temperature_T, top_k_T, top_p_T: Shape [T], or None.
-        bits: For each of the C tokens sampled within a grammar the tokens that it allowed there,
-            shape [C, bytes] or None.
-        bits_T: Which of the C each token is, -1 where there was no grammar, shape [T] or None.
-    """
-
-    target_T: IntArray
-    temperature_T: FloatArray | None
-    top_k_T: IntArray | None
-    top_p_T: FloatArray | None
-    bits: Bits | None
-    bits_T: IntArray | None
-
-    @staticmethod
-    def of(rows: Sequence[Row], vocabulary: int, grammars: Grammars | None) -> Sampled:
-        """The completion tokens of `rows`, in row order.
-
-        Args:
-            vocabulary: Number of logits of the model.
-            grammars: The engine's; needed where a row was sampled within a grammar.
-
-        Raises:
-            TrainingError: A row has a grammar, and there are no `grammars` to replay it with.
-            GrammarError: A row's completion does not follow its grammar.
-        """
-        sampling = [row.sampling for row in rows]
-        counts = [len(row.completion_ids) for row in rows]
-
-        def each(values: list[Any], dtype: type) -> np.ndarray[Any, Any]:
-            return np.repeat(np.array(values, dtype=dtype), counts)
-
-        temperature_T = top_k_T = top_p_T = None
-        if any(s.temperature != 1 for s in sampling):
-            temperature_T = each([s.temperature for s in sampling], np.float32)
-        if any(s.top_k > 0 or s.top_p != 1 for s in sampling):
-            top_k_T = each([s.top_k for s in sampling], np.int64)
-            top_p_T = each([s.top_p for s in sampling], np.float64)
-        bits, bits_T = _replayed(rows, vocabulary, grammars)
-        return Sampled(
-            np.array([id_ for row in rows for id_ in row.completion_ids], dtype=np.int64),
-            temperature_T,
-            top_k_T,
-            top_p_T,
-            bits,
-            bits_T,
-        )
-
-    def take(self, places: IntArray | slice) -> Sampled:
-        """Some of the tokens."""
-
-        def of(values: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any] | None:
-            return None if values is None else values[places]
-
-        return Sampled(
-            self.target_T[places],
-            of(self.temperature_T),
-            of(self.top_k_T),
-            of(self.top_p_T),
-            self.bits,
-            of(self.bits_T),
-        )
-
-    def logprobs(self, logits_TV: Tensor, *, with_entropy: bool) -> TokenLogprobs:
-        """Log-probs of the distributions that were sampled.
-
-        Tokens outside a grammar are removed: which ones does not depend on the weights. Logits are
-        divided by the temperature. With top_k or top_p the distribution is cut and renormalised in
-        the same way under the current weights, the sampled token always counted in: exact for the
-        weights that sampled it, the natural continuation after an update.
-
-        Args:
-            logits_TV: What the model gives for each token; taken up to float32 at least.
-            with_entropy: Keep the graph of the entropy (else it is detached, for metrics only).
-        """
-        logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
-        target_T = to_device(self.target_T, logits_TV.device)
-        logits_TV = self._as_sampled(self._within_grammars(logits_TV), target_T)
-        all_logp_TV = logits_TV.log_softmax(-1)
-        logp_T = all_logp_TV.gather(1, target_T[:, None])[:, 0]
-        kept = all_logp_TV if with_entropy else all_logp_TV.detach()
-        # A token that was removed has probability 0 and adds nothing: 0 * -inf is not 0.
-        entropy_T = -(kept.exp() * kept.masked_fill(kept == -torch.inf, 0)).sum(-1)
-        return TokenLogprobs(logp_T, entropy_T)
-
-    def _within_grammars(self, logits_TV: Tensor) -> Tensor:
-        """Logits with -inf for the tokens that a grammar did not allow at that position."""
-        if self.bits is None or self.bits_T is None:
-            return logits_TV
-        places = np.flatnonzero(self.bits_T >= 0)
-        if not len(places):
-            return logits_TV
-        allowed = unpacked(self.bits[self.bits_T[places]], logits_TV.shape[-1], logits_TV.device)
-        removed_TV = torch.zeros_like(logits_TV, dtype=torch.bool)
-        removed_TV.index_copy_(0, to_device(places, logits_TV.device), ~allowed)
-        return logits_TV.masked_fill(removed_TV, -torch.inf)
-
-    def _as_sampled(self, logits_TV: Tensor, target_T: Tensor) -> Tensor:
-        """Logits scaled, and -inf outside top_k and top_p."""
-        if self.temperature_T is not None:
-            heat_T = to_device(self.temperature_T, logits_TV.device).to(logits_TV.dtype)
-            logits_TV = logits_TV / heat_T[:, None]
-        if self.top_k_T is None or self.top_p_T is None:
-            return logits_TV
-        with torch.no_grad():
-            cut_TV = sampled_logprobs(
-                logits_TV,
-                top_k=to_device(self.top_k_T, logits_TV.device),
-                top_p=to_device(self.top_p_T, logits_TV.device),
-                largest_k=int(self.top_k_T.max(initial=0)),
-            )
-            removed_TV = cut_TV == -torch.inf
-            removed_TV.scatter_(1, target_T[:, None], False)
-        return logits_TV.masked_fill(removed_TV, -torch.inf)
-
-
-def _replayed(
-    rows: Sequence[Row], vocabulary: int, grammars: Grammars | None
-) -> tuple[Bits | None, IntArray | None]:
-    """`Sampled.bits` and `Sampled.bits_T` of the completion tokens of `rows`."""
-    if not any(row.sampling.grammar for row in rows):
-        return None, None
-    if grammars is None:
-        raise TrainingError(
-            "a call was sampled within a grammar, but the trainer has none to replay it with: "
-            "give it the engine's (PolicyTrainer(..., grammars=engine.grammars))"
-        )
-    masks, places, count = [], [], 0
-    for row in rows:
-        length = len(row.completion_ids)
-        if row.sampling.grammar and length:
-            masks.append(grammars.replay(row.sampling.grammar, row.completion_ids, vocabulary))
-            places.append(np.arange(count, count + length))
-            count += length
-        else:
-            places.append(np.full(length, -1))
-    if not masks:
-        return None, None
-    width = max(mask.shape[1] for mask in masks)
-    padded = [np.pad(mask, ((0, 0), (0, width - mask.shape[1]))) for mask in masks]
-    return np.concatenate(padded), np.concatenate(places)
-
+from tuner.training.forward.sampled import Sampled, TokenLogprobs
 
 LOGITS = {"cpu": 1 << 23, "cuda": 1 << 27}
 """Logits that are in memory at once, by kind of device."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -40,15 +40,18 @@ from tuner.engines.transformers.kv_cache import head_width, layer_configs
 from tuner.engines.transformers.weights import causal_model
 from tuner.traces.tree import HasIds, IntArray, TokenTree, sequence_keys
 from tuner.training.batch import Row
-from tuner.training.forward.head import (
-    OutputHead,
-    Sampled,
-    TokenLogprobs,
-    body,
-    logprobs_in_parts,
-)
+from tuner.training.forward.head import OutputHead, body, logprobs_in_parts
+from tuner.training.forward.sampled import Sampled, TokenLogprobs
 from tuner.training.forward.tree_attention import TreeAttention
 
+# Settings that do not change what a token is sampled from.
+_WITHOUT_EFFECT: dict[str, Any] = {
+    "max_tokens": 1,
+    "stop": (),
+    "seed": 0,
+    "top_logprobs": 0,
+    "stop_token_ids": (),
+}
 _PASS_TOKENS = 64.0
 """A pass over few tokens takes about as long as one over this many."""
 
@@ -212,15 +215,16 @@ def _distinct(tree: TokenTree, rows: Sequence[Row]) -> tuple[IntArray, IntArray]
         which of the U it is, shape [T].
     """
     kinds: dict[tuple[object, ...], int] = {}
-    kind_B = []
+    kind_T: list[int] = []
     for row in rows:
-        s = row.sampling
-        # Within a grammar what may follow depends on the completion so far as well.
-        start = len(row.prompt_ids) if s.grammar else -1
-        key = (s.temperature, s.top_k, s.top_p, s.grammar, start)
-        kind_B.append(kinds.setdefault(key, len(kinds)))
-    kind_T = np.repeat(np.array(kind_B, dtype=np.int64), np.diff(tree.completion_start))
+        # What may follow may depend on where the completion began as well.
+        start = len(row.prompt_ids) - row.begun if row.sampling.in_one_part else -1
+        settings = (replace(row.sampling, **_WITHOUT_EFFECT), start)
+        kind_T += [
+            kinds.setdefault((settings, kept), len(kinds))
+            for kept in row.kept or [""] * len(row.completion_ids)
+        ]
     _, first_U, of_T = np.unique(
-        tree.completion_node * len(kinds) + kind_T, return_index=True, return_inverse=True
+        tree.completion_node * len(kinds) + np.array(kind_T), return_index=True, return_inverse=True
     )
     return first_U, of_T
