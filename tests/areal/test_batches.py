@@ -30,6 +30,9 @@ def test_a_batch_has_what_was_sampled_and_says_which_rollouts_are_compared(make_
     logp = actor.compute_logp(batch)
     torch.testing.assert_close(logp, batch["logprobs"], atol=1e-5, rtol=0)
     assert batch.account.sampled == int(batch["loss_mask"].sum())
+    found, _ = to_batch(batch, Selection(), SamplingParams(max_tokens=1))
+    assert [row.kept for row in found.rows] == [call.kept for call in calls]
+    assert all(all(call.kept) for call in calls)
 
 
 def test_one_failing_rollout_does_not_take_its_group_along(make_loop):

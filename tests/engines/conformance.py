@@ -22,7 +22,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from tests.engines.models import VOCABULARY, change_weights, make_tokenizer, prompt
+from tests.engines.models import (
+    VOCABULARY,
+    change_weights,
+    edited_by_definition,
+    make_tokenizer,
+    prompt,
+)
 from tuner.engines import EngineError, Generation, SamplingParams, TrainingEngine
 from tuner.engines.grammar import unpacked
 from tuner.engines.kept import kept_ids
@@ -110,26 +116,6 @@ class Sink:
         async with asyncio.timeout(300):  # the first tokens after a start take long
             while len(self.tokens) < count:  # noqa: ASYNC110  # called from other threads
                 await asyncio.sleep(0.001)
-
-
-def edited_by_definition(
-    logits: torch.Tensor, sampling: SamplingParams, prompt_ids: list[int], done: tuple[int, ...]
-) -> torch.Tensor:
-    """The logits of one position with bias, penalties and bad words, token by token: [V] -> [V]."""
-    values = logits.tolist()
-    for token, bias in sampling.logit_bias:
-        values[token] += bias
-    for token in {*prompt_ids, *done}:
-        factor = sampling.repetition_penalty
-        values[token] = values[token] / factor if values[token] > 0 else values[token] * factor
-    for token in done:
-        values[token] -= sampling.frequency_penalty
-    for token in set(done):
-        values[token] -= sampling.presence_penalty
-    for word in sampling.bad_words:
-        if len(done) >= len(word) - 1 and done[len(done) - len(word) + 1 :] == word[:-1]:
-            values[word[-1]] = -torch.inf
-    return torch.tensor(values)
 
 
 @torch.no_grad()

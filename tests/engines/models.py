@@ -169,6 +169,26 @@ async def generate_all(
     return await asyncio.gather(*(engine.generate(p, s, "session") for p, s in requests))
 
 
+def edited_by_definition(
+    logits: Tensor, sampling: SamplingParams, prompt_ids: Sequence[int], done: tuple[int, ...]
+) -> Tensor:
+    """The logits of one position with bias, penalties and bad words, token by token: [V] -> [V]."""
+    values = logits.tolist()
+    for token, bias in sampling.logit_bias:
+        values[token] += bias
+    for token in {*prompt_ids, *done}:
+        factor = sampling.repetition_penalty
+        values[token] = values[token] / factor if values[token] > 0 else values[token] * factor
+    for token in done:
+        values[token] -= sampling.frequency_penalty
+    for token in set(done):
+        values[token] -= sampling.presence_penalty
+    for word in sampling.bad_words:
+        if len(done) >= len(word) - 1 and done[len(done) - len(word) + 1 :] == word[:-1]:
+            values[word[-1]] = -torch.inf
+    return torch.tensor(values)
+
+
 @torch.no_grad()
 def fresh_logprobs(
     model: PreTrainedModel, prompt_ids: Sequence[int], got: Generation, sampling: SamplingParams

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 import typing
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import completion_create_params
 
-from tests.gateway.toy import ADD_TOOL, StubEngine, gateway_of
+from tests.gateway.toy import ADD_TOOL, StubEngine, gateway_of, tokenizer
 from tuner.gateway.dialects.chat import CHAT_FIELDS
 from tuner.gateway.routes import Gateway
 
@@ -117,12 +118,21 @@ REFUSED = [
     ("tool_choice", allowed_tools(tools=[]), "at least one tool"),
     ("tool_choice", allowed_tools(tools=["add"]), r"tools\[0\] must be"),
     ("tool_choice", allowed_tools(), 'names "add", but the tools are none'),
-    ("logit_bias", {"5": 1}, "biased"),
-    ("presence_penalty", 0.5, "training cannot recompute"),
-    ("presence_penalty", False, "training cannot recompute"),
-    ("frequency_penalty", -1, "training cannot recompute"),
-    ("repetition_penalty", 1.1, "training cannot recompute"),
-    ("min_p", 0.1, "top_p"),
+    ("logit_bias", {"5": 1}, "is not honoured by this engine"),
+    ("logit_bias", {"five": 1}, "is not a token id"),
+    ("logit_bias", {"5": 101}, "it must be a number from -100 to 100"),
+    ("presence_penalty", 0.5, "is not honoured by this engine"),
+    ("presence_penalty", False, "must be a number from -2 to 2, not a boolean"),
+    ("frequency_penalty", -1, "is not honoured by this engine"),
+    ("frequency_penalty", 2.5, "it must be a number from -2 to 2"),
+    ("repetition_penalty", 1.1, "is not honoured by this engine"),
+    ("repetition_penalty", 0, "it must be a number above 0 to 10"),
+    ("min_p", 0.1, "is not honoured by this engine"),
+    ("min_p", 1.1, "it must be a number from 0 to 1"),
+    ("bad_words", ["word"], "is not honoured by this engine"),
+    ("bad_words", [""], r"bad_words\[0\] must be a string that is not empty"),
+    ("stop_token_ids", [5], "is not honoured by this engine"),
+    ("stop_token_ids", ["5"], r"stop_token_ids\[0\] must be an integer"),
     ("min_tokens", 4, "end of a turn"),
     ("ignore_eos", True, "end of a turn"),
     ("modalities", ["text", "audio"], "text only"),
@@ -221,6 +231,46 @@ async def test_refusal_names_the_field_and_what_to_do(field, value, sentence) ->
         assert field in error["message"] or field in (error["param"] or "")
         assert (error["param"] or "").startswith(field)
         assert re.search(sentence, error["message"])
+        assert engine.requests == []
+
+
+RARE = {
+    "min_p": 0.1,
+    "repetition_penalty": 1.05,
+    "presence_penalty": 1.5,
+    "frequency_penalty": -0.5,
+    "logit_bias": {"5": 2, "7": -100},
+    "bad_words": ["no"],
+    "stop_token_ids": [5],
+}
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
+async def test_rare_settings_reach_the_engine_and_the_trace(path) -> None:
+    engine = StubEngine(every_setting=True)
+    begin = {"completions": {"prompt": "hi"}, "responses": {"input": "hi"}}
+    body = {"model": "tiny", **begin.get(path, {"messages": USER}), **RARE}
+    async with gateway_of(engine) as gateway:
+        session = gateway.open_session("s")
+        headers = {"authorization": f"Bearer {session.key}"}
+        reply = await gateway.handle("POST", f"/v1/{path}", headers, json.dumps(body).encode())
+        assert reply.status == 200
+        (call,) = session.calls
+    sampling = engine.requests[0][1]
+    assert call.sampling == sampling
+    assert sampling.rare == tuple(RARE)
+    assert sampling.logit_bias == ((5, 2.0), (7, -100.0))
+    assert sampling.bad_words == (tuple(tokenizer().encode("no", add_special_tokens=False)),)
+
+
+@pytest.mark.parametrize("field", ["logit_bias", "stop_token_ids"])
+async def test_a_token_that_the_model_does_not_have_is_refused(field) -> None:
+    engine = StubEngine(every_setting=True)
+    value: Any = {"999999": 1} if field == "logit_bias" else [999999]
+    async with gateway_of(engine) as gateway:
+        status, answer = await send(gateway, {"model": "tiny", "messages": USER, field: value})
+        assert (status, answer["error"]["param"]) == (400, field)
+        assert "names token 999999: the model has ids from 0 to" in answer["error"]["message"]
         assert engine.requests == []
 
 

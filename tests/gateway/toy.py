@@ -120,6 +120,7 @@ class StubEngine:
     version: int = 3
     hold_after: int | None = None
     grammars: bool = False
+    every_setting: bool = False
 
     def __post_init__(self) -> None:
         self.requests: list[tuple[tuple[int, ...], SamplingParams, str]] = []
@@ -131,7 +132,12 @@ class StubEngine:
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        return EngineCapabilities(self.max_model_len, max_top_logprobs=5, grammars=self.grammars)
+        return EngineCapabilities(
+            self.max_model_len,
+            max_top_logprobs=5,
+            grammars=self.grammars,
+            every_setting=self.every_setting,
+        )
 
     async def generate(
         self,

@@ -119,8 +119,8 @@ async def answer(path: str, body: bytes, gateway: Gateway, session: Session) -> 
         replies.append((await _send(gateway, session, path, json.dumps(more).encode()))[1])
     engine = gateway.engine
     assert isinstance(engine, StubEngine)
-    asked = [(prompt, dataclasses.asdict(sampling)) for prompt, sampling, _ in engine.requests]
-    calls = [dataclasses.asdict(call) for call in session.calls]
+    asked = [(prompt, _said(sampling)) for prompt, sampling, _ in engine.requests]
+    calls = [{**_said(call), "sampling": _said(call.sampling)} for call in session.calls]
     for call in calls:
         del call["started"], call["seconds"]
     return {

@@ -6,13 +6,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tuner.areal.token_workflow import Episode
 from tuner.areal.trajectories import Trajectory, concat_padded_tensors
-from tuner.areal.trajectory_batch import Account
+from tuner.areal.trajectory_batch import SAMPLING_KEYS, Account
+from tuner.engines.base import SamplingParams
 from tuner.traces import Call, Outcome, Trace, successors
 from tuner.training import Selection, build_batch
 from tuner.training.batch import unreplayed
@@ -231,15 +233,20 @@ def _tensors(
     length = len(trajectory.input_ids)
     logprobs, versions = [0.0] * length, [-1] * length
     calls_L = [-1 if owner is None else owner for owner in owners]
-    temperatures, top_ps, top_ks = [1.0] * length, [1.0] * length, [-1] * length
+    settings: dict[str, list[Any]] = {
+        key: [getattr(SamplingParams, name)] * length for key, (name, _) in SAMPLING_KEYS.items()
+    }
+    kept = [b""] * length
     for place, owner in enumerate(owners):
         if owner is None:
             continue
         call = calls[owner]
         inside = place - len(call.prompt_ids)
         logprobs[place], versions[place] = call.logprobs[inside], call.versions[inside]
-        temperatures[place] = call.sampling.temperature
-        top_ps[place], top_ks[place] = call.sampling.top_p, call.sampling.top_k
+        for key, (name, _) in SAMPLING_KEYS.items():
+            settings[key][place] = getattr(call.sampling, name)
+        kept[place] = call.kept[inside].encode() if call.kept else b""
+    width = max(map(len, kept))
     return {
         "input_ids": torch.tensor([trajectory.input_ids]),
         "attention_mask": torch.ones(1, length, dtype=torch.bool),
@@ -248,8 +255,10 @@ def _tensors(
         "versions": torch.tensor([versions]),
         "calls": torch.tensor([calls_L]),
         # In float64: the settings must come back as they were sent.
-        "temperatures": torch.tensor([temperatures], dtype=torch.float64),
-        "top_ps": torch.tensor([top_ps], dtype=torch.float64),
-        "top_ks": torch.tensor([top_ks]),
+        **{
+            key: torch.tensor([settings[key]], dtype=torch.float64 if kind is float else None)
+            for key, (_, kind) in SAMPLING_KEYS.items()
+        },
+        "kept": torch.tensor([[list(one.ljust(width, b"\0")) for one in kept]], dtype=torch.uint8),
         "rewards": torch.tensor([trajectory.reward], dtype=torch.float32),
     }

@@ -181,12 +181,13 @@ def concat_padded_tensors(
 def _padded(key: str, tensors: Sequence[Tensor], pad_value: float) -> Tensor:
     if tensors[0].dim() < 2:
         return torch.cat(list(tensors))
-    longest = max(tensor.shape[1] for tensor in tensors)
-    fill = {"attention_mask": 0.0, "loss_mask": 0.0, "versions": -1.0}.get(key, pad_value)
+    longest = torch.tensor([tensor.shape[1:] for tensor in tensors]).amax(0).tolist()
+    fills = {"attention_mask": 0.0, "loss_mask": 0.0, "versions": -1.0, "kept": 0.0}
     wide = []
     for tensor in tensors:
-        shape = (tensor.shape[0], longest - tensor.shape[1], *tensor.shape[2:])
-        wide.append(torch.cat([tensor, tensor.new_full(shape, fill)], dim=1))
+        filled = tensor.new_full((tensor.shape[0], *longest), fills.get(key, pad_value))
+        filled[tuple(map(slice, tensor.shape))] = tensor
+        wide.append(filled)
     return torch.cat(wide)
 
 

@@ -3,7 +3,10 @@
 Besides the keys of `tuner.areal.trajectories`, for B trajectories:
 
     key           shape   what
-    temperatures  [B, L]  sampling settings of each trained token; `top_ps` and `top_ks` likewise
+    temperatures  [B, L]  sampling settings of each trained token; `top_ps`, `top_ks` and `min_ps`
+                          likewise
+    kept          [B, L, W]  optional: what these left of the vocabulary (`Call.kept`), in bytes,
+                          filled up with 0
     calls         [B, L]  optional: which call of its rollout sampled each trained token
     rollout_ids   [B]     which rollout a trajectory is of; a rollout counts once in its group
     group_ids     [B]     which group that rollout is of; rewards are compared inside a group
@@ -38,6 +41,7 @@ SAMPLING_KEYS: dict[str, tuple[str, type[float]]] = {
     "temperatures": ("temperature", float),
     "top_ps": ("top_p", float),
     "top_ks": ("top_k", int),
+    "min_ps": ("min_p", float),
 }
 
 
@@ -196,8 +200,8 @@ def _check(tensors: Mapping[str, Any]) -> None:
         )
     shape = tensors["input_ids"].shape
     for key, tensor in tensors.items():
-        wanted = shape if tensor.dim() == 2 else shape[:1]
-        if tensor.shape != wanted:
+        wanted = shape if tensor.dim() >= 2 else shape[:1]
+        if tensor.shape[:2] != wanted:
             raise TrainingError(
                 f"the batch's {key} has the shape {list(tensor.shape)}, and input_ids "
                 f"{list(shape)}: they do not fit together"
@@ -227,9 +231,16 @@ def _row(
     """What the tensors themselves say of a row."""
     row, start, stop = place.row, place.start, place.stop
     sampling: dict[str, Any] = {
-        name: kind(values[key][row, start]) if key in values else getattr(default, name)
+        name: kind(values[key][row, start])
+        if key in values
+        else getattr(default, name, getattr(SamplingParams, name, None))
         for key, (name, kind) in SAMPLING_KEYS.items()
     }
+    kept = (
+        [bytes(b).rstrip(b"\0").decode() for b in values["kept"][row, start:stop].tolist()]
+        if "kept" in values
+        else []
+    )
     versions = values["versions"][row, start:stop].tolist() if "versions" in values else ()
     ids = values["input_ids"][row, :stop].tolist()
     call = f"call-{int(values['calls'][row, start])}" if "calls" in values else f"{row}-{start}"
@@ -241,4 +252,5 @@ def _row(
         logprobs=tuple(values["logprobs"][row, start:stop].double().tolist()),
         sampling=SamplingParams(max_tokens=stop - start, **sampling),
         versions=tuple(versions),
+        kept=tuple(kept) if any(kept) else (),
     )

@@ -25,6 +25,7 @@ from tuner.engines.grammar_text import GrammarError
 from tuner.errors import ContextLengthError
 from tuner.gateway.completion_request import Answer, Choice, CompletionRequest
 from tuner.gateway.conversations import Prompt
+from tuner.gateway.fields import check_settings
 from tuner.gateway.model.message_stream import MessageStream
 from tuner.gateway.model.parsing import Delta, ParsedMessage
 from tuner.gateway.request_error import RequestError
@@ -102,6 +103,12 @@ class Completion:
         # First of all: what cannot be honoured is refused before anything is counted.
         rooms = [self._room(prompt.ids) for prompt in prompts]
         grammars = [renderer.grammar(request.constraints, prompt.ids) for prompt in prompts]
+        self._rare = request.rare(renderer.word_ids)
+        check_settings(
+            SamplingParams(max_tokens=1, **self._rare),
+            self.service.engine.capabilities,
+            len(renderer.tokenizer),
+        )
         id_, budget, seeds = session.admit([prompt.ids for prompt in prompts], request.n)
         self.id = prefix + id_
         self._sampled: list[_Sampled] = []
@@ -151,6 +158,7 @@ class Completion:
             seed=seed & (2**63 - 1),
             top_logprobs=request.top_logprobs,
             grammar=grammar,
+            **self._rare,
         )
 
     @property
@@ -285,6 +293,7 @@ class Completion:
                 response=choice.message,
                 cached_tokens=choice.generation.cached_tokens,
                 malformed_tool_calls=choice.parsed.malformed_tool_calls,
+                kept=choice.generation.kept,
             )
             for choice in choices
         ]

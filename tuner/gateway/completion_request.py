@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +60,13 @@ class CompletionRequest:
     max_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    bad_words: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     return_token_ids: bool = False
     stream: bool = False
@@ -74,6 +81,24 @@ class CompletionRequest:
         return Constraints(
             self.shown_tools, self.tool_choice, self.parallel_tool_calls, self.response_format
         )
+
+    def rare(
+        self, word_ids: Callable[[Sequence[str]], tuple[tuple[int, ...], ...]]
+    ) -> dict[str, Any]:
+        """The settings that not every engine honours, as `SamplingParams` has them.
+
+        Args:
+            word_ids: The ids that spell words.
+        """
+        return {
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "logit_bias": tuple(self.logit_bias.items()),
+            "bad_words": word_ids(self.bad_words),
+            "stop_token_ids": self.stop_token_ids,
+        }
 
 
 @dataclass(frozen=True)

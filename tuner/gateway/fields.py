@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from tuner.engines.base import EngineCapabilities
+from tuner.engines.base import EngineCapabilities, SamplingParams
 from tuner.gateway.request_error import Path, kind, shown, wrong
 
 T = TypeVar("T")
@@ -135,6 +135,49 @@ def top_k(at: Path, value: Any) -> int:
     """How many of the most probable tokens are kept; -1 keeps all."""
     result: int = integer(-1, 2**31 - 1)(at, value)
     return result if result > 0 else -1  # vLLM writes "every token" as 0 or -1
+
+
+def logit_bias(at: Path, value: Any) -> dict[int, float]:
+    """What is added to the logits of single tokens, by their ids."""
+    read = number(-100, 100)
+    bias = {}
+    for key, one in object_field(at, value).items():
+        if not (key.isascii() and key.isdigit()):
+            raise wrong((*at, key), "is not a token id: name tokens by their ids")
+        bias[int(key)] = read((*at, key), one)
+    return bias
+
+
+def token_ids(at: Path, value: Any) -> tuple[int, ...]:
+    """A list of token ids."""
+    read = integer(0)
+    return tuple(read((*at, index), one) for index, one in enumerate(array(at, value)))
+
+
+def words(at: Path, value: Any) -> tuple[str, ...]:
+    """A list of texts, none of them empty."""
+    return tuple(name((*at, index), one) for index, one in enumerate(array(at, value)))
+
+
+def check_settings(sampling: SamplingParams, capabilities: EngineCapabilities, ids: int) -> None:
+    """Refuse settings that the engine does not honour, or that name tokens it has not.
+
+    Args:
+        ids: Token ids are below this.
+
+    Raises:
+        RequestError: 400.
+    """
+    if sampling.rare and not capabilities.every_setting:
+        raise wrong((sampling.rare[0],), "is not honoured by this engine: leave it out")
+    named = {
+        "logit_bias": [token for token, _ in sampling.logit_bias],
+        "stop_token_ids": sampling.stop_token_ids,
+    }
+    for field, tokens in named.items():
+        for token in tokens:
+            if token >= ids:
+                raise wrong((field,), f"names token {token}: the model has ids from 0 to {ids - 1}")
 
 
 def check_top_logprobs(at: Path, value: int, capabilities: EngineCapabilities) -> None:

@@ -102,6 +102,11 @@ class Call:
         return bool(self.sampling.grammar)
 
     @property
+    def edited(self) -> bool:
+        """Whether bias, penalties or bad words changed single logits."""
+        return self.sampling.edits_logits
+
+    @property
     def stretches(self) -> tuple[tuple[int, int], ...]:
         """The stretches [from, to) of `completion_ids` that are left when `masked` is taken out."""
         edges = [0, *(edge for stretch in self.masked for edge in stretch)]

@@ -215,9 +215,9 @@ def untrainable(call: Call) -> str | None:
 
 
 def unreplayed(call: Call) -> str | None:
-    """As `untrainable`, where no grammar is replayed. The log-probs of a call that was held to a
-    form are those within it: over all tokens, its ratios would compare two distributions."""
-    return untrainable(call) or ("constrained_call" if call.constrained else None)
+    """As `untrainable`, where no grammar, penalty or bias is replayed: ratios would be of two kinds."""
+    held = "constrained_call" if call.constrained else "edited_call" if call.edited else None
+    return untrainable(call) or held
 
 
 def build_batch(

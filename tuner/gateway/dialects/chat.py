@@ -29,14 +29,17 @@ from tuner.gateway.fields import (
     boolean,
     check_top_logprobs,
     integer,
+    logit_bias,
     name,
     number,
     object_field,
     only,
     stop_strings,
     string,
+    token_ids,
     top_k,
     without_effect,
+    words,
 )
 from tuner.gateway.model.grammars import AnswerSchema, ToolChoice
 from tuner.gateway.model.parsing import Delta
@@ -166,13 +169,20 @@ def _only(value: dict[str, Any], known: Sequence[str], at: Path) -> None:
             raise wrong((*at, key), f"is not a field of it ({', '.join(known)}): leave it out")
 
 
-_NO_PENALTY = (
-    "a penalty changes the distribution in a way that training cannot recompute from the trace"
-)
 _USE_TOOLS = "functions became tools: use tools and tool_choice"
 _TEXT_ONLY = "the model writes text only"
 _IN_TEMPLATE = "what the chat template reads goes into chat_template_kwargs (extra_body)"
 
+# Honoured where the engine does.
+RARE_FIELDS: dict[str, Reader] = {
+    "min_p": number(0, 1),
+    "repetition_penalty": number(0, 10, above=True),
+    "presence_penalty": number(-2, 2),
+    "frequency_penalty": number(-2, 2),
+    "logit_bias": logit_bias,
+    "bad_words": words,
+    "stop_token_ids": token_ids,
+}
 # What text completions have too, and means the same there.
 SHARED_FIELDS: dict[str, Reader] = {
     # Honoured.
@@ -184,17 +194,13 @@ SHARED_FIELDS: dict[str, Reader] = {
     "seed": integer(-(2**63), 2**63 - 1),
     "stop": stop_strings,
     "max_tokens": integer(1),
+    **RARE_FIELDS,
     "return_token_ids": boolean,
     "stream": boolean,
     "stream_options": stream_options,
     # Accepted: bookkeeping of OpenAI's service, which changes nothing about the completion.
     "user": without_effect(string),
     # Accepted at the values that change nothing.
-    "logit_bias": only({}, because="single tokens cannot be biased here"),
-    "presence_penalty": only(0, because=_NO_PENALTY),
-    "frequency_penalty": only(0, because=_NO_PENALTY),
-    "repetition_penalty": only(1, because=_NO_PENALTY),
-    "min_p": only(0, because="use top_p or top_k"),
     "min_tokens": only(0, because="the end of a turn cannot be put off here"),
     "ignore_eos": only(False, because="the end of a turn cannot be put off here"),
 }

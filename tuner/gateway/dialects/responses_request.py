@@ -14,6 +14,7 @@ from tuner.engines.base import EngineCapabilities
 from tuner.gateway.completion_request import CompletionRequest, read_fields, with_usage
 from tuner.gateway.dialects.chat import (
     CHAT_FIELDS,
+    RARE_FIELDS,
     check_mode,
     read_response_format,
     read_schema,
@@ -294,7 +295,7 @@ def _any(at: Path, value: Any) -> Any:
 
 
 # Fields of this gateway's own, which mean the same in chat completions.
-_EXTENSIONS = ("top_k", "seed", "chat_template_kwargs")
+_EXTENSIONS = ("top_k", "seed", "chat_template_kwargs", *RARE_FIELDS)
 _NO_SUMMARY = "no summaries are written here; the reasoning itself is in the answer"
 _NO_STATE = "a conversation is continued by previous_response_id or by its items"
 

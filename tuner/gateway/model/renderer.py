@@ -31,7 +31,7 @@ from tuner.gateway.model.template import (
     template_form,
     tools_obstacle,
 )
-from tuner.gateway.request_error import RequestError, shown
+from tuner.gateway.request_error import RequestError, shown, wrong
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -179,6 +179,23 @@ class ChatRenderer:
             RequestError: 400: the text cannot be tokenized.
         """
         return self._encode_prompt(text)
+
+    def word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The ids that spell each word at the beginning of a text and, where these are others but
+        as many, behind a space: as vLLM looks for `bad_words`.
+
+        Raises:
+            RequestError: 400: a word cannot be tokenized, or has no tokens.
+        """
+        found = []
+        for index, word in enumerate(words):
+            plain, spaced = (self._encode_text(space + word.lstrip()) for space in ("", " "))
+            if not plain:
+                raise wrong(("bad_words", index), "is spelled by no token: leave it out")
+            found.append(plain)
+            if len(spaced) == len(plain) and spaced[0] != plain[0]:
+                found.append(spaced)
+        return tuple(found)
 
     def parse(
         self,
