@@ -35,6 +35,10 @@ SAMPLINGS = [
     SamplingParams(max_tokens=9, temperature=0.7),
     SamplingParams(max_tokens=9, top_k=20),
     SamplingParams(max_tokens=9, top_p=0.9, temperature=1.3),
+    SamplingParams(max_tokens=9, min_p=0.01, repetition_penalty=1.3, logit_bias=((5, 1.0),)),
+    SamplingParams(
+        max_tokens=9, presence_penalty=0.7, frequency_penalty=-0.4, bad_words=((298, 299),)
+    ),
 ]
 
 Cut = tuple[Layout, int]

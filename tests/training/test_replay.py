@@ -135,6 +135,14 @@ def test_a_damaged_kept_set_is_refused(kept, sentence):
         trainer.compute_logp(batch)
 
 
+def test_a_token_that_completes_a_bad_word_is_refused():
+    trainer = PolicyTrainer(make_model("qwen3"), TrainerSettings(total_steps=1, kl="none"))
+    calls = [call(str(i), [1], [4, 5], [-1.0, -1.0], bad_words=((4, 5),)) for i in (0, 1)]
+    batch = build_batch([trace(0, i, [one], reward=float(i)) for i, one in enumerate(calls)])
+    with pytest.raises(TrainingError, match="call '0': token 1 is 5, which completes one of its"):
+        trainer.compute_logp(batch)
+
+
 def test_a_call_with_fewer_kept_sets_than_tokens_is_invalid():
     one = replace(call("a", [1, 2], [5, 6], [-1.0, -1.0], top_k=3), kept=("",))
     assert one.invalid == "2 completion ids and 1 kept sets"

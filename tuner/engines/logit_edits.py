@@ -52,14 +52,20 @@ class LogitEdits:
         self._prompt = np.unique(np.array(prompt_ids if repeats else [], dtype=np.int64))
         self._bias = dict(sampling.logit_bias)
 
+    def banned(self, count: int) -> list[int]:
+        """The tokens that would complete a bad word where the completion has `count` tokens."""
+        done = self._completion_ids[:count]
+        return [
+            last
+            for *begin, last in self._sampling.bad_words
+            if list(done[len(done) - len(begin) :]) == begin
+        ]
+
     def after(self, count: int) -> Edit:
         """What is edited where the completion has `count` tokens."""
         s, done = self._sampling, self._completion_ids[:count]
         seen, counts = np.unique(np.array(done, dtype=np.int64), return_counts=True)
-        bias = dict(self._bias)
-        for *begin, last in s.bad_words:
-            if list(done[count - len(begin) :]) == begin:
-                bias[last] = -math.inf
+        bias = {**self._bias, **dict.fromkeys(self.banned(count), -math.inf)}
         token_A = np.unique(
             np.concatenate([self._prompt, seen, np.array(list(bias), dtype=np.int64)])
         )

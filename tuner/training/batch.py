@@ -215,7 +215,7 @@ def untrainable(call: Call) -> str | None:
 
 
 def unreplayed(call: Call) -> str | None:
-    """As `untrainable`, where no grammar, penalty or bias is replayed: ratios would be of two kinds."""
+    """As `untrainable`, where no grammar, penalty or bias is replayed to compare like with like."""
     held = "constrained_call" if call.constrained else "edited_call" if call.edited else None
     return untrainable(call) or held
 

@@ -73,7 +73,8 @@ class Sampled:
             grammars: The engine's; needed where a row was sampled within a grammar.
 
         Raises:
-            TrainingError: A row has a grammar, and there are no `grammars` to replay it with.
+            TrainingError: A row has a grammar, and there are no `grammars` to replay it with; or it
+                has a token that its bad words do not allow.
             GrammarError: A row's completion does not follow its grammar.
         """
         sampling = [row.sampling for row in rows]
@@ -232,8 +233,13 @@ def _edits(rows: Sequence[Row]) -> Objects | None:
     for row in rows:
         if row.sampling.edits_logits:
             edits = LogitEdits(row.sampling, *_divided(row))
-            places = range(row.begun, row.begun + len(row.completion_ids))
-            found += [partial(edits.after, place) for place in places]
+            for place, token in enumerate(row.completion_ids, row.begun):
+                if token in edits.banned(place):
+                    raise TrainingError(
+                        f"call {row.call_id!r}: token {place} is {token}, which completes one of "
+                        "its bad_words: the trace is damaged"
+                    )
+                found.append(partial(edits.after, place))
         else:
             found += [None] * len(row.completion_ids)
     return _objects(found)
