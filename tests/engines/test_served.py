@@ -31,6 +31,7 @@ def make_engine(servers, model, tmp_path, **options):
         vocabulary=VOCABULARY,
         max_model_len=CONTEXT,
         max_restarts=2,
+        every_setting=True,
         **options,
     )
 
@@ -69,6 +70,18 @@ async def test_each_part_of_a_completion_has_its_own_random_numbers(fleet):
     assert second == [*first, *held]
     assert seed == LONG.seed
     assert other != seed
+    await engine.close()
+
+
+async def test_a_completion_whose_own_tokens_are_counted_is_not_cut_in_two(fleet):
+    engine, servers, _ = fleet
+    sink, sampling = Sink(), SamplingParams(max_tokens=40, presence_penalty=0.5)
+    request = asyncio.ensure_future(engine.generate(prompt(9), sampling, "s", sink))
+    await sink.has(5)
+    async with engine.pause():
+        assert len(sink.tokens) == 40
+    await request
+    assert len(servers[0].asked) == 1
     await engine.close()
 
 

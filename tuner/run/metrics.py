@@ -98,13 +98,18 @@ def tree_metrics(rows: Sequence[Row]) -> dict[str, float]:
     """How many tokens are trained, and how many go through the model.
 
     `tokens/merge_ratio` is how many times more tokens the batch has as rows than as a token tree.
+    `tokens/cut_again` are trained tokens of which it is not known what a cut left, so that it is
+    made again under the weights that are trained.
     """
     tree = TokenTree.build(rows)
+    cut = [row for row in rows if row.sampling.cuts]
+    unknown = sum(not kept for row in cut for kept in row.kept or [""] * len(row.completion_ids))
     return {
         "tokens/trained": sum(len(row.completion_ids) for row in rows),
         "tokens/row": sum(len(row) for row in rows),
         "tokens/unique": tree.unique_tokens,
         "tokens/merge_ratio": tree.merge_ratio,
+        **({"tokens/cut_again": unknown} if unknown else {}),
     }
 
 
