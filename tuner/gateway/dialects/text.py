@@ -38,7 +38,7 @@ def read_text_request(body: bytes, service: Service) -> CompletionRequest:
     prompts = values.pop("prompt")
     vocabulary = len(service.renderer.tokenizer)
     for prompt in prompts:
-        if not isinstance(prompt, str) and not all(0 <= i < vocabulary for i in prompt):
+        if not isinstance(prompt, str) and not 0 <= min(prompt) <= max(prompt) < vocabulary:
             raise wrong(
                 ("prompt",),
                 f"holds a token id that the model does not know: ids are 0 to {vocabulary - 1}",
@@ -157,11 +157,7 @@ def _prompt(at: Path, value: Any) -> tuple[str | tuple[int, ...], ...]:
 
 
 def _are_ids(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(item, int) and not isinstance(item, bool) for item in value)
-    )
+    return isinstance(value, list) and set(map(type, value)) == {int}
 
 
 _FIELDS: dict[str, Reader] = {
