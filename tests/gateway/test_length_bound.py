@@ -161,6 +161,17 @@ def _not_every_byte() -> Tokenizer:
     return base
 
 
+def _affixed(pattern: str, **affix: str) -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: id_ for id_, letter in enumerate(alphabet)}
+    base = Tokenizer(models.BPE(vocab=vocabulary, merges=[], **affix))
+    single = pre_tokenizers.Split(Regex(pattern), "isolated")
+    base.pre_tokenizer = pre_tokenizers.Sequence(
+        [single, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    return base
+
+
 def _unknown() -> Tokenizer:
     vocabulary = {"<unk>": 0, "a": 1}
     return Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", fuse_unk=True))
@@ -172,7 +183,7 @@ _UNBOUNDED: dict[str, tuple[Tokenizer, str]] = {
     "strips to the left": (_with_added(lstrip=True), " " * 9000 + "<s>"),
     "strips to the right": (_with_added(rstrip=True), "<s>" + " " * 9000),
     "strips the text": (_byte_level(normalizer=normalizers.Strip()), " " * 9000),
-    "replaces": (_byte_level(normalizer=normalizers.Replace("aaa", "a")), "aaa" * 3000),
+    "replaces": (_byte_level(normalizer=normalizers.Replace("a" * 90, "a")), "a" * 9000),
     "replaces a pattern": (
         _byte_level(normalizer=normalizers.Replace(Regex("a+"), "a")),
         "a" * 9000,
@@ -185,6 +196,8 @@ _UNBOUNDED: dict[str, tuple[Tokenizer, str]] = {
     ),
     "removes": (_byte_level(splits=(pre_tokenizers.Split(Regex("a"), "removed"),)), "a" * 9000),
     "removes white space": (_byte_level(splits=(pre_tokenizers.WhitespaceSplit(),)), " " * 9000),
+    "no letters within words": (_affixed("$", continuing_subword_prefix="##"), "a" * 9000),
+    "no letters that end a word": (_affixed(".", end_of_word_suffix="</w>"), "a " * 4500),
     "not every byte": (_not_every_byte(), "b" * 9000),
     "one token for all that is unknown": (_unknown(), "b" * 9000),
 }

@@ -42,7 +42,9 @@ class Held:
         self.threads.append(threading.current_thread())
         if len(text) >= len(LONG):
             self.begun += 1
-            if not self.let_go.wait(30):
+            if threading.current_thread() is threading.main_thread():
+                raise RuntimeError("the event loop itself works on a long text")
+            if not self.let_go.wait(60):
                 raise TimeoutError("nothing else was done while a long text was worked on")
         return self._function(text, *args, **kwargs)
 
