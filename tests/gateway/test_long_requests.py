@@ -197,6 +197,7 @@ async def test_a_short_request_is_worked_on_at_once() -> None:
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 async def test_a_text_too_long_by_its_bytes_is_refused_without_being_tokenised(path: str) -> None:
     async with holding(max_model_len=4096) as (gateway, held):
+        held.let_go.set()
         session = gateway.open_session("r")
         reply = await post(session, path, HUGE)
         assert reply.status == 400
@@ -209,6 +210,7 @@ async def test_a_text_too_long_by_its_bytes_is_refused_without_being_tokenised(p
 
 async def test_what_is_added_to_a_conversation_is_refused_likewise() -> None:
     async with holding(max_model_len=4096) as (gateway, held):
+        held.let_go.set()
         session = gateway.open_session("r")
         client = session.async_client()
         history: list[Any] = [{"role": "user", "content": "hi"}]
