@@ -211,8 +211,16 @@ def test_nothing_is_said_where_text_may_be_lost(name: str) -> None:
     assert _fewest(base, text) == 0
 
 
-def test_nothing_is_said_of_a_tokenizer_written_in_python() -> None:
+def test_nothing_is_said_of_what_is_written_in_python() -> None:
+    class Shortening:
+        def normalize(self, text: Any) -> None:
+            text.replace("a", "")
+
     assert LengthBound(object()).fewest_tokens("a" * 9000) == 0  # type: ignore[arg-type]
+    spoken = PreTrainedTokenizerFast(tokenizer_object=_byte_level())
+    spoken.backend_tokenizer.normalizer = normalizers.Normalizer.custom(Shortening())
+    assert len(spoken.encode("a" * 9000, add_special_tokens=False)) == 0
+    assert LengthBound(spoken).fewest_tokens("a" * 9000) == 0
 
 
 @pytest.mark.parametrize(

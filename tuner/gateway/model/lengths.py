@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 _LONG = 16_384
 """Characters; to tokenise so many takes milliseconds, to do it in another thread a tenth of one."""
 
+# Pre-tokenizers that lose no character, unless a split is told to remove what it finds.
 _SPLITTING = {"ByteLevel", "Metaspace", "Digits", "Split"}
 
 
@@ -65,7 +66,7 @@ class LengthBound:
             )
 
     def fewest_tokens(self, text: str) -> int:
-        """As many tokens the text has at least; 0 where nothing is known."""
+        """How many tokens the text has at least; 0 where nothing is known."""
         longest, encoding = self._longest
         return -(-len(text.encode(encoding, "ignore")) // longest) if longest else 0
 
