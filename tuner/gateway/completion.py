@@ -28,7 +28,8 @@ from tuner.gateway.conversations import Prompt
 from tuner.gateway.fields import check_settings
 from tuner.gateway.model.message_stream import MessageStream
 from tuner.gateway.model.parsing import Delta, ParsedMessage
-from tuner.gateway.request_error import RequestError
+from tuner.gateway.request_error import RequestError, too_long
+from tuner.gateway.service import in_turn
 from tuner.gateway.sessions import Session
 from tuner.traces import Call, Dialect
 
@@ -59,7 +60,7 @@ class _Sampled:
 
 
 class Completion:
-    """One request of a session.
+    """One request of a session: `begin` it, and then `answer` or `stream` it.
 
     Args:
         session: Where its calls are committed.
@@ -69,13 +70,15 @@ class Completion:
         prefix: What that dialect's response ids begin with.
 
     Attributes:
-        id: The id of the response.
+        id: The id of the response, once it has begun.
         committed: Whether its calls are in the trace.
         started: Unix time, seconds.
 
     Raises:
-        RequestError: The request cannot be honoured.
+        RequestError: It is for another model.
     """
+
+    id: str
 
     def __init__(
         self,
@@ -92,27 +95,27 @@ class Completion:
         self.request = request
         self._role = role
         self._dialect: Dialect = dialect
+        self._prefix = prefix
         self.committed = False
         self._arrived = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self.started = time.time()
         self._clock = time.perf_counter()
-        renderer = self.service.renderer
-        prompts = self._prompts()
-        # First of all: what cannot be honoured is refused before anything is counted.
-        rooms = [self._room(prompt.ids) for prompt in prompts]
-        grammars = [renderer.grammar(request.constraints, prompt.ids) for prompt in prompts]
-        self._rare = request.rare(renderer.word_ids)
-        check_settings(
-            SamplingParams(max_tokens=1, **self._rare),
-            self.service.engine.capabilities,
-            len(renderer.tokenizer),
-        )
-        id_, budget, seeds = session.admit([prompt.ids for prompt in prompts], request.n)
-        self.id = prefix + id_
         self._sampled: list[_Sampled] = []
-        for prompt, room, grammar in zip(prompts, rooms, grammars, strict=True):
+
+    async def begin(self) -> None:
+        """Make its prompts and count it, in the order in which its session's requests came.
+
+        Raises:
+            RequestError: The request cannot be honoured.
+        """
+        request = self.request
+        prepared = await in_turn(self.session.turns, self._prepared, long=request.long)
+        prompts = [prompt.ids for prompt, _, _ in prepared]
+        id_, budget, seeds = self.session.admit(prompts, request.n)
+        self.id = self._prefix + id_
+        for prompt, room, grammar in prepared:
             if budget is not None:
                 room = min(room, budget)
             for choice in range(request.n):
@@ -120,12 +123,29 @@ class Completion:
                 sampling = self._sampling(room, seed, choice, grammar)
                 self._sampled.append(_Sampled(prompt, sampling, self._wake))
 
+    def _prepared(self) -> list[tuple[Prompt, int, str]]:
+        """Each prompt, how many tokens may follow it, and their grammar; in any thread.
+
+        What cannot be honoured is refused here, before anything is counted.
+        """
+        if self.session.sealed:
+            raise self.session.sealed_error()
+        prompts = self._prompts()
+        rooms = [self._room(prompt.ids) for prompt in prompts]
+        renderer, constraints = self.service.renderer, self.request.constraints
+        grammars = [renderer.grammar(constraints, prompt.ids) for prompt in prompts]
+        self._rare = self.request.rare(renderer.word_ids)
+        rare = SamplingParams(max_tokens=1, **self._rare)
+        check_settings(rare, self.service.engine.capabilities, len(renderer.tokenizer))
+        return list(zip(prompts, rooms, grammars, strict=True))
+
     def _prompts(self) -> list[Prompt]:
+        limit = self.service.engine.capabilities.max_model_len
         if self.request.prompts is None:
-            return [chat_prompt(self.session, self.request)]
+            return [chat_prompt(self.session, self.request, limit)]
         conversations = self.session.conversations
         return [
-            conversations.prompt(prompt, 0)
+            conversations.prompt(prompt, 0, limit=limit)
             if isinstance(prompt, str)
             else conversations.raw(prompt)
             for prompt in self.request.prompts
@@ -135,7 +155,7 @@ class Completion:
         """How many tokens may follow the prompt."""
         limit = self.service.engine.capabilities.max_model_len
         if len(prompt_ids) >= limit:
-            raise _too_long(
+            raise too_long(
                 f"the prompt has {len(prompt_ids)} tokens, which leaves no room for an answer "
                 f"within the context of {limit}"
             )
@@ -228,7 +248,7 @@ class Completion:
         try:
             return await self.session.run(self._generate)
         except ContextLengthError as error:
-            raise _too_long(str(error)) from error
+            raise too_long(str(error)) from error
         except GrammarError as error:
             raise RequestError(
                 f"{error}: simplify the schemas", path=self.request.constraints.path
@@ -350,11 +370,12 @@ class Completion:
         )
 
 
-def chat_prompt(session: Session, request: CompletionRequest) -> Prompt:
+def chat_prompt(session: Session, request: CompletionRequest, limit: int | None = None) -> Prompt:
     """The prompt of a request's messages, continued from what its session has sampled.
 
     Raises:
-        RequestError: 400: the template or the tokenizer refuses the messages.
+        RequestError: 400: the template or the tokenizer refuses the messages, or they are too long
+            for a context of `limit` tokens by their length alone.
     """
     text = session.service.renderer.render_text(
         request.messages,
@@ -362,15 +383,7 @@ def chat_prompt(session: Session, request: CompletionRequest) -> Prompt:
         chat_template_kwargs=request.chat_template_kwargs,
     )
     turns = sum(message["role"] == "assistant" for message in request.messages)
-    return session.conversations.prompt(text, turns, request.messages)
-
-
-def _too_long(found: str) -> RequestError:
-    return RequestError(
-        f"{found}: raise model.max_model_len or shorten the messages",
-        path=("messages",),
-        code="context_length_exceeded",
-    )
+    return session.conversations.prompt(text, turns, request.messages, limit=limit)
 
 
 def _given(value: Any, default: Any) -> Any:

@@ -21,6 +21,7 @@ from tuner.gateway.fields import (
     string,
 )
 from tuner.gateway.model.grammars import AUTO, AnswerSchema, Constraints, ToolChoice
+from tuner.gateway.model.lengths import is_long
 from tuner.gateway.model.parsing import ParsedMessage
 from tuner.gateway.model.parsing.json_text import refuse_constant
 from tuner.gateway.model.template import Message
@@ -40,6 +41,7 @@ class CompletionRequest:
         shown_tools: Those the model is shown: none with `tool_choice: "none"`.
         response_format: The JSON that an answer must be; None for any text.
         constraints: What all of this demands of a completion's form.
+        long: Whether its prompts are made beside the event loop.
         stream: Whether the answer is a stream of server-sent events.
         include_usage: Whether a stream of chunks ends with the token counts.
     """
@@ -81,6 +83,14 @@ class CompletionRequest:
         return Constraints(
             self.shown_tools, self.tool_choice, self.parallel_tool_calls, self.response_format
         )
+
+    @property
+    def long(self) -> bool:
+        texts: list[Any] = self.messages
+        if self.prompts is not None:  # token ids need no work
+            texts = [prompt for prompt in self.prompts if isinstance(prompt, str)]
+        schema = self.response_format and self.response_format.schema
+        return is_long(texts, self.tools, schema, list(self.bad_words))
 
     def rare(
         self, word_ids: Callable[[Sequence[str]], tuple[tuple[int, ...], ...]]

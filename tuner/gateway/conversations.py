@@ -24,6 +24,7 @@ the reasoning's tags is found without them, too.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -141,9 +142,11 @@ class Conversations:
         self._renderer = renderer
         self._opener = cache(partial(opener, renderer))
         self._root = _Completion()
-        self._unread: list[tuple[Prompt, tuple[int, ...], Tools]] = []
+        self._unread: deque[tuple[Prompt, tuple[int, ...], Tools]] = deque()
 
-    def prompt(self, text: str, turns: int, messages: Sequence[Message] = ()) -> Prompt:
+    def prompt(
+        self, text: str, turns: int, messages: Sequence[Message] = (), *, limit: int | None = None
+    ) -> Prompt:
         """The prompt with this text, begun with the ids of an earlier call where that is exact.
 
         Args:
@@ -151,15 +154,15 @@ class Conversations:
             turns: Assistant turns in it.
             messages: What it was rendered from. Under `keep`, reasoning that was sent back tells
                 apart completions that are otherwise the same.
+            limit: The context's tokens; None for a prompt of any length.
 
         Raises:
-            RequestError: 400: the text cannot be tokenized.
+            RequestError: 400: the text cannot be tokenized, or is too long by its length alone.
         """
         if not turns:
-            return Prompt(self._renderer.encode(text), 0, None, 0, self._root, text)
-        for call in self._unread:
-            self._read(*call)
-        self._unread.clear()
+            return Prompt(self._renderer.encode(text, limit), 0, None, 0, self._root, text)
+        while self._unread:
+            self._read(*self._unread.popleft())
         keep = self.reasoning == "keep"
         sent = sent_reasoning(self._renderer, messages) if keep else []
         match, obstacle = self._find(text, sent, keep=keep)
@@ -167,6 +170,7 @@ class Conversations:
         rest = text[match.position :]
         if found is not self._root:
             special = self._renderer.special_tokens
+            self._renderer.length_bound.check(rest, limit)
             if match.end is None:
                 ids = special.encode_from(rest)
             else:
@@ -180,7 +184,7 @@ class Conversations:
                 )
             obstacle = "tokenizer"
         again = self._recomputed(text, messages) if obstacle == "text" else 0
-        ids = self._renderer.encode(text)
+        ids = self._renderer.encode(text, limit)
         return Prompt(ids, 0, obstacle, turns, self._root, text, recomputed=again)
 
     def raw(self, ids: tuple[int, ...]) -> Prompt:
@@ -188,7 +192,7 @@ class Conversations:
         return Prompt(ids, 0, None, 0, self._root, "")
 
     def add(self, prompt: Prompt, completion_ids: tuple[int, ...], *, tools: Tools) -> None:
-        """Remember a committed call.
+        """Remember a committed call; also while a prompt is made in another thread.
 
         Args:
             prompt: As `prompt` gave it.

@@ -113,3 +113,12 @@ def kind(value: Any) -> str:
     if isinstance(value, str):
         return "a string"
     return "an array" if isinstance(value, list) else "an object"
+
+
+def too_long(found: str) -> RequestError:
+    """The refusal of a prompt that leaves no room for an answer."""
+    return RequestError(
+        f"{found}: raise model.max_model_len or shorten the messages",
+        path=("messages",),
+        code="context_length_exceeded",
+    )

@@ -200,7 +200,7 @@ class Gateway:
                 form = anthropic if kind is anthropic.MessagesExchange else chat
                 return Reply(200, json.dumps(form.models(self.service.model_name)).encode())
             if (method, path) == ("POST", _COUNT_TOKENS):
-                return Reply(200, json.dumps(anthropic.count_tokens(session, body)).encode())
+                return Reply(200, json.dumps(await anthropic.count_tokens(session, body)).encode())
             raise RequestError(
                 f"{method} {path} is not served here: this gateway answers GET /v1/models and "
                 f"POST {', '.join((*_EXCHANGES, _COUNT_TOKENS))}",
@@ -250,6 +250,7 @@ def _dialect(path: str, headers: Mapping[str, str]) -> type[Exchange]:
 
 
 async def _complete(exchange: Exchange) -> Reply | StreamReply:
+    await exchange.completion.begin()
     if exchange.completion.request.stream:
         return StreamReply(_events(exchange))
     answer = await exchange.completion.answer()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -17,6 +19,9 @@ from tuner.traces import ReasoningPolicy
 T = TypeVar("T")
 
 EVENT_STREAM = "text/event-stream"
+
+# Not asyncio's own threads: agents may wait in all of those for the answer to what is done here.
+_LONG_WORK = ThreadPoolExecutor(4, "tuner-prompts")
 
 
 @dataclass(frozen=True)
@@ -118,3 +123,34 @@ async def in_loop(home: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T])
     if asyncio.get_running_loop() is home:
         return await work
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, home))
+
+
+async def in_turn(turns: asyncio.Lock, work: Callable[[], T], *, long: bool) -> T:
+    """The result of `work`, done when all that asked for a turn earlier have had theirs.
+
+    What the caller does without awaiting belongs to its turn.
+
+    Args:
+        turns: Whose turns they are.
+        work: May be done in any thread.
+        long: Whether it is done beside the event loop. If the caller is cancelled meanwhile, the
+            turn lasts until the work has ended.
+    """
+    await turns.acquire()
+    future: Future[T] | None = None
+    try:
+        if not long:
+            return work()
+        future = _LONG_WORK.submit(work)
+        return await asyncio.wrap_future(future)
+    finally:
+        if future is None or future.done():
+            turns.release()
+        else:
+            loop = asyncio.get_running_loop()
+
+            def release(_: Future[T]) -> None:
+                with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits
+                    loop.call_soon_threadsafe(turns.release)
+
+            future.add_done_callback(release)

@@ -183,6 +183,7 @@ class Session:
         recording: Its calls.
         in_flight: What is being generated.
         conversations: What it has prompted and sampled, for the prompts that go on from there.
+        turns: In which its requests, as they come, make their prompts.
         responses: Answers of the Responses API that can be continued by their id.
         replays: Requests with an idempotency key, by that.
     """
@@ -210,6 +211,7 @@ class Session:
         self.recording = Recording(session_id, kept=recorded)
         self.in_flight = InFlight()
         self.conversations = Conversations(service.renderer, service.reasoning)
+        self.turns = asyncio.Lock()
         self.responses: dict[str, KeptResponse] = {}
         self.replays: dict[str, Replay] = {}
         self._admitted = 0

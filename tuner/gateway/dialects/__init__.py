@@ -16,10 +16,10 @@ class Exchange(Protocol):
     """What a dialect is: a request that is read, and its answer written, whole or as events.
 
     It is made of the session that asks, the role that its key names, and the body; and raises a
-    `RequestError` where the request cannot be read or honoured.
+    `RequestError` where the request cannot be read.
 
     Attributes:
-        completion: The request on its way.
+        completion: The request on its way, not yet begun.
     """
 
     completion: Completion

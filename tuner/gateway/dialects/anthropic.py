@@ -16,7 +16,7 @@ from tuner.gateway.completion_request import Answer, Choice
 from tuner.gateway.dialects.anthropic_request import read_count_request, read_messages_request
 from tuner.gateway.model.parsing import Delta
 from tuner.gateway.request_error import RequestError
-from tuner.gateway.service import sse
+from tuner.gateway.service import in_turn, sse
 from tuner.gateway.sessions import Session
 
 Block = dict[str, Any]
@@ -143,7 +143,7 @@ class MessagesExchange:
         return events
 
 
-def count_tokens(session: Session, body: bytes) -> dict[str, int]:
+async def count_tokens(session: Session, body: bytes) -> dict[str, int]:
     """The answer to `POST /v1/messages/count_tokens`: the prompt that a request would have now.
 
     Raises:
@@ -151,7 +151,8 @@ def count_tokens(session: Session, body: bytes) -> dict[str, int]:
     """
     request = read_count_request(body, session.service)
     session.check_model(request.model)
-    return {"input_tokens": len(chat_prompt(session, request).ids)}
+    prompt = await in_turn(session.turns, lambda: chat_prompt(session, request), long=request.long)
+    return {"input_tokens": len(prompt.ids)}
 
 
 def models(model_name: str) -> dict[str, Any]:

@@ -252,7 +252,7 @@ class ChatExchange:
         body: What was sent.
 
     Raises:
-        RequestError: The request cannot be read, or not be honoured.
+        RequestError: The request cannot be read.
     """
 
     chunk = "chat.completion.chunk"

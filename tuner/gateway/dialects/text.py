@@ -38,7 +38,7 @@ def read_text_request(body: bytes, service: Service) -> CompletionRequest:
     prompts = values.pop("prompt")
     vocabulary = len(service.renderer.tokenizer)
     for prompt in prompts:
-        if not isinstance(prompt, str) and not all(0 <= i < vocabulary for i in prompt):
+        if not isinstance(prompt, str) and not 0 <= min(prompt) <= max(prompt) < vocabulary:
             raise wrong(
                 ("prompt",),
                 f"holds a token id that the model does not know: ids are 0 to {vocabulary - 1}",
@@ -55,16 +55,22 @@ def read_text_request(body: bytes, service: Service) -> CompletionRequest:
         )
     alternatives = values.pop("logprobs", None)
     check_top_logprobs(("logprobs",), alternatives or 0, service.engine.capabilities)
-    decode = service.renderer.decode
-    texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts]
     return CompletionRequest(
-        messages=[{"role": "prompt", "content": text} for text in texts],
+        messages=[{"role": "prompt", "content": _text(prompt, service)} for prompt in prompts],
         prompts=prompts,
         logprobs=alternatives is not None,
         top_logprobs=alternatives or 0,
         include_usage=with_usage(values),
         **values,
     )
+
+
+def _text(prompt: str | tuple[int, ...], service: Service) -> str:
+    """A prompt as text; that of one which will be refused for its length is not needed."""
+    if isinstance(prompt, str):
+        return prompt
+    fits = len(prompt) < service.engine.capabilities.max_model_len
+    return service.renderer.decode(prompt) if fits else ""
 
 
 class TextExchange(ChatExchange):
@@ -151,11 +157,7 @@ def _prompt(at: Path, value: Any) -> tuple[str | tuple[int, ...], ...]:
 
 
 def _are_ids(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(item, int) and not isinstance(item, bool) for item in value)
-    )
+    return isinstance(value, list) and set(map(type, value)) == {int}
 
 
 _FIELDS: dict[str, Reader] = {
@@ -213,7 +215,7 @@ async def complete_tokens(
         raise RequestError(f"n is {n}: ask for 1 to {MAX_CHOICES} completions", path=("n",))
     request = CompletionRequest(
         model=service.model_name,
-        messages=[{"role": "prompt", "content": service.renderer.decode(ids)}],
+        messages=[{"role": "prompt", "content": _text(ids, service)}],
         prompts=(ids,),
         temperature=temperature,
         top_p=top_p,
@@ -225,6 +227,7 @@ async def complete_tokens(
 
     async def answer() -> tuple[Generation, ...]:
         completion = Completion(session, role, request, dialect="completions", prefix="cmpl-")
+        await completion.begin()
         return tuple(choice.generation for choice in (await completion.answer()).choices)
 
     return await session.at_home(answer())

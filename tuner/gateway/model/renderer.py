@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from tuner.errors import ConfigError
 from tuner.gateway.model.grammars import Constraints, grammar_of
+from tuner.gateway.model.lengths import LengthBound
 from tuner.gateway.model.parsing import (
     REASONING_PARSERS,
     TOOL_CALL_PARSERS,
@@ -63,6 +64,7 @@ class ChatRenderer:
 
     Attributes:
         tokenizer, special_tokens: What encodes and decodes, and its borders.
+        length_bound: The fewest tokens that a text can have.
         reasoning: Splits a text into its reasoning and the rest.
         no_tools: Why requests with tools are refused, as the template cannot hold their history,
             and what to do; None where they are not.
@@ -113,6 +115,7 @@ class ChatRenderer:
             else:
                 self._unseen_tools = problem
         self.special_tokens = SpecialTokens(tokenizer, self._encode_text)
+        self.length_bound = LengthBound(tokenizer)
         self._added_tokens = {
             token.content: id_ for id_, token in tokenizer.added_tokens_decoder.items()
         }
@@ -172,12 +175,17 @@ class ChatRenderer:
             raise TypeError(f"apply_chat_template returned a {type(text).__name__}, not text")
         return text
 
-    def encode(self, text: str) -> tuple[int, ...]:
+    def encode(self, text: str, limit: int | None = None) -> tuple[int, ...]:
         """Ids of a prompt's text, shape [P].
 
+        Args:
+            text: The whole prompt.
+            limit: The context's tokens; None for a text of any length.
+
         Raises:
-            RequestError: 400: the text cannot be tokenized.
+            RequestError: 400: the text cannot be tokenized, or is too long by its length alone.
         """
+        self.length_bound.check(text, limit)
         return self._encode_prompt(text)
 
     def word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
