@@ -274,6 +274,21 @@ async def test_a_token_that_the_model_does_not_have_is_refused(field) -> None:
         assert engine.requests == []
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logit_bias", {str(i): 1 for i in range(1025)}),
+        ("bad_words", ["four"] * 33),
+        ("stop_token_ids", [5] * 65),
+    ],
+)
+async def test_more_tokens_than_engines_have_room_for_are_refused(field, value) -> None:
+    async with gateway_of(StubEngine(every_setting=True)) as gateway:
+        status, answer = await send(gateway, {"model": "tiny", "messages": USER, field: value})
+        assert (status, answer["error"]["param"]) == (400, field)
+        assert "tokens: send at most" in answer["error"]["message"]
+
+
 async def test_another_models_name_is_404_and_names_the_served_one() -> None:
     async with gateway_of(StubEngine()) as gateway:
         status, answer = await send(gateway, {"model": "gpt-4", "messages": USER})

@@ -15,6 +15,8 @@ from tuner.gateway.request_error import Path, kind, shown, wrong
 T = TypeVar("T")
 
 MAX_STOP_STRINGS = 4  # OpenAI's limit
+# vLLM's model runner has room for no more, and dies of them.
+MAX_NAMED = {"logit_bias": 1024, "bad_words": 128, "stop_token_ids": 64}
 
 Reader = Callable[[Path, Any], Any]
 
@@ -170,6 +172,14 @@ def check_settings(sampling: SamplingParams, capabilities: EngineCapabilities, i
     """
     if sampling.rare and not capabilities.every_setting:
         raise wrong((sampling.rare[0],), "is not honoured by this engine: leave it out")
+    sizes = {
+        "logit_bias": len(sampling.logit_bias),
+        "bad_words": sum(map(len, sampling.bad_words)),
+        "stop_token_ids": len(sampling.stop_token_ids),
+    }
+    for field, size in sizes.items():
+        if size > MAX_NAMED[field]:
+            raise wrong((field,), f"names {size} tokens: send at most {MAX_NAMED[field]}")
     named = {
         "logit_bias": [token for token, _ in sampling.logit_bias],
         "stop_token_ids": sampling.stop_token_ids,
