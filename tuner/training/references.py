@@ -138,6 +138,6 @@ class Teacher:
         """The teacher's log-probs of each row's completion tokens, one tensor [T_row] for each.
 
         They are those of the distribution that the teacher would have sampled from with the
-        student's settings: its temperature, top_k, top_p and grammar.
+        student's settings, over the tokens that its cuts left.
         """
         return self.forward.all_logprobs(self.model, batch.rows, self.max_tokens)
