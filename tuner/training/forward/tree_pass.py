@@ -219,11 +219,12 @@ def _distinct(tree: TokenTree, rows: Sequence[Row]) -> tuple[IntArray, IntArray]
     for row in rows:
         # What may follow may depend on where the completion began as well.
         start = len(row.prompt_ids) - row.begun if row.sampling.in_one_part else -1
-        settings = (replace(row.sampling, **_WITHOUT_EFFECT), start)
-        kind_T += [
-            kinds.setdefault((settings, kept), len(kinds))
-            for kept in row.kept or [""] * len(row.completion_ids)
-        ]
+        key = (replace(row.sampling, **_WITHOUT_EFFECT), start)
+        kind = kinds.setdefault(key, len(kinds))
+        if row.kept:
+            kind_T += [kinds.setdefault((kind, kept), len(kinds)) for kept in row.kept]
+        else:
+            kind_T += [kind] * len(row.completion_ids)
     _, first_U, of_T = np.unique(
         tree.completion_node * len(kinds) + np.array(kind_T), return_index=True, return_inverse=True
     )
