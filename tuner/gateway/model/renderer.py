@@ -28,6 +28,8 @@ from tuner.gateway.model.template import (
     Message,
     TemplateForm,
     for_template,
+    lost_calls,
+    risks,
     template_form,
     tools_obstacle,
 )
@@ -102,16 +104,16 @@ class ChatRenderer:
         self.no_tools: str | None = None
         self._unseen_tools: str | None = None
         if obstacle := tools_obstacle(self._apply, self._form):
-            found, refused = obstacle
             problem = (
-                f"the model's chat template {found}: set model.chat_template_path to one that "
-                "shows tools, calls and results, or use no tools"
+                f"the model's chat template {obstacle.found}: set model.chat_template_path to one "
+                "that shows tools, calls and results, or use no tools"
             )
-            if refused:
+            if obstacle.refused:
                 self.no_tools = problem
                 _log.warning("%s; requests with tools get a 400", problem)
             else:
                 self._unseen_tools = problem
+        self._lost_calls = set() if obstacle else lost_calls(self._apply, self._form)
         self.special_tokens = SpecialTokens(tokenizer, self._encode_text)
         self._added_tokens = {
             token.content: id_ for id_, token in tokenizer.added_tokens_decoder.items()
@@ -136,7 +138,7 @@ class ChatRenderer:
 
         Raises:
             RequestError: 400: the template refuses the messages, can hold no conversation with
-                tools, or does not read a keyword.
+                tools, would leave a call out, or does not read a keyword.
         """
         used = any(m["role"] == "tool" or m.get("tool_calls") for m in messages)
         if self.no_tools and (tools or used):
@@ -144,6 +146,12 @@ class ChatRenderer:
         if self._unseen_tools and (tools or used) and add_generation_prompt:
             _log.warning("%s", self._unseen_tools)
             self._unseen_tools = None  # said once
+        if lost := [risk for m in messages for risk in risks(m) & self._lost_calls]:
+            raise RequestError(
+                f"the model's chat template leaves {lost[0]} out of the conversation: set "
+                "model.chat_template_path to one that shows them",
+                path=("messages",),
+            )
         extra = chat_template_kwargs or {}
         self._check_template_kwargs(extra)
         shaped = for_template(list(messages), self._form, developer_role=self._developer_role)
