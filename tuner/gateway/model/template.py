@@ -155,7 +155,7 @@ def template_form(apply: Apply, tool_call_parser: str) -> TemplateForm:
     read = [form for form, turn in turns.items() if _reads(tool_call_parser, turn)]
     if read or not turns or tool_call_parser == "none":
         obstacles = {form: tools_obstacle(apply, form) for form in read or turns or forms}
-        return min(obstacles, key=lambda form: _gravity(obstacles[form]))
+        return min(obstacles, key=lambda form: _gravity(obstacles[form], form))
     for name in TOOL_CALL_PARSERS:
         if any(_reads(name, turn) for turn in turns.values()):
             raise ConfigError(
@@ -185,8 +185,10 @@ class Obstacle:
     fails: bool = False
 
 
-def _gravity(obstacle: Obstacle | None) -> int:
-    return 0 if obstacle is None else 2 if obstacle.fails else 1
+def _gravity(obstacle: Obstacle | None, form: TemplateForm) -> int:
+    if obstacle is None or not obstacle.fails:
+        return 0 if obstacle is None else 1
+    return 2 if form.content_always else 3  # that content is missing may hide why it fails
 
 
 def tools_obstacle(apply: Apply, form: TemplateForm) -> Obstacle | None:

@@ -1,0 +1,27 @@
+"""The table of real templates says what becomes of them; those that are here are tried again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.gateway.families import TEMPLATES
+from tests.gateway.template_matrix import BEGIN, DOCUMENT, cells, digest
+
+REAL = sorted((TEMPLATES / "real").glob("*.jinja"))
+ROWS = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)[2].splitlines()
+
+
+@pytest.mark.parametrize("file", REAL, ids=lambda file: file.stem)
+def test_a_real_template_does_what_the_table_says(file: Path) -> None:
+    template = file.read_text(encoding="utf-8")
+    (row,) = (row for row in ROWS if f"| {digest(template)} |" in row)
+    assert f"`{file.name}`" in row
+    assert row.endswith(f" | {cells(template)} |")
+
+
+def test_every_template_that_is_here_names_its_maker() -> None:
+    notice = (TEMPLATES / "real" / "README.md").read_text(encoding="utf-8")
+    assert REAL
+    assert all(f"| `{file.name}` |" in notice for file in REAL)
