@@ -102,7 +102,19 @@ def verdict(template: str) -> Verdict:
             continue
         return _met(renderer, parser, reasoning)
     assert "nor any other" in refusal
-    return Verdict("refused", "no parser reads the form of its calls")
+    renderer = ChatRenderer(
+        _spoken(template),
+        chat_template=template,
+        tool_call_parser="none",
+        reasoning_parser=reasoning,
+    )
+    why = "no parser reads the form of its calls"
+    try:
+        call = _written(renderer, "none", [USER], {**_calling(1), "reasoning_content": None}, "40")
+    except RequestError as error:
+        return Verdict("refused", f"{why}; {error}")
+    begin = re.sub(r"\s+", " ", call)[:60].replace("`", "'").strip()
+    return Verdict("refused", f"{why}: `{begin}` ...")
 
 
 def _met(renderer: ChatRenderer, parser: str, reasoning: str) -> Verdict:
@@ -223,7 +235,7 @@ def _written(
     end = special.at(text, stop)
     end_text = str(renderer.tokenizer.eos_token) if end is None else special.text(end)
     text = text[:stop]
-    if reasoning != "openai_gptoss" and any(special.text(e) in text for e in renderer.turn_ends):
+    if last == ANSWER and any(special.text(e) in text for e in renderer.turn_ends):
         text = text[text.index(last) :]  # an earlier turn's end is in it: the prompt was no prefix
     if THOUGHT not in text:
         text = re.sub(r"^\s*(<think>\s*)?(</think>\s*)?", "", text)

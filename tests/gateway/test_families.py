@@ -375,6 +375,20 @@ def test_template_that_misses_the_content_only_when_a_result_follows_gets_it() -
     assert '{"a": 1}' in renderer.render_text([USER, earlier, result], [ADD_TOOL])
 
 
+def test_template_that_fails_on_a_tool_without_a_description_gets_an_empty_one() -> None:
+    # As GPT-OSS's and Hermes'. Others are shown the tool as it was given.
+    bare = {"type": "function", "function": {"name": "add"}}
+    given = ChatRenderer(tokenizer(), chat_template=TEMPLATE).render_text([USER], [bare])
+    assert '<tools>\n{"type": "function", "function": {"name": "add"}}\n</tools>' in given
+    strict = "{{- tool.function.description + (tool.function.parameters.properties | tojson) }}"
+    template = TEMPLATE.replace("{{- tool | tojson }}", strict)
+    renderer = ChatRenderer(tokenizer(), chat_template=template)
+    assert "<tools>\n{}\n</tools>" in renderer.render_text([USER], [bare])
+    bare["function"] = {"name": "add", "description": None, "parameters": None}
+    assert "<tools>\n{}\n</tools>" in renderer.render_text([USER], [bare])
+    assert '<tools>\nAdd two integers.{"a"' in renderer.render_text([USER], [ADD_TOOL])
+
+
 def test_template_without_tools_that_takes_no_message_without_content_gets_it() -> None:
     # As Phi-3.5's: its model is shown no tools, and its agent is not disturbed.
     template = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"

@@ -6,7 +6,7 @@ import difflib
 import inspect
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
@@ -32,6 +32,8 @@ from tuner.gateway.model.template import (
     risks,
     template_form,
     tools_obstacle,
+    wants_whole_tools,
+    whole,
 )
 from tuner.gateway.request_error import RequestError, shown
 
@@ -100,6 +102,9 @@ class ChatRenderer:
         self._reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters)
         self._reserved |= {"messages", "self"}
         self._developer_role = self.reads("developer")
+        self._shown: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+        if wants_whole_tools(self._apply):
+            self._shown = whole
         self._form: TemplateForm = template_form(self._apply, self._tool_call_parser)
         self.no_tools: str | None = None
         self._unseen_tools: str | None = None
@@ -170,7 +175,7 @@ class ChatRenderer:
     ) -> str:
         text = self.tokenizer.apply_chat_template(
             shaped,
-            tools=[dict(tool) for tool in tools] or None,
+            tools=[self._shown(tool) for tool in tools] or None,
             chat_template=self._template,
             add_generation_prompt=add_generation_prompt,
             tokenize=False,

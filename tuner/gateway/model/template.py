@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -233,6 +234,29 @@ def lost_calls(apply: Apply, form: TemplateForm) -> set[str]:
             if not all(city in text for city in _CITIES[: len(results)]):
                 lost |= risks(turn)
     return lost
+
+
+_OPTIONAL: Final = {"description": "", "parameters": {"type": "object", "properties": {}}}
+
+
+def whole(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """The tool with what it may leave out."""
+    function = tool["function"]
+    missing = {key: value for key, value in _OPTIONAL.items() if function.get(key) is None}
+    return {**tool, "function": {**function, **missing}}
+
+
+def wants_whole_tools(apply: Apply) -> bool:
+    """Whether the template fails on a tool that has nothing but a name."""
+    try:
+        apply(
+            ANY_CALL[:1],
+            [{"type": "function", "function": {"name": _NAME}}],
+            add_generation_prompt=True,
+        )
+    except Exception:
+        return True
+    return False
 
 
 def _turn(apply: Apply, form: TemplateForm) -> str | None:
