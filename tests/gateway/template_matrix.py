@@ -21,7 +21,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +44,7 @@ BEGIN = "<!-- begin: python -m tests.gateway.template_matrix -->\n"
 # Not for chats: documents to be embedded or ranked, and sources of kernels.
 OTHER_USES = ("pooling", "third_party", "tests")
 
+Speech = Callable[[], PreTrainedTokenizerFast]
 USER = {"role": "user", "content": "2+40, 3+41?"}
 SURE = {"role": "user", "content": "Sure?"}
 THOUGHT, ANSWER = "Two sums.", "It is done."
@@ -83,7 +84,7 @@ class Verdict:
     keep: str = ""
 
 
-def verdict(template: str) -> Verdict:
+def verdict(template: str, speech: Speech = merging) -> Verdict:
     """Make a renderer with the parsers that fit, and talk."""
     reasoning = _reasoning_parser(template)
     refusal = ""
@@ -92,7 +93,7 @@ def verdict(template: str) -> Verdict:
             break
         try:
             renderer = ChatRenderer(
-                _spoken(template),
+                _spoken(template, speech),
                 chat_template=template,
                 tool_call_parser=parser,
                 reasoning_parser=reasoning,
@@ -103,7 +104,7 @@ def verdict(template: str) -> Verdict:
         return _met(renderer, parser, reasoning)
     assert "nor any other" in refusal
     renderer = ChatRenderer(
-        _spoken(template),
+        _spoken(template, speech),
         chat_template=template,
         tool_call_parser="none",
         reasoning_parser=reasoning,
@@ -279,9 +280,9 @@ def _reasoning_parser(template: str) -> str:
     return "deepseek_r1" if "think>" in template else "none"
 
 
-def _spoken(template: str) -> PreTrainedTokenizerFast:
-    """A small tokenizer that has the template's tokens as special ones."""
-    spoken = deepcopy(merging())
+def _spoken(template: str, speech: Speech) -> PreTrainedTokenizerFast:
+    """A copy of the tokenizer that has the template's tokens as special ones."""
+    spoken = deepcopy(speech())
     named = sorted(set(_SPECIAL.findall(template)) - {"<|im_start|>", "<|im_end|>"})
     eos = "<|im_end|>" if "<|im_end|>" in template else "</s>"
     spoken.add_special_tokens(
@@ -324,9 +325,9 @@ def digest(template: str) -> str:
     return hashlib.sha256(template.encode()).hexdigest()[:16]
 
 
-def cells(template: str) -> str:
+def cells(template: str, speech: Speech = merging) -> str:
     """The template's row in the table, but for its name."""
-    found = verdict(template)
+    found = verdict(template, speech)
     parts = (digest(template), found.verdict, found.parsers, found.template, found.keep, found.why)
     return " | ".join(part.replace("|", "\\|").replace("\n", " ") for part in parts)
 

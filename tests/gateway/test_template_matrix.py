@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.gateway.drift import merging
 from tests.gateway.families import TEMPLATES
-from tests.gateway.template_matrix import BEGIN, DOCUMENT, USER, cells, digest
+from tests.gateway.qwen import qwen
+from tests.gateway.template_matrix import BEGIN, DOCUMENT, USER, Speech, cells, digest
 from tests.gateway.toy import tokenizer
 from tuner.gateway import ChatRenderer
 
@@ -15,12 +17,17 @@ REAL = sorted((TEMPLATES / "real").glob("*.jinja"))
 ROWS = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)[2].splitlines()
 
 
-@pytest.mark.parametrize("file", REAL, ids=lambda file: file.stem)
-def test_a_real_template_does_what_the_table_says(file: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "speech"),
+    [(file, merging) for file in REAL]
+    + [(file, qwen) for file in REAL if file.stem.startswith("Qwen")],
+    ids=lambda given: given.stem if isinstance(given, Path) else given.__name__,
+)
+def test_a_real_template_does_what_the_table_says(file: Path, speech: Speech) -> None:
     template = file.read_text(encoding="utf-8")
     (row,) = (row for row in ROWS if f"| {digest(template)} |" in row)
     assert f"`{file.name}`" in row
-    assert row.endswith(f" | {cells(template)} |")
+    assert row.endswith(f" | {cells(template, speech)} |")
 
 
 @pytest.mark.parametrize("file", REAL, ids=lambda file: file.stem)
