@@ -1,15 +1,17 @@
-"""Parts for tests of continued conversations: a tokenizer that merges, a model that does not."""
+"""Parts for tests of continued conversations: tokenizers that merge, a model that does not."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
+import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.gateway.qwen import qwen
 from tests.gateway.toy import TEMPLATE, StubEngine
 from tuner.engines.base import FinishReason, Generation, SamplingParams, TokenSink
 from tuner.gateway import ChatRenderer, Gateway, Session
@@ -43,17 +45,43 @@ def merging() -> PreTrainedTokenizerFast:
     )
 
 
+VOCABULARIES = {"small": merging, "qwen": qwen}
+_spoken = "small"
+
+
+def spoken() -> PreTrainedTokenizerFast:
+    """The tokenizer that models and gateways of this module speak with."""
+    return VOCABULARIES[_spoken]()
+
+
+@pytest.fixture(scope="module", params=list(VOCABULARIES))
+def vocabulary(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs a test with each vocabulary; its name."""
+    global _spoken
+    _spoken = request.param
+    try:
+        spoken()
+        yield request.param
+    finally:
+        _spoken = "small"
+
+
 def encoded(text: str) -> tuple[int, ...]:
-    return tuple(merging().encode(text, add_special_tokens=False))
+    return tuple(spoken().encode(text, add_special_tokens=False))
 
 
 def decoded(ids: Sequence[int]) -> str:
-    return str(merging().decode(list(ids), skip_special_tokens=False))
+    return str(spoken().decode(list(ids), skip_special_tokens=False))
+
+
+@cache
+def _ids(vocabulary: str) -> dict[str, int]:
+    return VOCABULARIES[vocabulary]().get_vocab()
 
 
 def letters(text: str, end: str = "<|im_end|>") -> tuple[int, ...]:
     """What a model samples that writes letter by letter, which the tokenizer never would."""
-    vocabulary = merging().get_vocab()
+    vocabulary = _ids(_spoken)
     spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     found = [vocabulary[c] for piece, _ in spelled.pre_tokenize_str(text) for c in piece]
     return (*found, *encoded(end))
@@ -100,7 +128,7 @@ def gateway_of(
     reasoning: ReasoningPolicy = "template",
     **options: Any,
 ) -> Gateway:
-    renderer = ChatRenderer(merging(), chat_template=template, **options)
+    renderer = ChatRenderer(spoken(), chat_template=template, **options)
     return Gateway(Scripted(*script), renderer, model_name="tiny", reasoning=reasoning)
 
 

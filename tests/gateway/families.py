@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from tests.gateway.toy import tokenizer
 from tuner.gateway import ChatRenderer
@@ -44,14 +46,14 @@ class Family:
     def name(self) -> str:
         return self.template
 
-    def renderer(self) -> ChatRenderer:
-        return _renderer(self)
+    def renderer(self, spoken: Callable[[], PreTrainedTokenizerFast] = tokenizer) -> ChatRenderer:
+        return _renderer(self, spoken)
 
 
 @cache
-def _renderer(family: Family) -> ChatRenderer:
+def _renderer(family: Family, spoken: Callable[[], PreTrainedTokenizerFast]) -> ChatRenderer:
     return ChatRenderer(
-        tokenizer(),
+        spoken(),
         chat_template=(TEMPLATES / f"{family.template}.jinja").read_text(encoding="utf-8"),
         tool_call_parser=family.tool_call_parser,
         reasoning_parser=family.reasoning_parser,

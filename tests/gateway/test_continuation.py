@@ -32,6 +32,7 @@ from tuner.chat_models import chat_model, default_kind
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults
 from tuner.traces import ReasoningPolicy
 
+pytestmark = pytest.mark.usefixtures("vocabulary")
 MODEL = Path(__file__).parents[2] / "models" / "tiny_math"
 
 
@@ -324,6 +325,7 @@ async def test_tokenizer_that_does_not_split_at_the_end_token_is_not_relied_on(m
     assert session.calls[1].rerendered == "tokenizer"
 
 
+@pytest.mark.parametrize("vocabulary", ["small"], indirect=True)  # it has one of its own
 async def test_real_engine_computes_only_what_is_new() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

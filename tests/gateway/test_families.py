@@ -283,8 +283,7 @@ def test_template_of_a_family_holds_conversations_with_tools(family: Family) -> 
     assert family.renderer().no_tools is None
 
 
-# What real templates do to a conversation with tools: Kimi K2's, LFM2's and Phi-3.5's, Gemma 3's,
-# SmolLM3's.
+# What real templates do to a conversation with tools: Kimi K2's, LFM2's, Gemma 3's, GLM-4's.
 NO_TOOLS = {
     "sandbox": (
         "{% set texts = [] %}{% for m in messages if m.role == 'tool' %}"
@@ -295,9 +294,10 @@ NO_TOOLS = {
         "fails on a conversation with tool calls (access to attribute 'append'",
     ),
     "no content": (
+        "{{ tools | tojson if tools else '' }}"
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
         "{% endfor %}",
-        "fails on a conversation with tool calls (",
+        "leaves earlier tool calls out of the conversation",
     ),
     "alternation": (
         "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
@@ -359,6 +359,77 @@ async def test_template_that_holds_no_tools_is_found_out_at_the_start(
     await ask(session, [USER, answer, USER])
     assert len(session.calls) == 2
     assert len(caplog.messages) == 1
+    await gateway.aclose()
+
+
+def test_template_that_misses_the_content_only_when_a_result_follows_gets_it() -> None:
+    # As QwQ's, which cuts the reasoning out of every turn but the last.
+    turn = "{{- '<|im_start|>assistant\\n' }}\n        {%- if message.reasoning_content %}"
+    assert TEMPLATE.count(turn) == 1
+    cut = "{%- if not loop.last %}{%- set content = message.content.split('</think>')[-1] %}"
+    template = TEMPLATE.replace(turn, f"{cut}{{%- endif %}}\n        {turn}")
+    renderer = ChatRenderer(tokenizer(), chat_template=template)
+    assert renderer.no_tools is None
+    earlier = {"role": "assistant", "content": None, "tool_calls": [tool_call({"a": 1})]}
+    result = {"role": "tool", "tool_call_id": "call00000", "content": "3"}
+    assert '{"a": 1}' in renderer.render_text([USER, earlier, result], [ADD_TOOL])
+
+
+def test_template_that_fails_on_a_tool_without_a_description_gets_an_empty_one() -> None:
+    # As GPT-OSS's and Hermes'. Others are shown the tool as it was given.
+    bare = {"type": "function", "function": {"name": "add"}}
+    given = ChatRenderer(tokenizer(), chat_template=TEMPLATE).render_text([USER], [bare])
+    assert '<tools>\n{"type": "function", "function": {"name": "add"}}\n</tools>' in given
+    strict = "{{- tool.function.description + (tool.function.parameters.properties | tojson) }}"
+    template = TEMPLATE.replace("{{- tool | tojson }}", strict)
+    renderer = ChatRenderer(tokenizer(), chat_template=template)
+    assert "<tools>\n{}\n</tools>" in renderer.render_text([USER], [bare])
+    bare["function"] = {"name": "add", "description": None, "parameters": None}
+    assert "<tools>\n{}\n</tools>" in renderer.render_text([USER], [bare])
+    assert '<tools>\nAdd two integers.{"a"' in renderer.render_text([USER], [ADD_TOOL])
+
+
+def test_template_without_tools_that_takes_no_message_without_content_gets_it() -> None:
+    # As Phi-3.5's: its model is shown no tools, and its agent is not disturbed.
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
+    renderer = ChatRenderer(tokenizer(), chat_template=template)
+    assert renderer.no_tools is None
+    earlier = {"role": "assistant", "content": None, "tool_calls": [tool_call({"a": 1})]}
+    assert renderer.render_text([USER, earlier], [ADD_TOOL]) == "user: 2+40?assistant: "
+
+
+@pytest.mark.parametrize(
+    ("shown", "left_out", "content", "count"),
+    [
+        # As GPT-OSS's and GigaChat's; as Phi-4-mini's in vLLM.
+        ("(message.tool_calls or [])[:1]", "some of several calls in a turn", None, 2),
+        (
+            "([] if content else message.tool_calls or [])",
+            "calls with words beside them",
+            "I add.",
+            1,
+        ),
+    ],
+)
+async def test_call_that_the_template_would_leave_out_is_refused(
+    shown: str, left_out: str, content: str | None, count: int
+) -> None:
+    template = TEMPLATE.replace("message.tool_calls or []", shown)
+    gateway = Gateway(
+        Scripted((1, 2)), ChatRenderer(tokenizer(), chat_template=template), model_name="tiny"
+    )
+    session = gateway.open_session("r")
+
+    def conversation(content: str | None, count: int) -> list[Any]:
+        calls = [tool_call({"a": index}, index) for index in range(count)]
+        results = [{"role": "tool", "tool_call_id": call["id"], "content": "3"} for call in calls]
+        return [USER, {"role": "assistant", "content": content, "tool_calls": calls}, *results]
+
+    await ask(session, conversation(None, 1), tools=[ADD_TOOL])
+    with pytest.raises(BadRequestError, match=f"leaves {left_out} out of the conversation") as no:
+        await ask(session, conversation(content, count), tools=[ADD_TOOL])
+    assert no.value.param == "messages"
+    assert len(session.calls) == 1
     await gateway.aclose()
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from unicodedata import normalize
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,6 +28,7 @@ from tests.gateway.test_keep_reasoning import ALL, OPENED, OPENED_OBEDIENT, RESU
 from tests.gateway.toy import ADD_TOOL
 from tuner.gateway import ChatRenderer
 
+pytestmark = pytest.mark.usefixtures("vocabulary")
 _WORDS = st.lists(st.sampled_from(["answer", " is", "the user", " ", "\n", "{", "1"]))
 _THOUGHT = st.tuples(_WORDS.map("".join), st.sampled_from(["", "\n"]), st.integers(0, 2))
 _TURN = st.tuples(
@@ -117,7 +120,7 @@ async def _drive(template: str, steps: list[Any]) -> None:
 
 def _compare(renderer: ChatRenderer, read: str, text: str) -> None:
     """Between the turns both are equal; the turns say the same, reasoning left out or equal."""
-    ours, theirs = _parts(read), _parts(text)
+    ours, theirs = (_parts(normalize("NFC", spoken)) for spoken in (read, text))
     assert ours[::2] == theirs[::2]
     for one, other in zip(ours[1::2], theirs[1::2], strict=True):
         if one == other:

@@ -30,6 +30,7 @@ from tuner.errors import ConfigError
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults
 from tuner.traces import Call, branches
 
+pytestmark = pytest.mark.usefixtures("vocabulary")
 MODEL = Path(__file__).parents[2] / "models" / "tiny_math"
 RESULT = {"role": "tool", "tool_call_id": "x", "content": "42"}
 YES = "<think>\nthe user\n</think>\n\nYes, the answer."
@@ -419,6 +420,7 @@ def test_keep_without_a_reasoning_parser_is_refused() -> None:
         gateway_of((), reasoning="keep", reasoning_parser="none")
 
 
+@pytest.mark.parametrize("vocabulary", ["small"], indirect=True)  # it has one of its own
 async def test_real_engine_computes_only_what_is_new_under_keep() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -13,12 +13,15 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tests.gateway.families import FAMILIES, Family, texts
+from tests.gateway.qwen import qwen
 from tests.gateway.toy import ADD_TOOL, ids_of, tokenizer
 from tuner.gateway import ChatRenderer
 from tuner.gateway.model.message_stream import MessageStream, TextStream
 from tuner.gateway.model.parsing import Delta, ParsedMessage, joined
 
 family_of = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+# Bytes, words, parts of characters and special tokens.
+QWENS = st.integers(0, 255) | st.integers(0, 151_645)
 BYTE = {letter: id_ for letter, id_ in tokenizer().get_vocab().items() if id_ < 256}
 
 
@@ -62,16 +65,37 @@ def test_pieces_make_the_message_that_is_parsed(family: Family, data: Any) -> No
     noise = data.draw(st.lists(st.sampled_from([*BYTE.values(), 256, 258]), max_size=3))
     at = data.draw(st.integers(0, len(text)))
     ids = [*ids_of(text[:at]), *noise, *ids_of(text[at:])]
-    ids += data.draw(st.sampled_from([[], [258]]))
+    _stream_anyhow(family, family.renderer(), ids, data)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_pieces_of_qwens_tokens_make_the_message_that_is_parsed(name: str, data: Any) -> None:
+    (family,) = (family for family in FAMILIES if family.name == name)
+    renderer = family.renderer(qwen)
+    # The text as its tokens or as those of its pieces; between them any other ones.
+    ids: list[int] = []
+    for text in data.draw(st.lists(texts(family) | st.text(max_size=8), max_size=4)):
+        ids += renderer.encode(text)
+        ids += data.draw(st.lists(QWENS, max_size=2))
+    _stream_anyhow(family, renderer, ids, data)
+
+
+def _stream_anyhow(family: Family, renderer: ChatRenderer, ids: list[int], data: Any) -> None:
+    """Stream the completion with any prompt, tools and stop strings, cut anywhere."""
+    end = renderer.tokenizer.eos_token_id
+    ids = ids + data.draw(st.sampled_from([[], [end]]))
+    prompts = [(), renderer.encode("<think>\n"), renderer.encode("[THINK]")]
     parts = st.sampled_from(["x", "</", "call", "\n\n", "é", "<|im_end|>", *family.pieces])
     settings = {
-        "prompt_ids": data.draw(st.sampled_from([(), ids_of("<think>\n"), ids_of("[THINK]")])),
+        "prompt_ids": data.draw(st.sampled_from(prompts)),
         "tools": data.draw(st.sampled_from([[], [ADD_TOOL]])),
         "stop": data.draw(st.lists(st.lists(parts, min_size=1).map("".join), max_size=2)),
     }
     every = data.draw(st.booleans())
     cuts = range(len(ids)) if every else data.draw(st.lists(st.integers(0, len(ids)), max_size=8))
-    check(*streamed(family.renderer(), ids, cuts, **settings))
+    check(*streamed(renderer, ids, cuts, **settings))
 
 
 @family_of
@@ -197,6 +221,12 @@ def test_tokens_that_are_bytes_are_decoded_as_the_whole_is(
     ids: list[int], sizes: list[int]
 ) -> None:
     decode_in_pieces(spoken_by_bytes(), ids, sizes)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(QWENS, max_size=12), st.lists(st.integers(1, 5)))
+def test_any_tokens_of_qwens_are_decoded_as_the_whole_is(ids: list[int], sizes: list[int]) -> None:
+    decode_in_pieces(qwen(), ids, sizes)
 
 
 def decode_in_pieces(spoken: PreTrainedTokenizerFast, ids: list[int], sizes: Sequence[int]) -> None:

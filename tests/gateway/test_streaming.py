@@ -10,6 +10,8 @@ import openai
 import pytest
 
 from tests.engines.models import until
+from tests.gateway.drift import encoded, letters
+from tests.gateway.drift import gateway_of as drift_gateway_of
 from tests.gateway.toy import ADD_TOOL, StubEngine, gateway_of, ids_of, text_of
 from tuner.engines.base import EngineError
 
@@ -42,6 +44,31 @@ async def test_a_stream_adds_up_to_the_answer_that_is_not_streamed(door: Any) ->
         assert not call.undelivered
         assert text_of(call.completion_ids) == f"{REASONED}<|im_end|>"
         assert call.response["content"] == "I add."
+
+
+@pytest.mark.parametrize("spell", [encoded, letters], ids=["tokens", "bytes"])
+async def test_a_stream_in_any_vocabulary_adds_up(spell: Any, vocabulary: str, door: Any) -> None:
+    said = f"{REASONED.replace('I add.', 'Ich füge 汉字 🙂 zusammen.')}"
+    ids = spell(said) if spell is letters else spell(f"{said}<|im_end|>")
+    gateway = drift_gateway_of(ids)
+    client = door(gateway.open_session("r", seed=1))
+    asked = {"model": "tiny", "messages": USER, "tools": [ADD_TOOL]}
+    expected = (await client.chat.completions.create(**asked)).choices[0].message
+    session = gateway.open_session("r", seed=1)
+    pieces = []
+    async with door(session).chat.completions.stream(**asked) as stream:
+        async for event in stream:
+            if event.type == "content.delta":
+                pieces.append(event.delta)
+        message = (await stream.get_final_completion()).choices[0].message
+    assert "".join(pieces) == message.content == expected.content == "Ich füge 汉字 🙂 zusammen."
+    assert len(pieces) > 4
+    assert "\ufffd" not in "".join(pieces)
+    assert message.reasoning_content == expected.reasoning_content == "add them"
+    assert [call.id for call in message.tool_calls] == [call.id for call in expected.tool_calls]
+    (call,) = session.calls
+    assert call.completion_ids == ids
+    await gateway.aclose()
 
 
 async def test_a_call_is_committed_before_the_terminal_event(door: Any) -> None:

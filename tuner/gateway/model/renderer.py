@@ -6,7 +6,7 @@ import difflib
 import inspect
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
@@ -29,8 +29,12 @@ from tuner.gateway.model.template import (
     Message,
     TemplateForm,
     for_template,
+    lost_calls,
+    risks,
     template_form,
     tools_obstacle,
+    wants_whole_tools,
+    whole,
 )
 from tuner.gateway.request_error import RequestError, shown, wrong
 
@@ -100,20 +104,23 @@ class ChatRenderer:
         self._reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters)
         self._reserved |= {"messages", "self"}
         self._developer_role = self.reads("developer")
+        self._shown: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+        if wants_whole_tools(self._apply):
+            self._shown = whole
         self._form: TemplateForm = template_form(self._apply, self._tool_call_parser)
         self.no_tools: str | None = None
         self._unseen_tools: str | None = None
         if obstacle := tools_obstacle(self._apply, self._form):
-            found, refused = obstacle
             problem = (
-                f"the model's chat template {found}: set model.chat_template_path to one that "
-                "shows tools, calls and results, or use no tools"
+                f"the model's chat template {obstacle.found}: set model.chat_template_path to one "
+                "that shows tools, calls and results, or use no tools"
             )
-            if refused:
+            if obstacle.refused:
                 self.no_tools = problem
                 _log.warning("%s; requests with tools get a 400", problem)
             else:
                 self._unseen_tools = problem
+        self._lost_calls = set() if obstacle else lost_calls(self._apply, self._form)
         self.special_tokens = SpecialTokens(tokenizer, self._encode_text)
         self.length_bound = LengthBound(tokenizer)
         self._added_tokens = {
@@ -139,7 +146,7 @@ class ChatRenderer:
 
         Raises:
             RequestError: 400: the template refuses the messages, can hold no conversation with
-                tools, or does not read a keyword.
+                tools, would leave a call out, or does not read a keyword.
         """
         used = any(m["role"] == "tool" or m.get("tool_calls") for m in messages)
         if self.no_tools and (tools or used):
@@ -147,6 +154,12 @@ class ChatRenderer:
         if self._unseen_tools and (tools or used) and add_generation_prompt:
             _log.warning("%s", self._unseen_tools)
             self._unseen_tools = None  # said once
+        if lost := [risk for m in messages for risk in risks(m) & self._lost_calls]:
+            raise RequestError(
+                f"the model's chat template leaves {lost[0]} out of the conversation: set "
+                "model.chat_template_path to one that shows them",
+                path=("messages",),
+            )
         extra = chat_template_kwargs or {}
         self._check_template_kwargs(extra)
         shaped = for_template(list(messages), self._form, developer_role=self._developer_role)
@@ -165,7 +178,7 @@ class ChatRenderer:
     ) -> str:
         text = self.tokenizer.apply_chat_template(
             shaped,
-            tools=[dict(tool) for tool in tools] or None,
+            tools=[self._shown(tool) for tool in tools] or None,
             chat_template=self._template,
             add_generation_prompt=add_generation_prompt,
             tokenize=False,

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -138,23 +140,23 @@ class Apply(Protocol):
 def template_form(apply: Apply, tool_call_parser: str) -> TemplateForm:
     """How the template takes tool calls; it is checked that the parser reads them.
 
-    A template that renders no tool calls, or not this conversation, is taken as it is.
+    A template that renders no tool calls, or not this conversation, is taken as it is. Where it
+    takes several forms, that one counts in which the whole conversation is: some miss the content
+    of a turn with calls only when a result has followed.
 
     Raises:
         ConfigError: The template writes tool calls that the parser cannot read.
     """
-    turns: dict[TemplateForm, str] = {}
-    for content_always, arguments_as_text in itertools.product((False, True), repeat=2):
-        form = TemplateForm(arguments_as_text, content_always)
-        turn = _turn(apply, form)
-        if turn is not None and _NAME in turn:
-            turns[form] = turn
+    forms = [
+        TemplateForm(arguments_as_text, content_always)
+        for content_always, arguments_as_text in itertools.product((False, True), repeat=2)
+    ]
+    turns = {form: turn for form in forms if _NAME in (turn := _turn(apply, form) or "")}
     # Where the template takes text and objects, it writes what is read back as it was.
-    for form, turn in turns.items():
-        if _reads(tool_call_parser, turn):
-            return form
-    if not turns or tool_call_parser == "none":
-        return next(iter(turns), TemplateForm())
+    read = [form for form, turn in turns.items() if _reads(tool_call_parser, turn)]
+    if read or not turns or tool_call_parser == "none":
+        obstacles = {form: tools_obstacle(apply, form) for form in read or turns or forms}
+        return min(obstacles, key=lambda form: _gravity(obstacles[form], form))
     for name in TOOL_CALL_PARSERS:
         if any(_reads(name, turn) for turn in turns.values()):
             raise ConfigError(
@@ -168,14 +170,34 @@ def template_form(apply: Apply, tool_call_parser: str) -> TemplateForm:
     )
 
 
-def tools_obstacle(apply: Apply, form: TemplateForm) -> tuple[str, bool] | None:
+@dataclass(frozen=True)
+class Obstacle:
+    """What a template does to a conversation with tools, if not right.
+
+    Attributes:
+        found: What follows "the model's chat template".
+        refused: Whether that leaves a request with tools without sense: a template that does not
+            even show the tools has a model that calls none.
+        fails: Whether nothing is rendered.
+    """
+
+    found: str
+    refused: bool = True
+    fails: bool = False
+
+
+def _gravity(obstacle: Obstacle | None, form: TemplateForm) -> int:
+    if obstacle is None or not obstacle.fails:
+        return 0 if obstacle is None else 1
+    return 2 if form.content_always else 3  # that content is missing may hide why it fails
+
+
+def tools_obstacle(apply: Apply, form: TemplateForm) -> Obstacle | None:
     """What the template does to a conversation with two tool calls and their results, if not right.
 
     One call a turn: some families have no more, and their templates refuse them.
 
     Returns:
-        What follows "the model's chat template", and whether that leaves a request with tools
-        without sense: a template that does not even show the tools has a model that calls none.
         None where calls and results are in the text.
     """
     shaped = for_template(ANY_CALL, form, developer_role=False)
@@ -183,14 +205,58 @@ def tools_obstacle(apply: Apply, form: TemplateForm) -> tuple[str, bool] | None:
         text = apply(shaped, [ANY_TOOL], add_generation_prompt=True)
     except Exception as error:
         # As in `_turn`.
-        return f"fails on a conversation with tool calls ({error})", True
+        return Obstacle(f"fails on a conversation with tool calls ({error})", fails=True)
     if not all(city in text for city in _CITIES):
         if _NAME not in text:
-            return "shows neither tools nor earlier tool calls", False
-        return "leaves earlier tool calls out of the conversation", True
+            return Obstacle("shows neither tools nor earlier tool calls", refused=False)
+        return Obstacle("leaves earlier tool calls out of the conversation")
     if not all(result in text for result in _RESULTS):
-        return "leaves the results of tools out of the conversation", True
+        return Obstacle("leaves the results of tools out of the conversation")
     return None
+
+
+def risks(message: Message) -> set[str]:
+    """What of a turn with calls some templates leave out in silence."""
+    calls = message.get("tool_calls") or ()
+    several = {"some of several calls in a turn"} if len(calls) > 1 else set()
+    return several | ({"calls with words beside them"} if calls and said(message)[1] else set())
+
+
+def lost_calls(apply: Apply, form: TemplateForm) -> set[str]:
+    """Which of the `risks` the template runs; one that refuses such a turn loses nothing."""
+    user, one, result, other, another = ANY_CALL
+    both = {**one, "tool_calls": one["tool_calls"] + other["tool_calls"]}
+    lost: set[str] = set()
+    for turn, results in ((both, [result, another]), ({**one, "content": "I look."}, [result])):
+        shaped = for_template([user, turn, *results], form, developer_role=False)
+        with suppress(Exception):
+            text = apply(shaped, [ANY_TOOL], add_generation_prompt=True)
+            if not all(city in text for city in _CITIES[: len(results)]):
+                lost |= risks(turn)
+    return lost
+
+
+_OPTIONAL: Final = {"description": "", "parameters": {"type": "object", "properties": {}}}
+
+
+def whole(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """The tool with what it may leave out."""
+    function = tool["function"]
+    missing = {key: value for key, value in _OPTIONAL.items() if function.get(key) is None}
+    return {**tool, "function": {**function, **missing}}
+
+
+def wants_whole_tools(apply: Apply) -> bool:
+    """Whether the template fails on a tool that has nothing but a name."""
+    try:
+        apply(
+            ANY_CALL[:1],
+            [{"type": "function", "function": {"name": _NAME}}],
+            add_generation_prompt=True,
+        )
+    except Exception:
+        return True
+    return False
 
 
 def _turn(apply: Apply, form: TemplateForm) -> str | None:
