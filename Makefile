@@ -7,6 +7,7 @@
 # make test-vllm   the tests that run vLLM on a CPU, in an environment of their own (3.6 GB)
 # make test-nightly   all of these, and in them what CI has no time for
 # make test-sglang   the tests that run SGLang's server on a CPU, in an environment of its own (11 GB)
+# make audit  known weaknesses of the packages in constraints.txt, by pip-audit; needs PyPI's own service
 # make bench  every benchmark; prints tables and writes benchmarks/results/*.json
 
 PYTHON ?= python3
@@ -32,7 +33,7 @@ SELECT := -m "not nightly"
 TOGETHER := --numprocesses 2 --dist loadfile
 
 .PHONY: demo test test-agentscope2 test-browser test-frameworks test-trinity test-vllm test-nightly \
-	test-sglang bench install environments clean
+	test-sglang audit bench install environments clean
 
 install: $(VENV)/.installed
 
@@ -123,6 +124,10 @@ test-sglang: install
 bench: $(VENV)/.installed-dev .venv-litellm/bin/litellm
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt trl
 	for benchmark in benchmarks/[a-z]*.py; do $(BIN)/python $$benchmark || exit 1; done
+
+# Where the service cannot be reached it fails, and does not pass for a clean bill.
+audit: install
+	.venv-uv/bin/uv tool run pip-audit --strict --no-deps --disable-pip --requirement constraints.txt
 
 clean:
 	rm -rf .venv .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis
