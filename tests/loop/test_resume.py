@@ -113,6 +113,20 @@ def test_run_with_other_settings_or_data_is_refused_by_name(straight, random_mod
         )
 
 
+@pytest.mark.parametrize("part", [slice(-1, None), slice(600, 601)], ids=["a value", "a header"])
+def test_run_with_other_weights_under_the_same_path_is_refused(random_model_path, tmp_path, part):
+    model = tmp_path / "model"
+    shutil.copytree(random_model_path, model)
+    config = runs.config(model, tmp_path, "buffer.total_steps=1")
+    tune(config)
+    path = model / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[part] = bytes([data[part][0] ^ 1])
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match=r"the weights at model\.model_path have changed"):
+        tune(config)
+
+
 def test_start_that_failed_does_not_bind_the_next_one(random_model_path, tmp_path):
     wrong = runs.config(random_model_path, tmp_path, "model.model_path=no/such/model")
     with pytest.raises(ModelLoadError):

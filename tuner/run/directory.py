@@ -26,6 +26,7 @@ from tuner.errors import ConfigError, TunerError
 from tuner.traces.store import complete_lines
 
 TRAINER_STATE = "trainer_state.pt"
+MODEL = "model.model_path"
 MANIFEST = "manifest.json"  # of a checkpoint: the sha256 of each of its other files
 # Leaves a report of a run, which stopped for a reason, or None where it came to its end; says where
 # the report is, if it could be written.
@@ -259,7 +260,8 @@ def check_same_run(
     Args:
         directory: A run that has begun; the rows it was started with are in its `data.json`.
         before, now: The settings that it was started with, and those it is to go on with.
-        fingerprint: What tells the rows of each dataset from others, by its name.
+        fingerprint: What tells the rows of each dataset from others, by its name, and the weights
+            that the run begins with, as `MODEL`.
         may_change: Keys that may differ, with all below them.
         lists: Whether the items of lists are settings of their own.
 
@@ -281,8 +283,12 @@ def check_same_run(
         data = read_json(data_file, remedy)
         if not isinstance(data, dict):
             raise TunerError(f"{data_file} is damaged: it holds no object; {remedy}")
+        if MODEL not in data or MODEL not in fingerprint:  # of an earlier version, or on the Hub
+            data, fingerprint = ({**of, MODEL: ""} for of in (data, fingerprint))
         changes += [
-            f"the rows of dataset {name!r} have changed"
+            f"the weights at {name} have changed"
+            if name == MODEL
+            else f"the rows of dataset {name!r} have changed"
             for name in sorted(data.keys() | fingerprint.keys())
             if data.get(name) != fingerprint.get(name)
         ]

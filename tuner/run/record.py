@@ -18,6 +18,7 @@ from tuner.result import TokenCounts, TuneResult
 from tuner.run.console import ConsoleMonitor
 from tuner.run.directory import (
     MAY_CHANGE_HERE,
+    MODEL,
     TRAINER_STATE,
     RunDirectory,
     check_same_run,
@@ -170,6 +171,8 @@ def open_directory(config: RunConfig, data: Mapping[str, list[Task]]) -> Iterato
     path = config.run_dir if config.continue_from_checkpoint else free_name(config.run_dir)
     directory = RunDirectory(path)
     fingerprint = {name: fingerprint_of(tasks) for name, tasks in data.items()}
+    if (found := fingerprint_of_weights(Path(config.model.model_path))) is not None:
+        fingerprint[MODEL] = found
     with held(path):
         if directory.has_begun():
             check_same_run(
@@ -204,6 +207,27 @@ def fingerprint_of(tasks: Sequence[Task]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for task in tasks:
         digest.update(row_text(task).encode() + b"\n")
+    return digest.hexdigest()
+
+
+_WEIGHTS = ("*.safetensors", "*.bin")
+_MIB = 1 << 20
+
+
+def fingerprint_of_weights(folder: Path) -> str | None:
+    """What tells a model's weights from others: of each file its name, size, and the first and last
+    MiB, which a training run changes as it does the rest. None where it is no folder here."""
+    files = sorted(path for kind in _WEIGHTS for path in folder.glob(kind))
+    if not files:
+        return None
+    digest = hashlib.blake2b(digest_size=16)
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_MIB))
+            file.seek(max(0, size - _MIB))
+            digest.update(file.read(_MIB))
     return digest.hexdigest()
 
 
