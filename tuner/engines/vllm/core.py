@@ -101,7 +101,8 @@ class VllmCore:
         self._settings = settings
         self._engine = _start(settings, weights)
         shape = self._engine.model_config
-        self._longest = min(shape.max_logprobs, shape.get_vocab_size())
+        size = shape.get_vocab_size()
+        self._longest = size if shape.max_logprobs < 0 else min(shape.max_logprobs, size)
         self._numbers = itertools.count()
         self._running = 0
         self._adapter: LoRARequest | None = None
