@@ -36,7 +36,6 @@ _OURS = {
     "enable_lora": "model.lora_configs",
     "max_lora_rank": "model.lora_configs",
     "max_loras": "model.lora_configs",
-    "max_logprobs": None,
     "logprobs_mode": None,
     "enable_prefix_caching": None,
     "generation_config": None,
