@@ -14,9 +14,10 @@ from transformers import modeling_flash_attention_utils as flash
 
 from tests.builders import call, trace
 from tests.engines.models import CONFIGS, make_model, prompt
+from tests.models.shapes import tiny_model
 from tests.training.exact import assert_same_gradient, gradient, row, seeded, small_parts
 from tuner.engines.transformers.kv_cache import probe_length
-from tuner.errors import TrainingError
+from tuner.errors import ConfigError, TrainingError
 from tuner.training import PolicyTrainer, TrainerSettings, build_batch
 from tuner.training.forward import layouts
 from tuner.training.forward.layouts import Forward
@@ -99,6 +100,32 @@ def test_where_frequencies_depend_on_length_rows_below_the_switch_are_exact_and_
         for compute in (forward.states, partial(forward.logprobs, with_entropy=False)):
             with pytest.raises(TrainingError, match="has 25 tokens, but beyond 24 positions"):
                 compute(model, [*ROWS, longer])
+
+
+@pytest.mark.parametrize("layout", ["tree", "packed", "padded"])
+@pytest.mark.parametrize("kind", ["bert", "xlnet"])
+def test_a_model_that_sees_later_tokens_is_refused_in_every_layout(kind, layout):
+    with pytest.raises(ConfigError, match=r"is not causal.*set is_decoder to true"):
+        Forward.of(tiny_model(kind), None, layout=layout)
+
+
+def test_an_encoder_that_is_a_decoder_trains():
+    cuts = [("padded", 1000), ("padded", 20)]
+    assert_same_gradient(tiny_model("bert", is_decoder=True), ROWS, cuts=cuts, tolerance=1e-5)
+
+
+def test_a_model_that_not_even_padded_rows_are_exact_for_is_refused():
+    model = make_model("qwen3")
+    forward = model.forward
+
+    def louder(*arguments, **options):
+        output = forward(*arguments, **options)
+        output.logits = torch.cat([output.logits[:1] * 2, output.logits[1:] * 3])
+        return output
+
+    model.forward = louder
+    with pytest.raises(ConfigError, match=r"padded rows would not be exact either: .* differ by"):
+        Forward.of(model, None)
 
 
 def test_the_probe_goes_past_windows_and_chunks_and_not_past_the_switch():
