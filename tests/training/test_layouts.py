@@ -128,6 +128,15 @@ def test_a_model_that_not_even_padded_rows_are_exact_for_is_refused():
         Forward.of(model, None)
 
 
+def test_latent_attention_whose_values_are_narrower_than_its_keys_trains_on_the_tree():
+    model = tiny_model("deepseek_v3")
+    config = model.config
+    assert config.v_head_dim < config.qk_nope_head_dim + config.qk_rope_head_dim
+    with small_parts():
+        cuts = [("tree", 1000), ("tree", 20), ("packed", 1000)]
+        assert_same_gradient(model, ROWS, cuts=cuts, tolerance=1e-5)
+
+
 def test_the_probe_goes_past_windows_and_chunks_and_not_past_the_switch():
     lengths = {kind: probe_length(make_model(kind).config) for kind in CONFIGS}
     wanted = {"mistral": 12, "gemma3": 12, "llama4": 12, "mamba2": 14, "phi3": 24}
