@@ -137,6 +137,13 @@ def test_latent_attention_whose_values_are_narrower_than_its_keys_trains_on_the_
         assert_same_gradient(model, ROWS, cuts=cuts, tolerance=1e-5)
 
 
+def test_a_pack_ends_at_the_last_position_that_the_model_has():
+    model = tiny_model("gpt_neo")
+    rows = [*ROWS, *ROWS, *ROWS, *ROWS]
+    assert sum(map(len, rows)) > 2 * model.config.max_position_embeddings
+    assert_same_gradient(model, rows, cuts=[("packed", 10_000)], tolerance=1e-5)
+
+
 def test_the_probe_goes_past_windows_and_chunks_and_not_past_the_switch():
     lengths = {kind: probe_length(make_model(kind).config) for kind in CONFIGS}
     wanted = {"mistral": 12, "gemma3": 12, "llama4": 12, "mamba2": 14, "phi3": 24}
