@@ -184,17 +184,24 @@ _LENGTH = re.compile("(window|chunk)(_size)?$|original_max_position")
 
 
 def length_limit(config: Any) -> tuple[int, str] | None:
-    """Up to how many positions the frequencies of RoPE are constant, and what the model does
-    beyond; None where they always are.
+    """Up to how many positions a model computes a sequence as it is alone, and what it does
+    beyond; None where it always does.
 
-    transformers takes those of `longrope` and `dynamic` from the largest position in the whole
-    pass, so one long row would change every other row beside it, and what a cache keeps would
-    be of other frequencies than what comes after.
+    transformers takes the frequencies of RoPE `longrope` and `dynamic` from the largest position in
+    the whole pass, so one long row would change every other row beside it, and what a cache keeps
+    would be of other frequencies than what comes after. Doge attends to the keys that score highest
+    by their tokens: equal tokens score the same, and which of them it takes depends on the pass.
 
     Args:
         config: The model's, as transformers has it.
     """
     config = config.get_text_config(decoder=True)
+    kept = getattr(config, "keep_window_size", None)
+    if kept is not None:
+        return kept, (
+            f"beyond {kept} positions this model attends to {kept} tokens of its choice, and of "
+            "equal tokens takes any, so sequences would not be computed as they are alone"
+        )
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [kind for kind in rope.values() if isinstance(kind, Mapping)] or [rope]
     limits: dict[int, str] = {}
