@@ -128,6 +128,10 @@ def test_a_model_that_not_even_padded_rows_are_exact_for_is_refused():
         Forward.of(model, None)
 
 
+def test_a_vocabulary_of_a_few_tokens_is_compared_within_it():
+    assert Forward.of(tiny_model("llama", vocab_size=8), None).layout == "tree"
+
+
 def test_latent_attention_whose_values_are_narrower_than_its_keys_trains_on_the_tree():
     model = tiny_model("deepseek_v3")
     config = model.config

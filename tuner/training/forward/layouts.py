@@ -280,12 +280,16 @@ def _inexact(model: nn.Module, layout: Callable[[list[Row]], TokenLogprobs]) -> 
     """
     dtype = next(model.parameters()).dtype
     causal = causal_model(model)
-    length = probe_length(causal.config) if isinstance(causal, PreTrainedModel) else 6
+    length, known = 6, 53
+    if isinstance(causal, PreTrainedModel):
+        length = probe_length(causal.config)
+        known = causal.config.get_text_config(decoder=True).vocab_size
     long = tuple((3 + 7 * i) % 53 for i in range(max(5, length)))
-    rows = [
-        Row(str(i), 0, prompt, completion, (0.0,) * len(completion), SamplingParams(max_tokens=2))
-        for i, (prompt, completion) in enumerate([*_PROBE, (long[:-4], long[-4:])])
-    ]
+    rows = []
+    for i, parts in enumerate([*_PROBE, (long[:-4], long[-4:])]):
+        prompt, completion = (tuple(id_ % known for id_ in part) for part in parts)
+        recorded = (0.0,) * len(completion)
+        rows.append(Row(str(i), 0, prompt, completion, recorded, SamplingParams(max_tokens=2)))
     alone = [completion_logprobs(model, [row], with_entropy=False).logp_T for row in rows]
     allowed = 1e-3 if dtype in (torch.float32, torch.float64) else 0.25
     # The first two rows begin alike.
