@@ -5,6 +5,7 @@
 # make test-frameworks   the tests that need agent frameworks, in an environment of their own
 # make test-trinity   the tests that run Trinity-RFT on Ray, in an environment of their own (7 GB)
 # make test-vllm   the tests that run vLLM on a CPU, in an environment of their own (3.6 GB)
+# make test-models   every causal LM of transformers, tiny: docs/models.md is what it finds
 # make test-nightly   all of these, and in them what CI has no time for
 # make test-sglang   the tests that run SGLang's server on a CPU, in an environment of its own (11 GB)
 # make audit  known weaknesses of the packages in constraints.txt, by pip-audit; needs PyPI's own service
@@ -32,8 +33,8 @@ SELECT := -m "not nightly"
 # Each file's engine or cluster is one worker's, and starting one keeps no more than a core busy.
 TOGETHER := --numprocesses 2 --dist loadfile
 
-.PHONY: demo test test-agentscope2 test-browser test-frameworks test-trinity test-vllm test-nightly \
-	test-sglang audit bench install environments clean
+.PHONY: demo test test-agentscope2 test-browser test-frameworks test-trinity test-vllm test-models \
+	test-nightly test-sglang audit bench install environments clean
 
 install: $(VENV)/.installed
 
@@ -94,6 +95,10 @@ test-vllm:
 	@if $(MAKE) $(VENV5)/.installed; then \
 	$(BIN5)/pytest tests/integration/vllm tests/engines/test_grammar.py $(TOGETHER) $(SELECT) $(ARGS); \
 	else echo "SKIPPED: test-vllm ran no test: constraints-vllm.txt cannot be installed here" >&2; fi
+
+# ARGS=--write writes the table, ARGS='llama mamba' tries these.
+test-models: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.models.matrix $(ARGS)
 
 test-nightly:
 	$(MAKE) test test-agentscope2 test-frameworks test-browser test-vllm test-trinity SELECT=

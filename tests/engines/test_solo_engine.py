@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.engines.models import (
+    CONFIGS,
     change_weights,
     error,
     generate_all,
@@ -16,7 +17,9 @@ from tests.engines.models import (
     until,
 )
 from tests.engines.test_slot_engine import crowd
+from tests.models.shapes import tiny_model
 from tuner.engines import SamplingParams
+from tuner.errors import ConfigError
 
 
 async def test_deterministic_results_do_not_depend_on_who_else_is_there():
@@ -60,9 +63,9 @@ async def test_an_update_in_flight_is_right_in_deterministic_mode():
     torch.testing.assert_close(torch.tensor(got.logprobs[change:]), wanted, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "mamba", "bloom"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "mamba", "bloom", "bamba"])
 async def test_models_that_rows_cannot_hold_are_served_alone_and_it_is_said(kind, caplog):
-    model = make_model(kind)
+    model = make_model(kind) if kind in CONFIGS else tiny_model(kind)
     with caplog.at_level(logging.WARNING):
         engine = make_engine(model)
     assert not engine.batched
@@ -71,3 +74,12 @@ async def test_models_that_rows_cannot_hold_are_served_alone_and_it_is_said(kind
     for (ids, sampling), got in zip(requests, await generate_all(engine, requests), strict=True):
         assert error(model, ids, got, sampling) < 1e-4
         assert got.cached_tokens == 0
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kind", ["bert", "blt", "xlnet"])
+def test_a_model_that_generates_something_else_than_its_forward_pass_gives_is_refused(
+    kind, deterministic
+):
+    with pytest.raises(ConfigError, match="cannot generate what a plain forward pass gives: "):
+        make_engine(tiny_model(kind), deterministic=deterministic)

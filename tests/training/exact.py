@@ -132,6 +132,30 @@ def gradient(model: nn.Module) -> Tensor:
     )
 
 
+def computed(
+    model: nn.Module, rows: Sequence[Row], forward: Forward, max_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of the rows' completion tokens in micro-batches of so many tokens, and the gradient
+    of a sum in which each token of each row and its entropy has a weight of its own."""
+    model.zero_grad(set_to_none=True)
+    logp: dict[int, Tensor] = {}
+    for indices in forward.micro_batches(rows, max_tokens):
+        found = forward.logprobs(model, [rows[i] for i in indices], with_entropy=True)
+        lengths = [len(rows[i].completion_ids) for i in indices]
+        weights = torch.cat([weights_of(i, n) for i, n in zip(indices, lengths, strict=True)])
+        weighed(found.logp_T, found.entropy_T, weights).backward()
+        logp.update(zip(indices, found.logp_T.detach().split(lengths), strict=True))
+    return torch.cat([logp[i] for i in range(len(rows))]), gradient(model)
+
+
+def weights_of(row: int, tokens: int) -> Tensor:
+    return torch.randn(tokens, generator=seeded(row))
+
+
+def weighed(logp_T: Tensor, entropy_T: Tensor, weights_T: Tensor) -> Tensor:
+    return (logp_T * weights_T + 0.3 * entropy_T * weights_T**2).sum()
+
+
 def assert_same_gradient(
     model: nn.Module,
     rows: Sequence[Row],
@@ -140,29 +164,12 @@ def assert_same_gradient(
     tolerance: float,
     grammars: Grammars | None = None,
 ) -> None:
-    """Log-probs, and the gradient of a sum in which each token of each row and its entropy has a
-    weight of its own, are those of one row per call."""
-
-    def of(layout: Layout | None, max_tokens: int) -> tuple[Tensor, Tensor]:
-        forward = Forward("padded", grammars)
-        if layout is not None:
-            forward = Forward.of(model, grammars, layout=layout)
-            assert forward.layout == layout
-        model.zero_grad(set_to_none=True)
-        logp: dict[int, Tensor] = {}
-        for indices in forward.micro_batches(rows, max_tokens):
-            found = forward.logprobs(model, [rows[i] for i in indices], with_entropy=True)
-            lengths = [len(rows[i].completion_ids) for i in indices]
-            weights = torch.cat(
-                [torch.randn(n, generator=seeded(i)) for i, n in zip(indices, lengths, strict=True)]
-            )
-            (found.logp_T * weights + 0.3 * found.entropy_T * weights**2).sum().backward()
-            logp.update(zip(indices, found.logp_T.detach().split(lengths), strict=True))
-        return torch.cat([logp[i] for i in range(len(rows))]), gradient(model)
-
-    wanted_logp, wanted = of(None, 1)
+    """What is `computed` is that of one row per call."""
+    wanted_logp, wanted = computed(model, rows, Forward("padded", grammars), 1)
     for layout, max_tokens in cuts:
-        logp, found = of(layout, max_tokens)
+        forward = Forward.of(model, grammars, layout=layout)
+        assert forward.layout == layout
+        logp, found = computed(model, rows, forward, max_tokens)
         assert (logp - wanted_logp).abs().max() < tolerance * 10, (layout, max_tokens)
         assert (found - wanted).norm() < tolerance * wanted.norm(), (layout, max_tokens)
 

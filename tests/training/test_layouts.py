@@ -14,9 +14,10 @@ from transformers import modeling_flash_attention_utils as flash
 
 from tests.builders import call, trace
 from tests.engines.models import CONFIGS, make_model, prompt
+from tests.models.shapes import tiny_model
 from tests.training.exact import assert_same_gradient, gradient, row, seeded, small_parts
 from tuner.engines.transformers.kv_cache import probe_length
-from tuner.errors import TrainingError
+from tuner.errors import ConfigError, TrainingError
 from tuner.training import PolicyTrainer, TrainerSettings, build_batch
 from tuner.training.forward import layouts
 from tuner.training.forward.layouts import Forward
@@ -84,21 +85,67 @@ def test_a_model_that_attends_in_chunks_trains_on_packed_rows(caplog):
         assert_same_gradient(model, ROWS, cuts=cuts, tolerance=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["phi3", "llama_dynamic"])
-def test_where_frequencies_depend_on_length_rows_below_the_switch_are_exact_and_longer_refused(
+@pytest.mark.parametrize("kind", ["phi3", "llama_dynamic", "doge"])
+def test_what_depends_on_the_length_of_a_pass_is_exact_up_to_the_switch_and_longer_rows_refused(
     kind,
 ):
-    model = make_model(kind)
+    model = make_model(kind) if kind in CONFIGS else tiny_model(kind)
     long = row(prompt(20), prompt(4, seed=9))
     rows = [*ROWS, long, row(long.prompt_ids, prompt(1))]
     cuts = [("tree", 1000), ("tree", 25), ("packed", 1000), ("padded", 1000)]
-    assert_same_gradient(model, rows, cuts=cuts, tolerance=1e-5)
+    assert_same_gradient(model, rows, cuts=cuts[2:] if kind == "doge" else cuts, tolerance=1e-5)
     longer = row(prompt(20), prompt(5))
     for layout in ("tree", "packed", "padded"):
         forward = Forward.of(model, None, layout=layout)
         for compute in (forward.states, partial(forward.logprobs, with_entropy=False)):
             with pytest.raises(TrainingError, match="has 25 tokens, but beyond 24 positions"):
                 compute(model, [*ROWS, longer])
+
+
+@pytest.mark.parametrize("layout", ["tree", "packed", "padded"])
+@pytest.mark.parametrize("kind", ["bert", "xlnet"])
+def test_a_model_that_sees_later_tokens_is_refused_in_every_layout(kind, layout):
+    with pytest.raises(ConfigError, match=r"is not causal.*set is_decoder to true"):
+        Forward.of(tiny_model(kind), None, layout=layout)
+
+
+def test_an_encoder_that_is_a_decoder_trains():
+    cuts = [("padded", 1000), ("padded", 20)]
+    assert_same_gradient(tiny_model("bert", is_decoder=True), ROWS, cuts=cuts, tolerance=1e-5)
+
+
+def test_a_model_that_not_even_padded_rows_are_exact_for_is_refused():
+    model = make_model("qwen3")
+    forward = model.forward
+
+    def louder(*arguments, **options):
+        output = forward(*arguments, **options)
+        output.logits = torch.cat([output.logits[:1] * 2, output.logits[1:] * 3])
+        return output
+
+    model.forward = louder
+    with pytest.raises(ConfigError, match=r"padded rows would not be exact either: .* differ by"):
+        Forward.of(model, None)
+
+
+def test_a_vocabulary_of_a_few_tokens_is_compared_within_it():
+    assert Forward.of(tiny_model("llama", vocab_size=8), None).layout == "tree"
+
+
+def test_latent_attention_whose_values_are_narrower_than_its_keys_trains_on_the_tree():
+    model = tiny_model("deepseek_v3")
+    config = model.config
+    assert config.v_head_dim < config.qk_nope_head_dim + config.qk_rope_head_dim
+    with small_parts():
+        cuts = [("tree", 1000), ("tree", 20), ("packed", 1000)]
+        assert_same_gradient(model, ROWS, cuts=cuts, tolerance=1e-5)
+
+
+def test_a_pack_ends_at_the_last_position_that_the_model_has():
+    model = tiny_model("gpt_neo")
+    rows = [*ROWS * 8]
+    assert sum(map(len, rows)) > model.config.max_position_embeddings
+    assert_same_gradient(model, rows, cuts=[("packed", 10_000)], tolerance=1e-5)
 
 
 def test_the_probe_goes_past_windows_and_chunks_and_not_past_the_switch():

@@ -27,9 +27,9 @@ from tuner.engines.base import (
 )
 from tuner.engines.request import Request, RequestEngine, end_ids_of
 from tuner.engines.sampling import check_sampling
-from tuner.engines.transformers.kv_cache import length_limit, servable_layers
+from tuner.engines.transformers.kv_cache import length_limit, probe_length, servable_layers
 from tuner.engines.transformers.slots import SlotRunner
-from tuner.engines.transformers.solo import SoloRunner
+from tuner.engines.transformers.solo import SoloRunner, names_positions
 from tuner.engines.transformers.weights import WeightsGuard, served_model
 from tuner.errors import ConfigError
 
@@ -88,8 +88,9 @@ class TransformersEngine(RequestEngine):
 
     Raises:
         ConfigError: A size is not positive, `max_model_len` is more than the model can be computed
-            at in batches (`length_limit`), the attention implementation takes no mask, or the
-            model's adapter is of a kind that acts on prompts.
+            at in batches (`length_limit`), the attention implementation takes no mask, the
+            model's adapter is of a kind that acts on prompts, or the model generates something
+            else than a plain forward pass gives (an encoder's does).
     """
 
     def __init__(
@@ -145,10 +146,7 @@ class TransformersEngine(RequestEngine):
         self, deterministic: bool, max_slots: int, prefill_tokens: int
     ) -> SlotRunner | SoloRunner:
         model = self._model
-        solo = SoloRunner(model, self._guard, self._stats)
-        if deterministic:
-            return solo
-        windows = servable_layers(model)
+        windows = None if deterministic else servable_layers(model)
         if isinstance(windows, dict):
             return SlotRunner(
                 model,
@@ -160,6 +158,16 @@ class TransformersEngine(RequestEngine):
                 max_model_len=self._capabilities.max_model_len,
                 prefill_tokens=prefill_tokens,
             )
+        told = names_positions(model, probe_length(model.config))
+        if isinstance(told, str):
+            raise ConfigError(
+                f"{type(model).__name__} cannot generate what a plain forward pass gives: {told}. "
+                "If it is an encoder that can be a decoder, set is_decoder to true in its "
+                "config.json"
+            )
+        solo = SoloRunner(model, self._guard, self._stats, names_positions=told)
+        if deterministic:
+            return solo
         _log.warning(
             "%s cannot be served from rows of keys and values: %s. Requests are generated one "
             "after the other, without prefix reuse.",

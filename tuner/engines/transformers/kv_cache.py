@@ -32,7 +32,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from tuner.engines.transformers.solo import forward_options
+from tuner.engines.transformers.solo import differ, forward_options
 from tuner.errors import ConfigError
 
 
@@ -184,17 +184,24 @@ _LENGTH = re.compile("(window|chunk)(_size)?$|original_max_position")
 
 
 def length_limit(config: Any) -> tuple[int, str] | None:
-    """Up to how many positions the frequencies of RoPE are constant, and what the model does
-    beyond; None where they always are.
+    """Up to how many positions a model computes a sequence as it is alone, and what it does
+    beyond; None where it always does.
 
-    transformers takes those of `longrope` and `dynamic` from the largest position in the whole
-    pass, so one long row would change every other row beside it, and what a cache keeps would
-    be of other frequencies than what comes after.
+    transformers takes the frequencies of RoPE `longrope` and `dynamic` from the largest position in
+    the whole pass, so one long row would change every other row beside it, and what a cache keeps
+    would be of other frequencies than what comes after. Doge attends to the keys that score highest
+    by their tokens: equal tokens score the same, and which of them it takes depends on the pass.
 
     Args:
         config: The model's, as transformers has it.
     """
     config = config.get_text_config(decoder=True)
+    kept = getattr(config, "keep_window_size", None)
+    if kept is not None:
+        return kept, (
+            f"beyond {kept} positions this model attends to {kept} tokens of its choice, and of "
+            "equal tokens takes any, so sequences would not be computed as they are alone"
+        )
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [kind for kind in rope.values() if isinstance(kind, Mapping)] or [rope]
     limits: dict[int, str] = {}
@@ -221,7 +228,7 @@ def probe_length(config: Any) -> int:
     length = 6 + max((n for n in _named_lengths(config.to_dict()) if n <= _FEW), default=0)
     limit = length_limit(config)
     bounds = (limit and limit[0], getattr(config, "max_position_embeddings", None))
-    return min([length, *(int(bound) for bound in bounds if bound)])
+    return min([length, *(int(bound) for bound in bounds if bound and bound > 0)])
 
 
 def _named_lengths(settings: Mapping[Any, Any]) -> Iterator[int]:
@@ -294,7 +301,7 @@ def rows_agree(model: PreTrainedModel, windows: dict[str, int | None]) -> str | 
     try:
         # A row of one token and a long one, which goes on beside it.
         alone = [model(input_ids=row[None], use_cache=False).logits[0] for row in (ids[:1], ids)]
-        wanted = torch.cat([alone[1][-2:-1], alone[0], alone[1][-1:]]).float()
+        wanted = torch.cat([alone[1][-2:-1], alone[0], alone[1][-1:]])
         cache = SlotCache(model.config.get_text_config().num_hidden_layers, 2, length)
         got = []
         for first, places in ((1, [[*range(length - 1)]]), (0, [[0], [length - 1]])):
@@ -311,14 +318,10 @@ def rows_agree(model: PreTrainedModel, windows: dict[str, int | None]) -> str | 
                 use_cache=True,
                 **forward_options(model),
             )
-            got.append(output.logits[:, -1].float())
+            got.append(output.logits[:, -1])
     except Exception as error:  # whatever a model's own code makes of the masks and the cache
         return f"its forward pass does not take them ({type(error).__name__}: {error})"
-    allowed = 1e-3 if dtype in (torch.float32, torch.float64) else 0.25
-    difference = float((torch.cat(got) - wanted).abs().max() / wanted.std())
-    if difference > allowed:
-        return f"its logits would differ by {difference:.2g} standard deviations"
-    return None
+    return differ(torch.cat(got), wanted)
 
 
 def servable_layers(model: PreTrainedModel) -> dict[str, int | None] | str:

@@ -112,7 +112,8 @@ class Forward:
             checkpointing: Activation checkpointing.
 
         Raises:
-            ConfigError: `checkpointing`, and the model has no layers for it.
+            ConfigError: `checkpointing`, and the model has no layers for it; or the model is not
+                causal, or not exact on padded rows either.
         """
         if checkpointing and not any(_layers(model)):
             raise ConfigError(
@@ -148,6 +149,12 @@ class Forward:
             model, partial(completion_logprobs, model, with_entropy=False, in_parts=True)
         )
         if not_in_parts is not None:
+            inexact = _inexact(model, partial(completion_logprobs, model, with_entropy=False))
+            if inexact is not None:
+                raise ConfigError(
+                    f"{type(causal).__name__} cannot be trained: padded rows would not be exact "
+                    f"either: {inexact}"
+                )
             _log.warning(
                 "training makes the logits of all tokens of a micro-batch at once, because making "
                 "them in parts would not be exact: %s",
@@ -270,21 +277,30 @@ def _inexact(model: nn.Module, layout: Callable[[list[Row]], TokenLogprobs]) -> 
     """
     dtype = next(model.parameters()).dtype
     causal = causal_model(model)
-    length = probe_length(causal.config) if isinstance(causal, PreTrainedModel) else 6
+    length, known = 6, 53
+    if isinstance(causal, PreTrainedModel):
+        length = probe_length(causal.config)
+        known = causal.config.get_text_config(decoder=True).vocab_size
     long = tuple((3 + 7 * i) % 53 for i in range(max(5, length)))
-    rows = [
-        Row(str(i), 0, prompt, completion, (0.0,) * len(completion), SamplingParams(max_tokens=2))
-        for i, (prompt, completion) in enumerate([*_PROBE, (long[:-4], long[-4:])])
-    ]
+    rows = []
+    for i, parts in enumerate([*_PROBE, (long[:-4], long[-4:])]):
+        prompt, completion = (tuple(id_ % known for id_ in part) for part in parts)
+        recorded = (0.0,) * len(completion)
+        rows.append(Row(str(i), 0, prompt, completion, recorded, SamplingParams(max_tokens=2)))
+    alone = [completion_logprobs(model, [row], with_entropy=False).logp_T for row in rows]
+    allowed = 1e-3 if dtype in (torch.float32, torch.float64) else 0.25
+    # The first two rows begin alike.
+    if abs(float(alone[0][0] - alone[1][0])) > allowed:
+        raise ConfigError(
+            f"{type(causal).__name__} is not causal: what it gives for a token depends on those "
+            "behind it, so it has no log-probs of sampled text. If it is an encoder that can be a "
+            "decoder, set is_decoder to true in its config.json"
+        )
     try:
         found = layout(rows).logp_T
     except Exception as error:  # whatever a model's own code makes of masks and positions
         return f"its forward pass does not take them ({type(error).__name__}: {error})"
-    wanted = torch.cat(
-        [completion_logprobs(model, [row], with_entropy=False).logp_T for row in rows]
-    )
-    allowed = 1e-3 if dtype in (torch.float32, torch.float64) else 0.25
-    difference = float((found - wanted).abs().max())
+    difference = float((found - torch.cat(alone)).abs().max())
     # Written so that NaN counts as a difference.
     if difference <= allowed:
         return None

@@ -88,13 +88,15 @@ def pack_tokens(model: PreTrainedModel) -> int | None:
     """The longest pack that is worth its mask, None where attention takes none.
 
     On a CPU that is where a token costs least: the cost of a pass is spread over more of them, and
-    each is compared with more others.
+    each is compared with more others. A model's own mask (GPT-Neo's) ends at its last position.
     """
     if model.config._attn_implementation not in ("sdpa", "eager"):
         return None
+    config = model.config.get_text_config(decoder=True)
+    longest = min(MASKED_TOKENS, getattr(config, "max_position_embeddings", None) or MASKED_TOKENS)
     if model.device.type != "cpu":
-        return MASKED_TOKENS
-    return min(MASKED_TOKENS, PassCost.of(model, dense=True).cheapest_tokens())
+        return longest
+    return min(longest, PassCost.of(model, dense=True).cheapest_tokens())
 
 
 def packs(rows: Sequence[Row], max_tokens: int) -> list[list[int]]:

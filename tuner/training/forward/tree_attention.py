@@ -231,9 +231,13 @@ def _scaled_dot_product_attention(
     if enable_gqa and key.shape[1] != query.shape[1]:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    return attn_mask.attention.attend(
-        query, key, value, query.shape[-1] ** -0.5 if scale is None else scale
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    # The kernels take one width: latent attention (DeepSeek's) has wider keys than values.
+    width, of_value = max(query.shape[-1], value.shape[-1]), value.shape[-1]
+    query, key, value = (
+        F.pad(states, (0, width - states.shape[-1])) for states in (query, key, value)
     )
+    return attn_mask.attention.attend(query, key, value, scale)[..., :of_value]
 
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -1,0 +1,36 @@
+"""The table of docs/models.md: `make test-models` makes all of it, here are four of its lines."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tests.models.matrix import TABLE, check, page, verdicts
+from tuner.training.forward import layouts
+
+WRITTEN = verdicts(TABLE.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("model_type", ["cohere2", "gpt_neo", "bamba", "bert"])
+def test_the_table_says_what_is_found(model_type):
+    """On the tree, on packed rows, on padded ones; and an encoder, which is refused."""
+    found = verdicts(page(check(model_type)))
+    assert model_type in found
+    assert found == {name: WRITTEN[name] for name in found}
+
+
+def test_what_is_accepted_and_not_exact_is_wrong():
+    windows = {"full_attention": None}
+    with mock.patch.object(layouts, "_tree_windows", return_value=windows):
+        (shape,) = check("mistral")
+    assert shape.cells[0].startswith("**wrong**")
+    assert not any("wrong" in cell for cell in shape.cells[1:])
+
+
+def test_the_table_has_every_model_of_this_transformers_and_none_is_wrong():
+    assert not MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - WRITTEN.keys(), (
+        "run: make test-models ARGS=--write"
+    )
+    assert not {name for name, found in WRITTEN.items() if "**" in found}
