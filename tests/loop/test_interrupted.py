@@ -21,6 +21,8 @@ async def stubborn(task, model, *, asked):
 
 
 def run(model, root, asked):
+    # What a shell starts in the background ignores it, and so would this.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     limits.GRACE = 0.1
     run_local(
         runs.config(model, root, "explorer.eval_interval=0"),
