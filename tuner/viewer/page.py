@@ -83,6 +83,7 @@ def report_data(
         body = reader.trace(row.file, row.offset)
         for call in body["trace"]["calls"]:
             call["logprobs"] = [round(value, LOGPROB_DIGITS) for value in call["logprobs"]]
+            call.pop("kept", None)  # the page does not show them, and they may be most of a trace
         # One vocabulary for all of them.
         vocabulary |= body.pop("vocabulary")
         rows.append(row)
