@@ -116,10 +116,16 @@ class RunDirectory:
                 f"{final} cannot be written: {type(error).__name__}: {error}; "
                 f"{_advice(error)}, then start the run again: it goes on from the checkpoint before"
             ) from error
-        if keep:
-            for old in self.checkpoint_steps()[:-keep]:
-                shutil.rmtree(self.checkpoint(old))
+        self.prune(keep)
         return final
+
+    def prune(self, keep: int) -> None:
+        """Delete checkpoints but the newest `keep`, or none where that is 0; one that is deleted in
+        part has no name of a checkpoint."""
+        for old in self.checkpoint_steps()[:-keep] if keep else ():
+            leaving = self.checkpoints / f".{self.checkpoint(old).name}"
+            os.replace(self.checkpoint(old), leaving)
+            shutil.rmtree(leaving)
 
 
 def _checksums(folder: Path) -> dict[str, str]:
