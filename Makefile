@@ -5,6 +5,7 @@
 # make test-frameworks   the tests that need agent frameworks, in an environment of their own
 # make test-trinity   the tests that run Trinity-RFT on Ray, in an environment of their own (7 GB)
 # make test-vllm   the tests that run vLLM on a CPU, in an environment of their own (3.6 GB)
+# make test-chaos   kills, faults of every file operation, wrong requests, sessions, a soak; an hour on two cores
 # make test-nightly   all of these, and in them what CI has no time for
 # make test-sglang   the tests that run SGLang's server on a CPU, in an environment of its own (11 GB)
 # make bench  every benchmark; prints tables and writes benchmarks/results/*.json
@@ -31,8 +32,8 @@ SELECT := -m "not nightly"
 # Each file's engine or cluster is one worker's, and starting one keeps no more than a core busy.
 TOGETHER := --numprocesses 2 --dist loadfile
 
-.PHONY: demo test test-agentscope2 test-browser test-frameworks test-trinity test-vllm test-nightly \
-	test-sglang bench install environments clean
+.PHONY: demo test test-agentscope2 test-browser test-frameworks test-trinity test-vllm test-chaos \
+	test-nightly test-sglang bench install environments clean
 
 install: $(VENV)/.installed
 
@@ -93,6 +94,24 @@ test-vllm:
 	@if $(MAKE) $(VENV5)/.installed; then \
 	$(BIN5)/pytest tests/integration/vllm tests/engines/test_grammar.py $(TOGETHER) $(SELECT) $(ARGS); \
 	else echo "SKIPPED: test-vllm ran no test: constraints-vllm.txt cannot be installed here" >&2; fi
+
+# How much of each; a smaller part of the faults is drawn with CHAOS_EVERY=10.
+CHAOS_KILLS := 200
+CHAOS_EVERY := 1
+CHAOS_BODIES := 100000
+CHAOS_SESSIONS := 10000
+CHAOS_MINUTES := 30
+CHAOS := OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos
+
+# Each part runs, whatever became of the one before.
+test-chaos: $(VENV)/.installed-dev
+	failed=0; \
+	$(CHAOS).kills --count $(CHAOS_KILLS) $(ARGS) || failed=1; \
+	$(CHAOS).preload tests.chaos.faults --every $(CHAOS_EVERY) $(ARGS) || failed=1; \
+	$(CHAOS).bodies --count $(CHAOS_BODIES) $(ARGS) || failed=1; \
+	$(CHAOS).sessions --count $(CHAOS_SESSIONS) $(ARGS) || failed=1; \
+	$(CHAOS).soak --minutes $(CHAOS_MINUTES) || failed=1; \
+	exit $$failed
 
 test-nightly:
 	$(MAKE) test test-agentscope2 test-frameworks test-browser test-vllm test-trinity SELECT=
