@@ -13,6 +13,7 @@ the bits of one that met none. What is tried is a whole run, and one that goes o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import os
 import random
@@ -110,7 +111,7 @@ class Faults:
         if again.code:
             wrong.append(f"it does not go on: {again.error}")
         else:
-            wrong += differences(left(folder), self.straight)
+            wrong += unsound(folder) or differences(left(folder), self.straight)
         if wrong:
             self.wrong.append(f"{about}: {wrong}")
 
@@ -127,23 +128,27 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     began, rng = time.perf_counter(), random.Random(arguments.seed)
-    counts = {}
     with tempfile.TemporaryDirectory() as temporary:
         warm_up(Path(temporary))
         faults, told = Faults(Path(temporary)), 0
-        for going_on in (False, True):
-            for kind in arguments.kinds:
-                count = len(faults.operations(kind, going_on))
-                counts["going on" if going_on else "whole", kind] = count
-                for nth in sorted(rng.sample(range(1, count + 1), -(-count // arguments.every))):
-                    faults.meet(kind, nth, going_on=going_on)
-                    for text in faults.wrong[told:]:
-                        print(text, flush=True)
-                    told = len(faults.wrong)
-    print(
-        "run | fault | operations | ended with an error | killed | went on\n" + "--- | " * 5 + "---"
-    )
-    for (case, kind), count in counts.items():
+        operations = {
+            (kind, going_on): len(faults.operations(kind, going_on))
+            for kind in arguments.kinds
+            for going_on in (False, True)
+        }
+        every = [(*case, n) for case, count in operations.items() for n in range(1, count + 1)]
+        drawn = rng.sample(every, -(-len(every) // arguments.every))
+        with contextlib.suppress(KeyboardInterrupt):  # what was tried is told
+            for number, (kind, going_on, nth) in enumerate(drawn):
+                faults.meet(kind, nth, going_on=going_on)
+                print(*faults.wrong[told:], sep="\n", end="", flush=True)
+                told = len(faults.wrong)
+                if number % 50 == 0:
+                    print(f"{number} of {len(drawn)}", flush=True)
+    print("run | fault | operations | tried | ended with an error | killed | went on")
+    print("--- | " * 6 + "---")
+    for (kind, going_on), count in operations.items():
+        case = "going on" if going_on else "whole"
         ways = [faults.tried[case, kind, way] for way in ("error", "killed", "goes on")]
         print(f"{case} | {kind} | {count} | {sum(ways)} | {' | '.join(map(str, ways))}")
     print("\nwhat a run went on after:")

@@ -87,7 +87,7 @@ class Killing:
             wrong = accounts(folder, steps=4, batch=2, repeat=3, staleness=2)
             wrong += retrained(RUNS[name], folder)
         else:
-            wrong = differences(left(folder), straight)
+            wrong = unsound(folder) or differences(left(folder), straight)
         self.runs[name] += 1
         print(f"{self.total()} kills: {name}", flush=True)
         if wrong:

@@ -4,8 +4,9 @@
 
 The whole loop: rollouts of which some fail, are retried or talk twice, updates, checkpoints,
 evaluations. Resident memory, descriptors and threads are printed every minute. After its first
-fifth it may not grow by more than `--grown` MiB, of which its history of metrics is what must grow:
-about 10 KiB a step. It ends by Ctrl-C, and in time.
+fifth it may not grow by more than `--grown` MiB. What must grow is the history of metrics, about
+8 KiB a step, and the gateway's memory of keys that have ended, about 1 KiB a rollout up to 100,000.
+It ends by Ctrl-C, and in time.
 """
 
 from __future__ import annotations
