@@ -5,7 +5,7 @@
 # make test-frameworks   the tests that need agent frameworks, in an environment of their own
 # make test-trinity   the tests that run Trinity-RFT on Ray, in an environment of their own (7 GB)
 # make test-vllm   the tests that run vLLM on a CPU, in an environment of their own (3.6 GB)
-# make test-chaos   kills, faults of every file operation, wrong requests, sessions, a soak; an hour on two cores
+# make test-chaos   kills, a fault at each file operation, wrong requests, sessions, a soak of half an hour
 # make test-nightly   all of these, and in them what CI has no time for
 # make test-sglang   the tests that run SGLang's server on a CPU, in an environment of its own (11 GB)
 # make bench  every benchmark; prints tables and writes benchmarks/results/*.json

@@ -23,9 +23,18 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
-from tests.chaos.runs import begin, differences, end, left, tiny, unsound, warm_up, with_models
+from tests.chaos.runs import (
+    Ended,
+    begin,
+    differences,
+    end,
+    left,
+    tiny,
+    unsound,
+    warm_up,
+    with_models,
+)
 
 KINDS = {"full": 1, "error": 2, "torn": 3, "killed": 4}
 
@@ -72,7 +81,7 @@ class Faults:
         self._faulty(folder, kind, 0)
         return self._log(folder)
 
-    def _faulty(self, folder: Path, kind: str, nth: int) -> Any:
+    def _faulty(self, folder: Path, kind: str, nth: int) -> Ended:
         def start(folder: Path) -> None:
             log = os.open(folder.with_suffix(".calls"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             watched = str(folder / "p").encode()
@@ -98,7 +107,6 @@ class Faults:
         wrong = unsound(folder)
         if ended.code == 0:
             way = "goes on"
-            self.harmless[kind, _place(call)] += 1
         elif ended.code == -9 and kind == "killed":
             way = "killed"
         elif ended.code == 1 and ended.wanted and str(folder / "p" / "run") in ended.error:
@@ -106,19 +114,16 @@ class Faults:
         else:
             way = "other"
             wrong.append(folder.with_suffix(".log").read_text()[-3000:])
-        self.tried[case, kind, way] += 1
         again = end(begin(tiny, folder))
         if again.code:
             wrong.append(f"it does not go on: {again.error}")
         else:
             wrong += unsound(folder) or differences(left(folder), self.straight)
+        self.tried[case, kind, way] += 1
+        if way == "goes on":
+            self.harmless[kind, call.partition(" ")[2]] += 1
         if wrong:
             self.wrong.append(f"{about}: {wrong}")
-
-
-def _place(call: str) -> str:
-    """An operation without its number and step."""
-    return " ".join(part for part in call.split(" ")[1:])
 
 
 def main() -> int:
@@ -128,7 +133,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     began, rng = time.perf_counter(), random.Random(arguments.seed)
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         warm_up(Path(temporary))
         faults, told = Faults(Path(temporary)), 0
         operations = {
