@@ -6,6 +6,7 @@
 # make test-trinity   the tests that run Trinity-RFT on Ray, in an environment of their own (7 GB)
 # make test-vllm   the tests that run vLLM on a CPU, in an environment of their own (3.6 GB)
 # make test-models   every causal LM of transformers, tiny: docs/models.md is what it finds
+# make test-chaos   kills, a fault at each file operation, wrong requests, sessions, a soak of half an hour
 # make test-nightly   all of these, and in them what CI has no time for
 # make test-sglang   the tests that run SGLang's server on a CPU, in an environment of its own (11 GB)
 # make audit  known weaknesses of the packages in constraints.txt, by pip-audit; needs PyPI's own service
@@ -33,7 +34,7 @@ SELECT := -m "not nightly"
 # Each file's engine or cluster is one worker's, and starting one keeps no more than a core busy.
 TOGETHER := --numprocesses 2 --dist loadfile
 
-.PHONY: demo test test-agentscope2 test-browser test-frameworks test-trinity test-vllm test-models \
+.PHONY: demo test test-agentscope2 test-browser test-frameworks test-trinity test-vllm test-models test-chaos \
 	test-nightly test-sglang audit bench install environments clean
 
 install: $(VENV)/.installed
@@ -99,6 +100,24 @@ test-vllm:
 # ARGS=--write writes the table, ARGS='llama mamba' tries these.
 test-models: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.models.matrix $(ARGS)
+
+# How much of each; a smaller part of the faults is drawn with CHAOS_EVERY=10.
+CHAOS_KILLS := 200
+CHAOS_EVERY := 1
+CHAOS_BODIES := 100000
+CHAOS_SESSIONS := 10000
+CHAOS_MINUTES := 30
+CHAOS := OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos
+
+# Each part runs, whatever became of the one before.
+test-chaos: $(VENV)/.installed-dev
+	failed=0; \
+	$(CHAOS).kills --count $(CHAOS_KILLS) $(ARGS) || failed=1; \
+	$(CHAOS).preload tests.chaos.faults --every $(CHAOS_EVERY) $(ARGS) || failed=1; \
+	$(CHAOS).bodies --count $(CHAOS_BODIES) $(ARGS) || failed=1; \
+	$(CHAOS).sessions --count $(CHAOS_SESSIONS) $(ARGS) || failed=1; \
+	$(CHAOS).soak --minutes $(CHAOS_MINUTES) || failed=1; \
+	exit $$failed
 
 test-nightly:
 	$(MAKE) test test-agentscope2 test-frameworks test-browser test-vllm test-trinity SELECT=

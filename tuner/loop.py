@@ -81,6 +81,7 @@ def run_local(
         finished = finished_result(directory, total_steps)
         if finished is not None:
             logger.warning("%s is complete; returning its result", directory.path)
+            report(directory, None)  # the process may have been killed before it was written
             return finished
         record = RunRecord(config, directory, total_steps)
         data = train_tasks if examples is None else examples

@@ -130,7 +130,7 @@ def _placeless(node: Any, folder: Path) -> Any:
     return json.loads(text)
 
 
-def _import_once(root: Path) -> None:
+def import_once(root: Path) -> None:
     """Import here, before the first fork, what every run would import: most of its time."""
     for name in ("agentscope", "anthropic", "openai", "peft", "llguidance", "pebble"):
         with contextlib.suppress(ImportError):
@@ -191,7 +191,7 @@ def main() -> int:
     different = 0
     with tempfile.TemporaryDirectory() as temporary:
         root = arguments.keep or Path(temporary)
-        _import_once(Path(temporary))
+        import_once(Path(temporary))
         for name in arguments.names or recipes.RECIPES:
             began = time.perf_counter()
             found = compute(name, (root / name).absolute())

@@ -99,6 +99,16 @@ def test_finished_run_is_not_run_again(straight, random_model_path):
     assert tune(runs.config(random_model_path, root), workflow=never) == straight
 
 
+def test_finished_run_that_was_killed_before_its_report_gets_it(
+    straight, random_model_path, tmp_path
+):
+    shutil.copytree(straight.run_dir, tmp_path / "p" / "run")
+    report = tmp_path / "p" / "run" / "report.html"
+    report.write_text("of an earlier part, which stopped")
+    tune(runs.config(random_model_path, tmp_path))
+    assert report.read_text().startswith("<!doctype html>")
+
+
 def test_run_with_other_settings_or_data_is_refused_by_name(straight, random_model_path):
     root = straight.run_dir.parents[1]
     with pytest.raises(ConfigError, match=r"algorithm\.optimizer\.lr was 0\.01 and is 0\.5"):

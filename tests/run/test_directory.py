@@ -1,6 +1,8 @@
 """One run at a time in a directory."""
 
+import errno
 import os
+import shutil
 import signal
 import socket
 
@@ -11,7 +13,7 @@ from tests.loop import runs
 from tuner.config import load_config
 from tuner.errors import ConfigError
 from tuner.loop import run_local
-from tuner.run.directory import held
+from tuner.run.directory import RunDirectory, held
 
 
 def hold_and_die(path):
@@ -61,6 +63,28 @@ def test_a_run_that_is_started_twice_writes_nothing_the_second_time(random_model
     result = start(workflow)
     assert "is in use by process" in refused[0]
     assert result.steps == 1
+
+
+def test_a_checkpoint_that_is_deleted_in_part_has_no_name_of_one(tmp_path, monkeypatch):
+    directory = RunDirectory(tmp_path)
+    directory.create()
+
+    def save(step):
+        directory.save_checkpoint(step, lambda path: (path / "weights").write_text("1"), keep=1)
+
+    def fails(path, ignore_errors=False):
+        if not ignore_errors:
+            (path / "weights").unlink()
+            raise OSError(errno.EIO, "I/O error")
+
+    save(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", fails)
+        with pytest.raises(OSError, match="I/O error"):
+            save(2)
+    assert directory.checkpoint_steps() == [2]
+    directory.create()
+    assert [path.name for path in directory.checkpoints.iterdir()] == ["step_000002"]
 
 
 def test_runs_without_a_name_are_never_one_run():

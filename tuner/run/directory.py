@@ -117,10 +117,15 @@ class RunDirectory:
                 f"{final} cannot be written: {type(error).__name__}: {error}; "
                 f"{_advice(error)}, then start the run again: it goes on from the checkpoint before"
             ) from error
-        if keep:
-            for old in self.checkpoint_steps()[:-keep]:
-                shutil.rmtree(self.checkpoint(old))
+        self.prune(keep)
         return final
+
+    def prune(self, keep: int) -> None:
+        """Delete checkpoints but the newest `keep`, none if that is 0; in part, under no such name."""
+        for old in self.checkpoint_steps()[:-keep] if keep else ():
+            leaving = self.checkpoints / f".{self.checkpoint(old).name}"
+            os.replace(self.checkpoint(old), leaving)
+            shutil.rmtree(leaving)
 
 
 def _checksums(folder: Path) -> dict[str, str]:

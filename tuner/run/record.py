@@ -53,6 +53,7 @@ class RunRecord:
         self.total_steps = total_steps
         self.console = ConsoleMonitor(total_steps)
         last = directory.sound_checkpoint(self.console.say)
+        directory.prune(config.trainer.max_checkpoints_to_keep)  # it may have ended in the middle
         self.start = last or 0
         # Without a checkpoint even step 0, the evaluation before training, is done again.
         self.history = read_metrics(directory.metrics, up_to=-1 if last is None else last)

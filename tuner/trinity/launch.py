@@ -103,6 +103,7 @@ def run_trinity(
         write_atomically(directory.path / "data.json", json.dumps(prepared.fingerprint, indent=2))
         if (finished := run.finished()) is not None:
             logger.warning("%s is complete; returning its result", directory.path)
+            report(directory, None)  # the process may have been killed before it was written
             return finished
         with reported(directory, report):
             run.execute(

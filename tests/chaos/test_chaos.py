@@ -1,0 +1,34 @@
+"""A little of what `make test-chaos` does at length."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.chaos import bodies, preload, sessions
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="the failing file system needs a C compiler")
+def test_killed_runs_and_runs_on_a_failing_disk_go_on_to_the_same_bits(tmp_path):
+    said = tmp_path / "said"
+    with said.open("wb") as output:
+        code = preload.run(
+            ["tests.chaos.short"],
+            cwd=Path(__file__).parents[2],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    assert code == 0, said.read_text()[-5000:]
+
+
+def test_wrong_requests_break_nothing():
+    statuses, _ = bodies.send(500, "short")
+    assert statuses[200] > 50
+    assert statuses[400] > 100
+
+
+async def test_sessions_leave_nothing_behind():
+    calls, held = await sessions.open_many(200, seed=0)
+    assert calls > 200
+    assert sessions.grown(held, memory=20) == []
