@@ -121,7 +121,7 @@ class RunDirectory:
         return final
 
     def prune(self, keep: int) -> None:
-        """Delete checkpoints but the newest `keep`, none if that is 0; in part, under no such name."""
+        """Delete all checkpoints but the newest `keep`, 0: none; a part of one has another name."""
         for old in self.checkpoint_steps()[:-keep] if keep else ():
             leaving = self.checkpoints / f".{self.checkpoint(old).name}"
             os.replace(self.checkpoint(old), leaving)

@@ -100,9 +100,6 @@ class VllmCore:
     def __init__(self, settings: VllmSettings, weights: Weights) -> None:
         self._settings = settings
         self._engine = _start(settings, weights)
-        shape = self._engine.model_config
-        size = shape.get_vocab_size()
-        self._longest = size if shape.max_logprobs < 0 else min(shape.max_logprobs, size)
         self._numbers = itertools.count()
         self._running = 0
         self._adapter: LoRARequest | None = None
@@ -113,6 +110,13 @@ class VllmCore:
     def label(self) -> str | None:
         """Which weights it has; None while they change, or where that failed."""
         return self._label
+
+    @property
+    def _longest(self) -> int:
+        """The most tokens that it lists with their log-probs."""
+        config = self._engine.model_config
+        size = int(config.get_vocab_size())
+        return size if config.max_logprobs < 0 else min(config.max_logprobs, size)
 
     @property
     def dead(self) -> bool:
@@ -255,15 +259,16 @@ class VllmCore:
         self._running += 1
         try:
             with self._named("generating"):
+                longest = self._longest
                 outputs = self._engine.generate(
                     TokensPrompt(prompt_token_ids=list(prompt_ids)),
-                    vllm_sampling(sampling, self._settings.end_ids, self._longest),
+                    vllm_sampling(sampling, self._settings.end_ids, longest),
                     f"tuner-{next(self._numbers)}",
                     lora_request=self._adapter,
                 )
                 async with aclosing(outputs):
                     async for output in outputs:
-                        yield sampled(output, sampling, self._longest)
+                        yield sampled(output, sampling, longest)
         finally:
             self._running -= 1
 
