@@ -38,7 +38,7 @@ from tuner.errors import TrainingError
 from tuner.traces import successors
 from tuner.traces.tree import IntArray
 from tuner.training.batch import Batch, Row
-from tuner.training.forward.sampled import TokenLogprobs
+from tuner.training.forward.head import TokenLogprobs
 from tuner.training.loss import Tokens
 from tuner.training.trainer_settings import TrainerSettings
 

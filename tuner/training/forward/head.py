@@ -1,4 +1,7 @@
-"""From hidden states to the log-probs of sampled tokens.
+"""From hidden states to the log-probs of the distributions that tokens were sampled from.
+
+A row's tokens were sampled at some temperature, with some penalties, from what a cut left, perhaps
+within a grammar; the trainer computes the same quantity under the current weights.
 
 Logits are made for some tokens at a time and made again in the backward pass, so memory does not
 grow with vocabulary x tokens, in whichever layout the rows went through the layers.
@@ -7,6 +10,8 @@ grow with vocabulary x tokens, in whichever layout the rows went through the lay
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,12 +20,269 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from tuner.engines.grammar import Grammars
+from tuner.engines.grammar import Bits, Grammars, unpacked
+from tuner.engines.kept import kept_ids
+from tuner.engines.logit_edits import Edit, LogitEdits, edited
+from tuner.engines.sampling import sampled_logprobs
 from tuner.engines.transfer import to_device
-from tuner.engines.transformers.weights import causal_model
+from tuner.errors import TrainingError
 from tuner.traces.tree import IntArray
 from tuner.training.batch import Row
-from tuner.training.forward.sampled import Sampled, TokenLogprobs
+
+FloatArray = np.ndarray[Any, Any]
+Objects = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """For the T completion tokens of some rows, in row order: log-prob and entropy, [T] each."""
+
+    logp_T: Tensor
+    entropy_T: Tensor
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """T sampled tokens with the settings they were sampled with; None where all are "off".
+
+    They stay in main memory until `logprobs` needs them, which asks the device nothing.
+
+    Attributes:
+        target_T: Their ids, shape [T].
+        temperature_T: Shape [T], or None.
+        top_k_T, top_p_T, min_p_T: The cuts of tokens of which it is not known what was left; all of
+            shape [T], or None.
+        kept_T: What was left (`tuner.engines.kept`), or "", shape [T] or None.
+        edits_T: What is done to single logits, or None, shape [T] or None.
+        bits: For each of the C tokens sampled within a grammar the tokens that it allowed there,
+            shape [C, bytes] or None.
+        bits_T: Which of the C each token is, -1 where there was no grammar, shape [T] or None.
+    """
+
+    target_T: IntArray
+    temperature_T: FloatArray | None
+    top_k_T: IntArray | None
+    top_p_T: FloatArray | None
+    min_p_T: FloatArray | None
+    kept_T: Objects | None
+    edits_T: Objects | None
+    bits: Bits | None
+    bits_T: IntArray | None
+
+    @staticmethod
+    def of(rows: Sequence[Row], vocabulary: int, grammars: Grammars | None) -> Sampled:
+        """The completion tokens of `rows`, in row order.
+
+        Args:
+            vocabulary: Number of logits of the model.
+            grammars: The engine's; needed where a row was sampled within a grammar.
+
+        Raises:
+            TrainingError: A row has a grammar, and there are no `grammars` to replay it with; or it
+                has a token that its bad words do not allow.
+            GrammarError: A row's completion does not follow its grammar.
+        """
+        sampling = [row.sampling for row in rows]
+        counts = [len(row.completion_ids) for row in rows]
+
+        def each(values: list[Any], dtype: type) -> np.ndarray[Any, Any]:
+            return np.repeat(np.array(values, dtype=dtype), counts)
+
+        temperature_T = top_k_T = top_p_T = min_p_T = kept_T = None
+        if any(s.temperature != 1 for s in sampling):
+            temperature_T = each([s.temperature for s in sampling], np.float32)
+        if any(row.kept for row in rows):
+            kept = [row.kept or ("",) * len(row.completion_ids) for row in rows]
+            kept_T = _objects([one for of_row in kept for one in of_row])
+        if any(s.cuts for s in sampling):
+            known_T = np.zeros(sum(counts), dtype=bool) if kept_T is None else kept_T != ""
+            top_k_T = np.where(known_T, -1, each([s.top_k for s in sampling], np.int64))
+            top_p_T = np.where(known_T, 1.0, each([s.top_p for s in sampling], np.float64))
+            min_p_T = np.where(known_T, 0.0, each([s.min_p for s in sampling], np.float64))
+            if known_T.all():
+                top_k_T = top_p_T = min_p_T = None
+        bits, bits_T = _replayed(rows, vocabulary, grammars)
+        return Sampled(
+            np.array([id_ for row in rows for id_ in row.completion_ids], dtype=np.int64),
+            temperature_T,
+            top_k_T,
+            top_p_T,
+            min_p_T,
+            kept_T,
+            _edits(rows),
+            bits,
+            bits_T,
+        )
+
+    def take(self, places: IntArray | slice) -> Sampled:
+        """Some of the tokens."""
+
+        def of(values: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any] | None:
+            return None if values is None else values[places]
+
+        return Sampled(
+            self.target_T[places],
+            of(self.temperature_T),
+            of(self.top_k_T),
+            of(self.top_p_T),
+            of(self.min_p_T),
+            of(self.kept_T),
+            of(self.edits_T),
+            self.bits,
+            of(self.bits_T),
+        )
+
+    def logprobs(self, logits_TV: Tensor, *, with_entropy: bool) -> TokenLogprobs:
+        """Log-probs of the distributions that were sampled.
+
+        Tokens outside a grammar are removed, and bias and penalties applied: neither depends on the
+        weights. Logits are divided by the temperature. Where top_k, top_p or min_p cut the
+        distribution the tokens stay that were left when it was sampled. Where these are not known
+        it is cut again under the current weights, the sampled token always counted in: exact for
+        the weights that sampled it, an approximation after an update.
+
+        Args:
+            logits_TV: What the model gives for each token; taken up to float32 at least.
+            with_entropy: Keep the graph of the entropy (else it is detached, for metrics only).
+
+        Raises:
+            TrainingError: A sampled token is not among those that were left.
+        """
+        logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+        target_T = to_device(self.target_T, logits_TV.device)
+        logits_TV = self._edited(self._within_grammars(logits_TV))
+        logits_TV = self._within_kept(self._as_sampled(logits_TV, target_T))
+        all_logp_TV = logits_TV.log_softmax(-1)
+        logp_T = all_logp_TV.gather(1, target_T[:, None])[:, 0]
+        kept = all_logp_TV if with_entropy else all_logp_TV.detach()
+        # A token that was removed has probability 0 and adds nothing: 0 * -inf is not 0.
+        entropy_T = -(kept.exp() * kept.masked_fill(kept == -torch.inf, 0)).sum(-1)
+        return TokenLogprobs(logp_T, entropy_T)
+
+    def _within_grammars(self, logits_TV: Tensor) -> Tensor:
+        """Logits with -inf for the tokens that a grammar did not allow at that position."""
+        if self.bits is None or self.bits_T is None:
+            return logits_TV
+        places = np.flatnonzero(self.bits_T >= 0)
+        if not len(places):
+            return logits_TV
+        allowed = unpacked(self.bits[self.bits_T[places]], logits_TV.shape[-1], logits_TV.device)
+        removed_TV = torch.zeros_like(logits_TV, dtype=torch.bool)
+        removed_TV.index_copy_(0, to_device(places, logits_TV.device), ~allowed)
+        return logits_TV.masked_fill(removed_TV, -torch.inf)
+
+    def _edited(self, logits_TV: Tensor) -> Tensor:
+        """Logits with bias and penalties."""
+        if self.edits_T is None:
+            return logits_TV
+        found = [(place, edit()) for place, edit in enumerate(self.edits_T) if edit is not None]
+        return edited(logits_TV, found) if found else logits_TV
+
+    def _within_kept(self, logits_TV: Tensor) -> Tensor:
+        """Logits with -inf for the tokens that a cut took away."""
+        if self.kept_T is None:
+            return logits_TV
+        size = logits_TV.shape[-1]
+        places = np.flatnonzero(self.kept_T != "")
+        left = np.zeros((len(places), size), dtype=bool)
+        for row, place in zip(left, places, strict=True):
+            try:
+                row[kept_ids(self.kept_T[place])] = True
+            except (ValueError, IndexError) as error:
+                raise TrainingError(
+                    f"what top_k, top_p and min_p left of token {self.target_T[place]} cannot be "
+                    f"read: {error}: the trace is damaged, or of another model"
+                ) from error
+            if not row[self.target_T[place]]:
+                raise TrainingError(
+                    f"token {self.target_T[place]} was sampled, and is not among those that top_k, "
+                    "top_p and min_p left: the trace is damaged"
+                )
+        removed_TV = torch.zeros_like(logits_TV, dtype=torch.bool)
+        removed_TV.index_copy_(
+            0, to_device(places, logits_TV.device), to_device(~left, logits_TV.device)
+        )
+        return logits_TV.masked_fill(removed_TV, -torch.inf)
+
+    def _as_sampled(self, logits_TV: Tensor, target_T: Tensor) -> Tensor:
+        """Logits scaled, and -inf outside cuts of which it is not known what they left."""
+        if self.temperature_T is not None:
+            heat_T = to_device(self.temperature_T, logits_TV.device).to(logits_TV.dtype)
+            logits_TV = logits_TV / heat_T[:, None]
+        if self.top_k_T is None or self.top_p_T is None or self.min_p_T is None:
+            return logits_TV
+        with torch.no_grad():
+            cut_TV = sampled_logprobs(
+                logits_TV,
+                top_k=to_device(self.top_k_T, logits_TV.device),
+                top_p=to_device(self.top_p_T, logits_TV.device),
+                min_p=to_device(self.min_p_T, logits_TV.device),
+                largest_k=int(self.top_k_T.max(initial=0)),
+            )
+            removed_TV = cut_TV == -torch.inf
+            removed_TV.scatter_(1, target_T[:, None], False)
+        return logits_TV.masked_fill(removed_TV, -torch.inf)
+
+
+def _divided(row: Row) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The prompt of the call that a row is of, and what it sampled up to the end of the row."""
+    border = len(row.prompt_ids) - row.begun
+    return row.prompt_ids[:border], row.prompt_ids[border:] + row.completion_ids
+
+
+def _edits(rows: Sequence[Row]) -> Objects | None:
+    """`Sampled.edits_T` of the completion tokens of `rows`."""
+    if not any(row.sampling.edits_logits for row in rows):
+        return None
+    found: list[partial[Edit] | None] = []
+    for row in rows:
+        if row.sampling.edits_logits:
+            edits = LogitEdits(row.sampling, *_divided(row))
+            for place, token in enumerate(row.completion_ids, row.begun):
+                if token in edits.banned(place):
+                    raise TrainingError(
+                        f"call {row.call_id!r}: token {place} is {token}, which completes one of "
+                        "its bad_words: the trace is damaged"
+                    )
+                found.append(partial(edits.after, place))
+        else:
+            found += [None] * len(row.completion_ids)
+    return _objects(found)
+
+
+def _objects(items: Sequence[Any]) -> Objects:
+    array = np.empty(len(items), dtype=object)
+    array[:] = items
+    return array
+
+
+def _replayed(
+    rows: Sequence[Row], vocabulary: int, grammars: Grammars | None
+) -> tuple[Bits | None, IntArray | None]:
+    """`Sampled.bits` and `Sampled.bits_T` of the completion tokens of `rows`."""
+    if not any(row.sampling.grammar for row in rows):
+        return None, None
+    if grammars is None:
+        raise TrainingError(
+            "a call was sampled within a grammar, but the trainer has none to replay it with: "
+            "give it the engine's (PolicyTrainer(..., grammars=engine.grammars))"
+        )
+    masks, places, count = [], [], 0
+    for row in rows:
+        length = len(row.completion_ids)
+        if row.sampling.grammar and length:
+            _, sampled = _divided(row)
+            masks.append(grammars.replay(row.sampling.grammar, sampled, vocabulary)[row.begun :])
+            places.append(np.arange(count, count + length))
+            count += length
+        else:
+            places.append(np.full(length, -1))
+    if not masks:
+        return None, None
+    width = max(mask.shape[1] for mask in masks)
+    padded = [np.pad(mask, ((0, 0), (0, width - mask.shape[1]))) for mask in masks]
+    return np.concatenate(padded), np.concatenate(places)
+
 
 LOGITS = {"cpu": 1 << 23, "cuda": 1 << 27}
 """Logits that are in memory at once, by kind of device."""
@@ -88,83 +350,3 @@ def logprobs_in_parts(
         )
     logp, entropy = zip(*parts, strict=True)
     return TokenLogprobs(torch.cat(logp), torch.cat(entropy))
-
-
-def completion_logprobs(
-    model: nn.Module,
-    rows: Sequence[Row],
-    *,
-    with_entropy: bool,
-    grammars: Grammars | None = None,
-    in_parts: bool = False,
-) -> TokenLogprobs:
-    """Log-probs of every completion token of `rows`, of the distribution that was sampled.
-
-    Rows are padded on the right; a causal model never looks there, so no mask is needed.
-
-    Args:
-        model: A transformers causal LM.
-        rows: B calls.
-        with_entropy: Keep the graph of the entropy (else it is detached, for metrics only).
-        grammars: The engine's; needed where a row was sampled within a grammar.
-        in_parts: Make the logits of some tokens at a time, with `OutputHead` in place of what the
-            model's own `forward` does.
-
-    Returns:
-        T = total completion tokens, float32 at least.
-
-    Raises:
-        TrainingError: A row has a grammar, and there are no `grammars` to replay it with.
-        GrammarError: A row's completion does not follow its grammar.
-    """
-    device = next(model.parameters()).device
-    if in_parts:
-        head = OutputHead(causal_model(model))
-        sampled = Sampled.of(rows, head.vocabulary, grammars)
-        states_TD = completion_states(model, rows)
-        return logprobs_in_parts(head, states_TD, sampled, with_entropy=with_entropy)
-    ids_BS, row_T, predicts_T = _padded(rows)
-    width, first = ids_BS.shape[1], int(predicts_T.min())
-    # Only the positions from the first completion on need logits; a model that does not know
-    # `logits_to_keep` returns all of them.
-    logits_BKV = model(
-        input_ids=to_device(ids_BS, device), use_cache=False, logits_to_keep=width - first
-    ).logits
-    predicts_T -= width - logits_BKV.shape[1]
-    logits_TV = logits_BKV[to_device(row_T, device), to_device(predicts_T, device)]
-    sampled = Sampled.of(rows, logits_TV.shape[-1], grammars)
-    return sampled.logprobs(logits_TV, with_entropy=with_entropy)
-
-
-def completion_states(model: nn.Module, rows: Sequence[Row]) -> Tensor:
-    """Last hidden states before the completion tokens of `rows`, in row order, shape [T, D].
-
-    Args:
-        model: A transformers causal LM, or one without its output embedding.
-        rows: B calls.
-    """
-    device = next(model.parameters()).device
-    ids_BS, row_T, predicts_T = _padded(rows)
-    output: Any = body(causal_model(model))(input_ids=to_device(ids_BS, device), use_cache=False)
-    states_TD: Tensor = output.last_hidden_state[
-        to_device(row_T, device), to_device(predicts_T, device)
-    ]
-    return states_TD
-
-
-def _padded(rows: Sequence[Row]) -> tuple[IntArray, IntArray, IntArray]:
-    """Ids [B, S], padded on the right, and for each completion token its row and the position that
-    predicts it, [T] each."""
-    lengths = [len(row) for row in rows]
-    ids_BS = np.zeros((len(rows), max(lengths)), dtype=np.int64)
-    for b, row in enumerate(rows):
-        ids_BS[b, : lengths[b]] = row.prompt_ids + row.completion_ids
-    row_T = np.repeat(np.arange(len(rows)), [len(row.completion_ids) for row in rows])
-    # The logits at position i - 1 predict the token at position i.
-    predicts_T = np.concatenate(
-        [
-            np.arange(len(row.prompt_ids) - 1, length - 1)
-            for row, length in zip(rows, lengths, strict=True)
-        ]
-    )
-    return ids_BS, row_T, predicts_T

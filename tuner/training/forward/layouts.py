@@ -27,9 +27,9 @@ from tuner.engines.transformers.kv_cache import layer_windows, length_limit, pro
 from tuner.engines.transformers.weights import causal_model
 from tuner.errors import ConfigError, TrainingError
 from tuner.training.batch import Row
-from tuner.training.forward.head import completion_logprobs, completion_states
+from tuner.training.forward.head import TokenLogprobs
 from tuner.training.forward.packed import pack_tokens, packed_logprobs, packed_states, packs
-from tuner.training.forward.sampled import TokenLogprobs
+from tuner.training.forward.padded import completion_logprobs, completion_states
 from tuner.training.forward.tree_pass import PassCost, tree_cuts, tree_logprobs, tree_states
 from tuner.training.trainer_settings import Layout
 

@@ -26,8 +26,13 @@ from tuner.engines.grammar import Grammars
 from tuner.engines.transfer import to_device
 from tuner.engines.transformers.weights import causal_model
 from tuner.training.batch import Row
-from tuner.training.forward.head import OutputHead, body, logprobs_in_parts
-from tuner.training.forward.sampled import Sampled, TokenLogprobs
+from tuner.training.forward.head import (
+    OutputHead,
+    Sampled,
+    TokenLogprobs,
+    body,
+    logprobs_in_parts,
+)
 from tuner.training.forward.tree_pass import PassCost
 
 MASKED_TOKENS = 8192

@@ -40,8 +40,13 @@ from tuner.engines.transformers.kv_cache import head_width, layer_configs
 from tuner.engines.transformers.weights import causal_model
 from tuner.traces.tree import HasIds, IntArray, TokenTree, sequence_keys
 from tuner.training.batch import Row
-from tuner.training.forward.head import OutputHead, body, logprobs_in_parts
-from tuner.training.forward.sampled import Sampled, TokenLogprobs
+from tuner.training.forward.head import (
+    OutputHead,
+    Sampled,
+    TokenLogprobs,
+    body,
+    logprobs_in_parts,
+)
 from tuner.training.forward.tree_attention import TreeAttention
 
 # Settings that do not change what a token is sampled from.
