@@ -1,4 +1,9 @@
-"""Small calls and traces for tests."""
+"""Small calls and traces for tests, and what is logged meanwhile."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from logging.handlers import BufferingHandler
 
 from tuner.engines import SamplingParams
 from tuner.traces import Call, Outcome, RolloutId, Trace
@@ -30,3 +35,16 @@ def trace(task, rollout, calls, *, outcome=Outcome.COMPLETED, reward=None, step=
         reward=reward,
         **fields,
     )
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What tuner logs inside, there at the end; where pytest's caplog is not."""
+    lines: list[str] = []
+    handler, log = BufferingHandler(capacity=10**6), logging.getLogger("tuner")
+    log.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
+        lines += [record.getMessage() for record in handler.buffer]

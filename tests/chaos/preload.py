@@ -10,11 +10,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 SOURCE = Path(__file__).with_name("faults.c")
 
 
-def run(arguments: list[str], **settings: object) -> int:
+def run(arguments: list[str], **settings: Any) -> int:
     """The exit code of `python -m <arguments>`; `settings` are those of `subprocess.run`.
 
     Raises:
@@ -26,7 +27,7 @@ def run(arguments: list[str], **settings: object) -> int:
         subprocess.run(build, check=True)
         environment = {**os.environ, "LD_PRELOAD": str(library)}
         command = [sys.executable, "-m", *arguments]
-        return subprocess.run(command, env=environment, **settings).returncode  # type: ignore[call-overload]
+        return subprocess.run(command, env=environment, **settings).returncode
 
 
 if __name__ == "__main__":

@@ -31,8 +31,7 @@ from tests.engines.models import (
 )
 from tuner.engines import EngineError, Generation, SamplingParams, TrainingEngine
 from tuner.engines.grammar import unpacked
-from tuner.engines.kept import kept_ids
-from tuner.engines.sampling import sampled_logprobs
+from tuner.engines.sampling import kept_ids, sampled_logprobs
 from tuner.errors import ConfigError, ContextLengthError
 
 TOLERANCE = 1e-4

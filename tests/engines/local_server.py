@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.engines.conformance import CONTEXT
 from tests.engines.models import make_tokenizer
 from tuner.engines import EngineLostError, SamplingParams
-from tuner.engines.kept import kept_ids
+from tuner.engines.sampling import kept_ids
 from tuner.engines.token_server import Sampled, Weights
 from tuner.engines.transformers.engine import TransformersEngine
 

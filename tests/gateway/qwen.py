@@ -7,10 +7,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, normalizers
+from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.gateway.toy import TEMPLATE
+from tests.gateway.toy import with_qwen3s_tokens
 
 _PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -28,15 +28,7 @@ def qwen() -> PreTrainedTokenizerFast:
 
     base = TikTokenConverter(str(vocabulary_file()), pattern=_PATTERN).converted()
     base.normalizer = normalizers.NFC()
-    base.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    tags = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
-    base.add_tokens([AddedToken(tag, normalized=False) for tag in tags])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=base,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        chat_template=TEMPLATE,
-    )
+    return with_qwen3s_tokens(base)
 
 
 def vocabulary_file() -> Path:

@@ -18,7 +18,6 @@ import argparse
 import asyncio
 import hashlib
 import json
-import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -30,6 +29,7 @@ from typing import Any
 from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.builders import logged
 from tests.gateway.drift import Scripted, ask, merging, path
 from tests.gateway.toy import ADD_TOOL
 from tuner.errors import ConfigError
@@ -309,15 +309,8 @@ def spelled(renderer: ChatRenderer, text: str) -> tuple[int, ...]:
 
 def _first_warning(renderer: ChatRenderer) -> str:
     """What the first tools that the renderer is shown make it say."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("tuner")
-    log.addHandler(handler)
-    try:
+    with logged() as said:
         renderer.render_text([USER], [ADD_TOOL])
-    finally:
-        log.removeHandler(handler)
     return "".join(said)
 
 

@@ -86,6 +86,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
     base = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     base.decoder = decoders.ByteLevel()
+    return with_qwen3s_tokens(base)
+
+
+def with_qwen3s_tokens(base: Tokenizer) -> PreTrainedTokenizerFast:
+    """A tokenizer with Qwen3's added tokens and its template."""
     base.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     tags = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
     base.add_tokens([AddedToken(tag, normalized=False) for tag in tags])

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import os
 import re
 import sys
@@ -19,7 +18,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import TimeoutError
-from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -31,6 +29,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tests.builders import logged
 from tests.engines.models import error, generate_all, make_engine, prompt
 from tests.models.shapes import FAR, NEAR, tiny_config, tiny_model
 from tests.training.exact import computed, gradient, row, small_parts, weighed, weights_of
@@ -148,7 +147,7 @@ def _layout(
     reasons: dict[str, list[str]],
 ) -> str:
     try:
-        with _warnings() as lines:
+        with logged() as lines:
             forward = Forward.of(model, None, layout=layout)
         if forward.layout != layout:
             given = re.search(r"(?:token tree|be exact): (.*?)(?:; and packed rows|$)", lines[0])
@@ -171,7 +170,7 @@ def _layout(
 
 def _engine(model: PreTrainedModel, longest: int, reasons: dict[str, list[str]]) -> str:
     try:
-        with _warnings() as lines:
+        with logged() as lines:
             engine = make_engine(model, max_model_len=longest)
         for line in lines:
             why = line.partition("keys and values: ")[2].partition(". Requests are")[0]
@@ -225,20 +224,6 @@ def _said(failure: BaseException) -> str:
 def _shorter(text: str, most: int = 150) -> str:
     text = " ".join(text.replace("|", "\\|").split())
     return text if len(text) <= most else text[:most].rsplit(" ", 1)[0] + " ..."
-
-
-@contextmanager
-def _warnings() -> Iterator[list[str]]:
-    """What tuner logs inside."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("tuner")
-    log.addHandler(handler)
-    try:
-        yield lines
-    finally:
-        log.removeHandler(handler)
 
 
 def matrix(model_types: Sequence[str], processes: int) -> Iterator[Shape]:

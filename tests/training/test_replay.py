@@ -25,7 +25,7 @@ from tests.engines.test_grammar import grammars
 from tests.engines.test_grammar import make_model as make_letters
 from tests.gateway.toy import ids_of
 from tuner.engines import SamplingParams
-from tuner.engines.kept import kept_ids, packed_kept
+from tuner.engines.sampling import kept_ids, packed_kept
 from tuner.errors import TrainingError
 from tuner.traces import Call
 from tuner.traces.store import trace_from_json, trace_to_json

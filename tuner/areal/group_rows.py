@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -247,6 +248,7 @@ def _tensors(
             settings[key][place] = getattr(call.sampling, name)
         kept[place] = call.kept[inside].encode() if call.kept else b""
     width = max(map(len, kept))
+    packed = b"".join(one.ljust(width, b"\0") for one in kept)
     return {
         "input_ids": torch.tensor([trajectory.input_ids]),
         "attention_mask": torch.ones(1, length, dtype=torch.bool),
@@ -259,6 +261,6 @@ def _tensors(
             key: torch.tensor([settings[key]], dtype=torch.float64 if kind is float else None)
             for key, (_, kind) in SAMPLING_KEYS.items()
         },
-        "kept": torch.tensor([[list(one.ljust(width, b"\0")) for one in kept]], dtype=torch.uint8),
+        "kept": torch.tensor(np.frombuffer(packed, np.uint8).reshape(1, length, width)),
         "rewards": torch.tensor([trajectory.reward], dtype=torch.float32),
     }

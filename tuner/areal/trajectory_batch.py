@@ -236,11 +236,10 @@ def _row(
         else getattr(default, name, getattr(SamplingParams, name, None))
         for key, (name, kind) in SAMPLING_KEYS.items()
     }
-    kept = (
-        [bytes(b).rstrip(b"\0").decode() for b in values["kept"][row, start:stop].tolist()]
-        if "kept" in values
-        else []
-    )
+    kept = []
+    if "kept" in values:
+        packed = values["kept"][row, start:stop].numpy()
+        kept = [one.tobytes().rstrip(b"\0").decode() for one in packed]
     versions = values["versions"][row, start:stop].tolist() if "versions" in values else ()
     ids = values["input_ids"][row, :stop].tolist()
     call = f"call-{int(values['calls'][row, start])}" if "calls" in values else f"{row}-{start}"

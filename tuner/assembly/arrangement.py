@@ -128,7 +128,7 @@ def build_engine(
         max_model_len=max_model_len,
         # vLLM's grammars know the tokenizer's end token alone; SGLang's was tried with one.
         grammars=end_ids == {tokenizer.eos_token_id},
-        every_setting=check is check_for_vllm,
+        every_setting=config.explorer.rollout_model.engine_type != "sglang",
         check=check,
         version=version,
         max_restarts=config.tuner.engine.max_restarts,

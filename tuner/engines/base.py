@@ -105,8 +105,8 @@ class Generation:
         top_logprobs: For each position the (id, log-prob) pairs of the most probable tokens,
             empty unless asked for.
         cached_tokens: Prompt tokens whose keys and values were reused, not computed.
-        kept: For each position the tokens that top_k, top_p and min_p left (`tuner.engines.kept`);
-            empty where nothing was cut.
+        kept: For each position the tokens that top_k, top_p and min_p left, as
+            `tuner.engines.sampling` packs them; empty where nothing was cut.
     """
 
     completion_ids: tuple[int, ...]

@@ -27,9 +27,8 @@ from tuner.engines.base import (
 )
 from tuner.engines.grammar import Grammars, GrammarState, unpacked
 from tuner.engines.grammar_text import GrammarError
-from tuner.engines.kept import packed_kept
 from tuner.engines.logit_edits import Edit, LogitEdits, edited
-from tuner.engines.sampling import SamplingBatch, choose, most_probable
+from tuner.engines.sampling import SamplingBatch, choose, most_probable, packed_kept
 from tuner.errors import ConfigError, ContextLengthError
 
 P = TypeVar("P", bound="Progress")

@@ -37,9 +37,8 @@ from tuner.engines.base import (
     TokenSink,
 )
 from tuner.engines.fleet import Fleet, Seat
-from tuner.engines.kept import packed_kept
 from tuner.engines.request import Flight, Progress, RequestEngine
-from tuner.engines.sampling import check_sampling
+from tuner.engines.sampling import check_sampling, packed_kept
 from tuner.engines.token_server import Sampled, TokenServer
 
 _POLL = 0.0005

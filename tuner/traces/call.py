@@ -61,8 +61,9 @@ class Call:
             included, of which the rendered prompt shows nothing: what "keep" costs.
         recomputed_ids: How many of `prompt_ids` are the earlier turns, from the first one on that
             lacks its reasoning, which "keep" would have taken over: what "template" costs.
-        kept: For each position the tokens that top_k, top_p and min_p left (`tuner.engines.kept`),
-            "" where they are not known; empty where nothing was cut.
+        kept: For each position the tokens that top_k, top_p and min_p left, as
+            `tuner.engines.sampling` packs them, "" where they are not known; empty where nothing
+            was cut.
         invalid: Why the call can never be trained, or None.
     """
 
@@ -100,11 +101,6 @@ class Call:
     def constrained(self) -> bool:
         """Whether the completion was held to a form; `sampling.grammar` says to which."""
         return bool(self.sampling.grammar)
-
-    @property
-    def edited(self) -> bool:
-        """Whether bias, penalties or bad words changed single logits."""
-        return self.sampling.edits_logits
 
     @property
     def stretches(self) -> tuple[tuple[int, int], ...]:

@@ -216,8 +216,8 @@ def untrainable(call: Call) -> str | None:
 
 def unreplayed(call: Call) -> str | None:
     """As `untrainable`, where no grammar, penalty or bias is replayed to compare like with like."""
-    held = "constrained_call" if call.constrained else "edited_call" if call.edited else None
-    return untrainable(call) or held
+    held = "edited_call" if call.sampling.edits_logits else None
+    return untrainable(call) or ("constrained_call" if call.constrained else held)
 
 
 def build_batch(

@@ -21,9 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from tuner.engines.grammar import Bits, Grammars, unpacked
-from tuner.engines.kept import kept_ids
 from tuner.engines.logit_edits import Edit, LogitEdits, edited
-from tuner.engines.sampling import sampled_logprobs
+from tuner.engines.sampling import kept_ids, sampled_logprobs
 from tuner.engines.transfer import to_device
 from tuner.errors import TrainingError
 from tuner.traces.tree import IntArray
@@ -52,7 +51,7 @@ class Sampled:
         temperature_T: Shape [T], or None.
         top_k_T, top_p_T, min_p_T: The cuts of tokens of which it is not known what was left; all of
             shape [T], or None.
-        kept_T: What was left (`tuner.engines.kept`), or "", shape [T] or None.
+        kept_T: What was left (`tuner.engines.sampling`), or "", shape [T] or None.
         edits_T: What is done to single logits, or None, shape [T] or None.
         bits: For each of the C tokens sampled within a grammar the tokens that it allowed there,
             shape [C, bytes] or None.
