@@ -240,7 +240,7 @@ def test_tiles_of_flex_attention_are_those_of_every_pair(window):
         assert torch.equal(full, by_tile.all(-1))
         assert torch.equal(partial, by_tile.any(-1) & ~by_tile.all(-1))
     else:  # a tile may be asked in vain where the nodes of one differ in depth
-        assert (partial | full).sum() < 1.3 * by_tile.any(-1).sum()
+        assert (partial | full).sum() < 1.5 * by_tile.any(-1).sum()
 
 
 def test_masks_that_are_not_kept_between_layers_are_made_again():

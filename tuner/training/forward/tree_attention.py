@@ -11,17 +11,16 @@ It reaches the model as an attention mask: a `TreeMask` stands where a 4-D mask 
 through transformers' code as it is, and takes over when `scaled_dot_product_attention` meets it.
 Nothing of the model or its configuration is changed, so an engine can serve it as before.
 
-On CUDA the same rule is a FlexAttention block mask; that path has not been measured. FlexAttention
-cuts queries and keys into tiles and skips those where nothing is attended to; where everything is,
-it does not ask the rule. `create_block_mask` finds out by asking for every pair of nodes. In a tree
-the keys that a tile of queries attends to are known: the ancestors of its first node, and the tile
-itself.
+On CUDA the same rule is a FlexAttention block mask. FlexAttention cuts queries and keys into tiles
+and skips those where nothing is attended to; where everything is, it does not ask the rule.
+`create_block_mask` finds out by asking for every pair of nodes; in a tree the ends of the subtrees
+of a tile tell (`flex_mask`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -42,6 +41,11 @@ TILE = 128
 def flex_mask(tree: TokenTree, window: int | None, device: torch.device, rule: Any) -> Any:
     """The `BlockMask` of all N nodes.
 
+    A key k is attended to by one of the queries [first, last) behind it where `end[k] > first`, by
+    all of them where `end[k] >= last`: so of a tile of keys the least and the largest `end` tell.
+    Its depths likewise tell of the window, with tiles among those "in part" of which nothing is
+    attended to.
+
     Args:
         window: A query sees the last `window` depths up to its own; None is all of them.
         rule: For tiles that are attended to in part: whether a query attends to a key.
@@ -49,42 +53,29 @@ def flex_mask(tree: TokenTree, window: int | None, device: torch.device, rule: A
     from torch.nn.attention.flex_attention import BlockMask
 
     count = tree.unique_tokens
-    tiles = -(-count // TILE)
-    partial, full = (np.zeros((tiles, tiles), dtype=bool) for _ in range(2))
-    for tile in range(tiles):
-        partial[tile], full[tile] = _attended(tree, window, tile * TILE)
-    return BlockMask.from_kv_blocks(
+    first_T = np.arange(0, count, TILE)
+    least, largest = np.minimum.reduceat, np.maximum.reduceat
+    before = np.tri(len(first_T), k=-1, dtype=bool)
+    some = before & (largest(tree.end, first_T) > first_T[:, None])
+    # A query that is not there attends to nothing, so the last tile is whole for none.
+    wholly = before & (least(tree.end, first_T) >= (first_T + TILE)[:, None])
+    if window is not None:
+        highest_T, deepest_T = least(tree.depth, first_T), largest(tree.depth, first_T)
+        some &= highest_T[:, None] - deepest_T < window
+        wholly &= deepest_T[:, None] - highest_T < window
+    some |= np.eye(len(first_T), dtype=bool)
+    # Of one tile torch would compile a kernel apart.
+    more = max(0, 2 - len(first_T))
+    partial, full = (np.pad(tiles, (0, more)) for tiles in (some & ~wholly, wholly))
+    return BlockMask(
+        (count, count),
         *_ordered(partial, device),
         *_ordered(full, device),
-        BLOCK_SIZE=TILE,
+        *_ordered(partial.T, device),
+        *_ordered(full.T, device),
+        BLOCK_SIZE=(TILE, TILE),
         mask_mod=rule,
-        seq_lengths=(count, count),
     )
-
-
-def _attended(tree: TokenTree, window: int | None, first: int) -> tuple[Any, Any]:
-    """For the queries from `first` on: which tiles of keys they attend to in part, and wholly.
-
-    With a window a tile may be among those in part of which nothing is attended to.
-    """
-    count = tree.unique_tokens
-    last = min(first + TILE, count)
-    seen = np.zeros(count, dtype=bool)
-    seen[first:last] = True
-    before = tree.end[:first] > first
-    always = before & (tree.end[:first] >= last)
-    if window is not None:
-        depth = tree.depth[first:last]
-        before &= depth.min() - tree.depth[:first] < window
-        always &= depth.max() - tree.depth[:first] < window
-    seen[:first] = before
-    starts = np.arange(0, count, TILE)
-    some = np.logical_or.reduceat(seen, starts)
-    # The keys before a tile of queries are whole tiles; that of its own is causal.
-    wholly = np.zeros(len(starts), dtype=bool)
-    if last - first == TILE:
-        wholly[: first // TILE] = always.reshape(-1, TILE).all(axis=1)
-    return some & ~wholly, wholly
 
 
 def _ordered(chosen: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,7 +166,7 @@ class TreeAttention:
         """The same through FlexAttention, whose kernel is made by `torch.compile`."""
         from torch.nn.attention.flex_attention import flex_attention
 
-        attention: Any = _compiled_flex() if compiled else flex_attention
+        attention: Any = _compiled_flex if compiled else flex_attention
         result: Tensor = attention(query, key, value, block_mask=self._block_mask, scale=scale)
         return result
 
@@ -232,8 +223,10 @@ def _scaled_dot_product_attention(
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    # The kernels take one width: latent attention (DeepSeek's) has wider keys than values.
-    width, of_value = max(query.shape[-1], value.shape[-1]), value.shape[-1]
+    # The kernels take one width: latent attention (DeepSeek's) has wider keys than values. Those of
+    # FlexAttention take none below 16.
+    of_value = value.shape[-1]
+    width = max(query.shape[-1], of_value, 16 if query.is_cuda else 0)
     query, key, value = (
         F.pad(states, (0, width - states.shape[-1])) for states in (query, key, value)
     )
@@ -362,12 +355,19 @@ def _join(parts: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return output, total
 
 
-_compiled: list[Any] = []
+@cache
+def _flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True)
 
 
-def _compiled_flex() -> Any:
-    if not _compiled:
-        from torch.nn.attention.flex_attention import flex_attention
+def _compiled_flex(*states: Tensor, **settings: Any) -> Tensor:
+    """FlexAttention's kernel; made anew for each width, dtype and kind of layer.
 
-        _compiled.append(torch.compile(flex_attention, dynamic=True))
-    return _compiled[0]
+    Where there are more of these than torch has set as limit it would compute all scores at once,
+    which takes more time and memory than padded rows.
+    """
+    with torch._dynamo.config.patch(recompile_limit=256, fail_on_recompile_limit_hit=True):
+        result: Tensor = _flex()(*states, **settings)
+    return result
