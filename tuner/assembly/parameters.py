@@ -67,6 +67,7 @@ def trainer_settings(
         optimizer_state=config.tuner.optimizer_state,
         optimizer_offload=config.trainer.optimizer_offload,
         activation_checkpointing=config.tuner.activation_checkpointing,
+        compile=config.tuner.compile,
         turn_discount=extras.turn_discount,
         critic=CriticSettings(
             lr=critic.lr,

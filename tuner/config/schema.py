@@ -175,6 +175,11 @@ class TunerSection(Section):
         description="Keep only the input of each layer for the backward pass and compute the rest "
         "again. It changes memory and speed, not the gradient.",
     )
+    compile: bool | None = Field(
+        default=None,
+        description="Compile the layers for training: less time and memory, for a start that takes "
+        "up to a minute longer. Not set: on a GPU.",
+    )
     seed: int = Field(default=42, ge=0, description="Seed of sampling and initialisation.")
     deterministic: bool = Field(
         default=False,

@@ -237,6 +237,7 @@ MAY_CHANGE_HERE = (
     "tuner.activation_checkpointing",
     "tuner.auxiliary_models.*.max_concurrent",
     "tuner.backend",
+    "tuner.compile",
     "tuner.device",
     "tuner.engine",
     "tuner.layout",

@@ -46,7 +46,11 @@ class Critic:
         causal = causal_model(model)
         output: Any = causal.get_output_embeddings()
         self._forward = forward or Forward.of(
-            causal, None, layout=settings.layout, checkpointing=settings.activation_checkpointing
+            causal,
+            None,
+            layout=settings.layout,
+            checkpointing=settings.activation_checkpointing,
+            compiled=settings.compile,
         )
         self._settings = settings
         parameter = next(causal.parameters())

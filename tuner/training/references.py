@@ -131,7 +131,7 @@ class Teacher:
     def of(model: nn.Module, grammars: Grammars | None, settings: TrainerSettings) -> Teacher:
         """A teacher with the student's vocabulary; its weights are never changed."""
         frozen = model.eval().requires_grad_(False)
-        forward = Forward.of(frozen, grammars, layout=settings.layout)
+        forward = Forward.of(frozen, grammars, layout=settings.layout, compiled=settings.compile)
         return Teacher(frozen, forward, settings.max_tokens_per_micro_batch)
 
     def logp(self, batch: HasRows) -> tuple[Tensor, ...]:

@@ -96,6 +96,7 @@ class PolicyTrainer:
             grammars,
             layout=settings.layout,
             checkpointing=settings.activation_checkpointing,
+            compiled=settings.compile,
         )
         self._throughput = Throughput(causal_model(model), next(model.parameters()).device)
         self.reference = frozen_start(model, reference) if settings.uses_reference else None

@@ -53,6 +53,7 @@ class TrainerSettings:
             rows one after another (`packed`) or side by side (`padded`). A model that cannot be
             computed so takes the next one. The result is the same.
         activation_checkpointing: Keep only the inputs of the layers for the backward pass.
+        compile: Compile the layers, where that gives the same; None: on a GPU.
         optimizer_state: Precision of the optimizer's moments.
         optimizer_offload: The optimizer's state in main memory.
         advantage_args, policy_loss_args: Numbers of the advantage and of the policy loss
@@ -96,6 +97,7 @@ class TrainerSettings:
     max_tokens_per_micro_batch: int = 16384
     layout: Layout = "tree"
     activation_checkpointing: bool = False
+    compile: bool | None = None
     optimizer_state: OptimizerState = "float32"
     optimizer_offload: bool = False
     critic: CriticSettings = CriticSettings()

@@ -27,6 +27,7 @@ from tuner.engines.transfer import to_device
 from tuner.errors import TrainingError
 from tuner.traces.tree import IntArray
 from tuner.training.batch import Row
+from tuner.training.forward import kernels
 
 FloatArray = np.ndarray[Any, Any]
 Objects = np.ndarray[Any, Any]
@@ -131,7 +132,9 @@ class Sampled:
             of(self.bits_T),
         )
 
-    def logprobs(self, logits_TV: Tensor, *, with_entropy: bool) -> TokenLogprobs:
+    def logprobs(
+        self, logits_TV: Tensor, *, with_entropy: bool, compiled: bool = False
+    ) -> TokenLogprobs:
         """Log-probs of the distributions that were sampled.
 
         Tokens outside a grammar are removed, and bias and penalties applied: neither depends on the
@@ -143,20 +146,24 @@ class Sampled:
         Args:
             logits_TV: What the model gives for each token; taken up to float32 at least.
             with_entropy: Keep the graph of the entropy (else it is detached, for metrics only).
+            compiled: Whether the last part is compiled.
 
         Raises:
             TrainingError: A sampled token is not among those that were left.
         """
-        logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
         target_T = to_device(self.target_T, logits_TV.device)
-        logits_TV = self._edited(self._within_grammars(logits_TV))
-        logits_TV = self._within_kept(self._as_sampled(logits_TV, target_T))
-        all_logp_TV = logits_TV.log_softmax(-1)
-        logp_T = all_logp_TV.gather(1, target_T[:, None])[:, 0]
-        kept = all_logp_TV if with_entropy else all_logp_TV.detach()
-        # A token that was removed has probability 0 and adds nothing: 0 * -inf is not 0.
-        entropy_T = -(kept.exp() * kept.masked_fill(kept == -torch.inf, 0)).sum(-1)
-        return TokenLogprobs(logp_T, entropy_T)
+        if self._changes_logits:
+            logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+            logits_TV = self._edited(self._within_grammars(logits_TV))
+            logits_TV = self._within_kept(self._as_sampled(logits_TV, target_T))
+        compute = kernels.kernel_of(_logprobs) if compiled else _logprobs
+        return TokenLogprobs(*compute(logits_TV, target_T, with_entropy))
+
+    @property
+    def _changes_logits(self) -> bool:
+        """Whether any token was sampled from something else than the model's own distribution."""
+        changes = self.temperature_T, self.top_k_T, self.kept_T, self.edits_T, self.bits_T
+        return any(change is not None for change in changes)
 
     def _within_grammars(self, logits_TV: Tensor) -> Tensor:
         """Logits with -inf for the tokens that a grammar did not allow at that position."""
@@ -221,6 +228,17 @@ class Sampled:
             removed_TV = cut_TV == -torch.inf
             removed_TV.scatter_(1, target_T[:, None], False)
         return logits_TV.masked_fill(removed_TV, -torch.inf)
+
+
+def _logprobs(logits_TV: Tensor, target_T: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
+    """Log-probs of the targets and entropies, of logits in which removed tokens are -inf."""
+    logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+    all_logp_TV = logits_TV.log_softmax(-1)
+    logp_T = all_logp_TV.gather(1, target_T[:, None])[:, 0]
+    kept = all_logp_TV if with_entropy else all_logp_TV.detach()
+    # A token that was removed has probability 0 and adds nothing: 0 * -inf is not 0.
+    entropy_T = -(kept.exp() * kept.masked_fill(kept == -torch.inf, 0)).sum(-1)
+    return logp_T, entropy_T
 
 
 def _divided(row: Row) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -322,7 +340,12 @@ class OutputHead:
 
 
 def logprobs_in_parts(
-    head: OutputHead, hidden_TD: Tensor, sampled: Sampled, *, with_entropy: bool
+    head: OutputHead,
+    hidden_TD: Tensor,
+    sampled: Sampled,
+    *,
+    with_entropy: bool,
+    compiled: bool = False,
 ) -> TokenLogprobs:
     """Log-probs of T tokens; their logits are never all in memory, nor kept for the backward.
 
@@ -330,10 +353,11 @@ def logprobs_in_parts(
         hidden_TD: Last hidden states where each of the tokens was sampled, shape [T, D].
         sampled: The tokens.
         with_entropy: Keep the graph of the entropy (else it is detached, for metrics only).
+        compiled: Whether what is done to the logits is compiled.
     """
 
     def of_part(hidden_CD: Tensor, part: Sampled) -> tuple[Tensor, Tensor]:
-        found = part.logprobs(head(hidden_CD), with_entropy=with_entropy)
+        found = part.logprobs(head(hidden_CD), with_entropy=with_entropy, compiled=compiled)
         return found.logp_T, found.entropy_T
 
     size = max(1, LOGITS[hidden_TD.device.type] // head.vocabulary)

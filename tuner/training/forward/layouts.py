@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tuner.engines.base import SamplingParams
 from tuner.engines.grammar import Grammars
@@ -28,36 +26,11 @@ from tuner.engines.transformers.weights import causal_model
 from tuner.errors import ConfigError, TrainingError
 from tuner.training.batch import Row
 from tuner.training.forward.head import TokenLogprobs
+from tuner.training.forward.kernels import layers_of, prepared_layers
 from tuner.training.forward.packed import pack_tokens, packed_logprobs, packed_states, packs
 from tuner.training.forward.padded import completion_logprobs, completion_states
 from tuner.training.forward.tree_pass import PassCost, tree_cuts, tree_logprobs, tree_states
 from tuner.training.trainer_settings import Layout
-
-
-@contextmanager
-def checkpointed_layers(model: nn.Module, *, enabled: bool) -> Iterator[None]:
-    """A forward pass inside keeps the inputs of the layers, and computes the rest again in its
-    backward pass; the gradient is the same."""
-    layers = list(_layers(model)) if enabled else []
-    for layer in layers:
-        layer.forward = partial(_forward, layer.forward)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward
-
-
-def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    return (m for m in model.modules() if isinstance(m, GradientCheckpointingLayer))
-
-
-def _forward(compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # No dropout, so no random numbers to restore.
-    return checkpoint(
-        partial(compute, **kwargs), *args, use_reentrant=False, preserve_rng_state=False
-    )
-
 
 _log = logging.getLogger(__name__)
 
@@ -83,6 +56,7 @@ class Forward:
         pack_tokens: The longest pack, where attention bounds it.
         in_parts: Whether the logits of padded rows are made in parts.
         checkpointing: Whether a pass with a gradient keeps only the inputs of the layers.
+        compiled: Whether layers and log-probs are compiled.
         limit: The longest row that is computed as it is alone, and why; None for any.
     """
 
@@ -93,6 +67,7 @@ class Forward:
     pack_tokens: int | None = None
     in_parts: bool = False
     checkpointing: bool = False
+    compiled: bool = False
     limit: tuple[int, str] | None = None
 
     @staticmethod
@@ -102,6 +77,7 @@ class Forward:
         *,
         layout: Layout = "tree",
         checkpointing: bool = False,
+        compiled: bool | None = None,
     ) -> Forward:
         """`layout` if `model` can be computed on it exactly, else the next of token tree, packed
         rows and padded rows that it can; and the log says which and why.
@@ -110,16 +86,26 @@ class Forward:
 
         Args:
             checkpointing: Activation checkpointing.
+            compiled: Compile where that gives the same; None: on a GPU.
 
         Raises:
             ConfigError: `checkpointing`, and the model has no layers for it; or the model is not
                 causal, or not exact on padded rows either.
         """
-        if checkpointing and not any(_layers(model)):
+        if checkpointing and not any(layers_of(model)):
             raise ConfigError(
                 f"tuner.activation_checkpointing is true, but {type(model).__name__} has no layers "
                 "that transformers marks for it; set it to false"
             )
+        found = Forward._exact(model, grammars, layout, checkpointing)
+        if compiled is None:
+            compiled = next(model.parameters()).is_cuda
+        return found._compiled_if_exact(model) if compiled else found
+
+    @staticmethod
+    def _exact(
+        model: nn.Module, grammars: Grammars | None, layout: Layout, checkpointing: bool
+    ) -> Forward:
         causal = causal_model(model)
         limit = length_limit(causal.config) if isinstance(causal, PreTrainedModel) else None
         common: Any = {"grammars": grammars, "checkpointing": checkpointing, "limit": limit}
@@ -162,6 +148,28 @@ class Forward:
             )
         return Forward("padded", in_parts=not_in_parts is None, **common)
 
+    def _compiled_if_exact(self, model: nn.Module) -> Forward:
+        """The same with compiled layers, if log-probs and a gradient are the same."""
+        found = replace(self, compiled=True)
+        allowed = _allowed(next(model.parameters()).dtype)
+        try:
+            wanted, got = (_probed(way, model) for way in (self, found))
+            for one, other in zip(got, wanted, strict=True):
+                difference = float(
+                    (one - other).detach().norm() / other.detach().norm().clamp(min=1e-30)
+                )
+                if not difference <= allowed:
+                    raise ArithmeticError(f"results would differ by {difference:.2g}")
+        except Exception as error:  # whatever a compiler makes of a model's own code
+            _log.warning(
+                "training takes more time and memory, because the layers cannot be compiled "
+                "(%s: %s); tuner.compile: false says nothing of it",
+                type(error).__name__,
+                error,
+            )
+            return self
+        return found
+
     def micro_batches(self, rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
         """Cut row indices into what one pass computes: at most `max_tokens` tokens of a tree, of
         packed or of padded rows. A row longer than that is a micro-batch of its own."""
@@ -187,7 +195,8 @@ class Forward:
         """
         self._check_lengths(rows)
         settings: Any = {"with_entropy": with_entropy, "grammars": self.grammars}
-        with self._checkpointed(model):
+        settings["compiled"] = self.compiled
+        with self._prepared(model):
             if self.layout == "tree" and self.windows is not None:
                 return tree_logprobs(model, rows, windows=self.windows, **settings)
             if self.layout == "packed":
@@ -204,7 +213,7 @@ class Forward:
             TrainingError: A row is longer than the model is computed at exactly.
         """
         self._check_lengths(rows)
-        with self._checkpointed(model):
+        with self._prepared(model):
             if self.layout == "tree" and self.windows is not None:
                 return tree_states(model, rows, windows=self.windows)
             if self.layout == "packed":
@@ -220,8 +229,9 @@ class Forward:
                 "most, and leave out longer calls"
             )
 
-    def _checkpointed(self, model: nn.Module) -> AbstractContextManager[None]:
-        return checkpointed_layers(model, enabled=self.checkpointing and torch.is_grad_enabled())
+    def _prepared(self, model: nn.Module) -> AbstractContextManager[None]:
+        checkpointed = self.checkpointing and torch.is_grad_enabled()
+        return prepared_layers(model, checkpointed=checkpointed, compiled=self.compiled)
 
     def all_logprobs(
         self, model: nn.Module, rows: Sequence[Row], max_tokens: int
@@ -266,16 +276,8 @@ def _tree_windows(model: nn.Module) -> dict[str, int | None] | str:
     return _inexact(model, tree) or windows
 
 
-@torch.no_grad()
-def _inexact(model: nn.Module, layout: Callable[[list[Row]], TokenLogprobs]) -> str | None:
-    """Compare a layout of a few short rows and a long one with one row per pass; None if they
-    agree, else what differs.
-
-    For models whose code does something of its own with positions, masks or logits (ALiBi, for
-    example) or carries a state from one packed row to the next, and does not say so in its
-    configuration.
-    """
-    dtype = next(model.parameters()).dtype
+def _probe_rows(model: nn.Module) -> list[Row]:
+    """A few short rows and one that goes past what the layers attend to."""
     causal = causal_model(model)
     length, known = 6, 53
     if isinstance(causal, PreTrainedModel):
@@ -287,8 +289,34 @@ def _inexact(model: nn.Module, layout: Callable[[list[Row]], TokenLogprobs]) -> 
         prompt, completion = (tuple(id_ % known for id_ in part) for part in parts)
         recorded = (0.0,) * len(completion)
         rows.append(Row(str(i), 0, prompt, completion, recorded, SamplingParams(max_tokens=2)))
+    return rows
+
+
+def _allowed(dtype: torch.dtype) -> float:
+    """How far two ways of computing the same may be apart."""
+    return 1e-3 if dtype in (torch.float32, torch.float64) else 0.25
+
+
+def _probed(forward: Forward, model: nn.Module) -> list[Tensor]:
+    """Log-probs of a few rows, and of a model that is trained the gradient of some weights."""
+    logp_T = forward.logprobs(model, _probe_rows(model), with_entropy=False).logp_T
+    trained = [p for p in model.parameters() if p.requires_grad][:1]
+    gradients = torch.autograd.grad(logp_T.sum(), trained) if trained else ()
+    return [logp_T.detach(), *gradients]
+
+
+@torch.no_grad()
+def _inexact(model: nn.Module, layout: Callable[[list[Row]], TokenLogprobs]) -> str | None:
+    """Compare a layout of a few short rows and a long one with one row per pass; None if they
+    agree, else what differs.
+
+    For models whose code does something of its own with positions, masks or logits (ALiBi, for
+    example) or carries a state from one packed row to the next, and does not say so in its
+    configuration.
+    """
+    causal, rows = causal_model(model), _probe_rows(model)
     alone = [completion_logprobs(model, [row], with_entropy=False).logp_T for row in rows]
-    allowed = 1e-3 if dtype in (torch.float32, torch.float64) else 0.25
+    allowed = _allowed(next(model.parameters()).dtype)
     # The first two rows begin alike.
     if abs(float(alone[0][0] - alone[1][0])) > allowed:
         raise ConfigError(

@@ -45,11 +45,14 @@ def packed_logprobs(
     *,
     with_entropy: bool,
     grammars: Grammars | None = None,
+    compiled: bool = False,
 ) -> TokenLogprobs:
     """As `completion_logprobs`, of a model that keeps packed rows apart."""
     head = OutputHead(causal_model(model))
     sampled_T = Sampled.of(rows, head.vocabulary, grammars)
-    return logprobs_in_parts(head, packed_states(model, rows), sampled_T, with_entropy=with_entropy)
+    return logprobs_in_parts(
+        head, packed_states(model, rows), sampled_T, with_entropy=with_entropy, compiled=compiled
+    )
 
 
 def packed_states(model: nn.Module, rows: Sequence[Row]) -> Tensor:

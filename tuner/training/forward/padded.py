@@ -28,6 +28,7 @@ def completion_logprobs(
     *,
     with_entropy: bool,
     grammars: Grammars | None = None,
+    compiled: bool = False,
     in_parts: bool = False,
 ) -> TokenLogprobs:
     """Log-probs of every completion token of `rows`, of the distribution that was sampled.
@@ -39,6 +40,7 @@ def completion_logprobs(
         rows: B calls.
         with_entropy: Keep the graph of the entropy (else it is detached, for metrics only).
         grammars: The engine's; needed where a row was sampled within a grammar.
+        compiled: Whether what is done to the logits is compiled.
         in_parts: Make the logits of some tokens at a time, with `OutputHead` in place of what the
             model's own `forward` does.
 
@@ -54,7 +56,9 @@ def completion_logprobs(
         head = OutputHead(causal_model(model))
         sampled = Sampled.of(rows, head.vocabulary, grammars)
         states_TD = completion_states(model, rows)
-        return logprobs_in_parts(head, states_TD, sampled, with_entropy=with_entropy)
+        return logprobs_in_parts(
+            head, states_TD, sampled, with_entropy=with_entropy, compiled=compiled
+        )
     ids_BS, row_T, predicts_T = _padded(rows)
     width, first = ids_BS.shape[1], int(predicts_T.min())
     # Only the positions from the first completion on need logits; a model that does not know
@@ -65,7 +69,7 @@ def completion_logprobs(
     predicts_T -= width - logits_BKV.shape[1]
     logits_TV = logits_BKV[to_device(row_T, device), to_device(predicts_T, device)]
     sampled = Sampled.of(rows, logits_TV.shape[-1], grammars)
-    return sampled.logprobs(logits_TV, with_entropy=with_entropy)
+    return sampled.logprobs(logits_TV, with_entropy=with_entropy, compiled=compiled)
 
 
 def completion_states(model: nn.Module, rows: Sequence[Row]) -> Tensor:

@@ -20,7 +20,7 @@ of a tile tell (`flex_mask`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from torch.nn import functional as F
 from tuner.engines.transfer import to_device
 from tuner.errors import TrainingError
 from tuner.traces.tree import IntArray, TokenTree
+from tuner.training.forward import kernels
 from tuner.training.forward.tree_blocks import Block, Keys, blocks_of
 
 TILE = 128
@@ -166,7 +167,7 @@ class TreeAttention:
         """The same through FlexAttention, whose kernel is made by `torch.compile`."""
         from torch.nn.attention.flex_attention import flex_attention
 
-        attention: Any = _compiled_flex if compiled else flex_attention
+        attention: Any = kernels.kernel_of(flex_attention) if compiled else flex_attention
         result: Tensor = attention(query, key, value, block_mask=self._block_mask, scale=scale)
         return result
 
@@ -202,6 +203,8 @@ class TreeMask(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
+# Called by layers that are compiled; what it needs compiled it compiles itself.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -353,21 +356,3 @@ def _join(parts: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         output = output.to(share.dtype).lerp(other.to(share.dtype), share)
         total = torch.logaddexp(total, logsumexp)
     return output, total
-
-
-@cache
-def _flex() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention, dynamic=True)
-
-
-def _compiled_flex(*states: Tensor, **settings: Any) -> Tensor:
-    """FlexAttention's kernel; made anew for each width, dtype and kind of layer.
-
-    Where there are more of these than torch has set as limit it would compute all scores at once,
-    which takes more time and memory than padded rows.
-    """
-    with torch._dynamo.config.patch(recompile_limit=256, fail_on_recompile_limit_hit=True):
-        result: Tensor = _flex()(*states, **settings)
-    return result

@@ -158,6 +158,7 @@ def tree_logprobs(
     windows: dict[str, int | None],
     with_entropy: bool,
     grammars: Grammars | None = None,
+    compiled: bool = False,
 ) -> TokenLogprobs:
     """As `completion_logprobs`, of a model whose layers attend to keys and values.
 
@@ -172,7 +173,9 @@ def tree_logprobs(
     first_U, of_T = _distinct(tree, rows)
     sampled_U = Sampled.of(rows, head.vocabulary, grammars).take(first_U)
     predicts_U = to_device(tree.parent[tree.completion_node[first_U]], device)
-    distinct = logprobs_in_parts(head, hidden_ND[predicts_U], sampled_U, with_entropy=with_entropy)
+    distinct = logprobs_in_parts(
+        head, hidden_ND[predicts_U], sampled_U, with_entropy=with_entropy, compiled=compiled
+    )
     back_T = to_device(of_T, device)
     return TokenLogprobs(distinct.logp_T[back_T], distinct.entropy_T[back_T])
 

@@ -1,0 +1,67 @@
+"""Layers and functions that are computed in another way: compiled, or with checkpoints."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+@cache
+def kernel_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with one kernel for what is done to each number between two matrix products.
+
+    Sizes are left open. It is compiled anew for each width, dtype and kind of layer, with and
+    without a gradient; beyond torch's limit of these it would silently be as slow as before, and
+    FlexAttention would compute all scores at once.
+    """
+    compiled = torch.compile(function, dynamic=True)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._dynamo.config.patch(recompile_limit=256, fail_on_recompile_limit_hit=True):
+            return compiled(*args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def prepared_layers(model: nn.Module, *, checkpointed: bool, compiled: bool) -> Iterator[None]:
+    """A forward pass inside computes the same in another way.
+
+    Args:
+        checkpointed: Keep the inputs of the layers, and compute the rest again in the backward
+            pass.
+        compiled: One kernel for what is done to each number between two matrix products.
+    """
+    layers = list(layers_of(model)) if checkpointed or compiled else []
+    for layer in layers:
+        compute: Any = layer.forward
+        if compiled:
+            # Without transformers' own switch for checkpointing, which all models share.
+            compute = MethodType(kernel_of(inspect.unwrap(type(layer).forward)), layer)
+        layer.forward = partial(_checkpointed, compute) if checkpointed else compute
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def layers_of(model: nn.Module) -> Iterator[nn.Module]:
+    """The layers that transformers marks as those that a model repeats."""
+    return (m for m in model.modules() if isinstance(m, GradientCheckpointingLayer))
+
+
+def _checkpointed(compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # No dropout, so no random numbers to restore.
+    return checkpoint(
+        partial(compute, **kwargs), *args, use_reentrant=False, preserve_rng_state=False
+    )
