@@ -87,6 +87,7 @@ def build_engine(
             max_slots=config.tuner.max_slots,
             deterministic=config.tuner.deterministic,
             version=version,
+            enforce_eager=config.explorer.rollout_model.enforce_eager,
         )
         return shared, None
     if config.explorer.rollout_model.engine_type == "vllm":

@@ -52,7 +52,7 @@ class RolloutModelSection(Section):
     )
     enforce_eager: bool = Field(
         default=False,
-        description="Do not capture CUDA graphs. For vllm; transformers captures none.",
+        description="Do not capture CUDA graphs. For vllm and transformers.",
     )
     extra_engine_args: Arguments = Field(
         default_factory=dict,

@@ -85,6 +85,7 @@ class TransformersEngine(RequestEngine):
         deterministic: Serve one request at a time, without prefix reuse.
         version: Version of the weights as they are now.
         prefill_tokens: Prompt tokens computed in one forward pass at most.
+        enforce_eager: Record no CUDA graphs (`tuner.engines.transformers.graphs`).
 
     Raises:
         ConfigError: A size is not positive, `max_model_len` is more than the model can be computed
@@ -103,6 +104,7 @@ class TransformersEngine(RequestEngine):
         deterministic: bool = False,
         version: int = 0,
         prefill_tokens: int = 4096,
+        enforce_eager: bool = False,
     ) -> None:
         sizes = {
             "max_model_len": max_model_len,
@@ -132,7 +134,7 @@ class TransformersEngine(RequestEngine):
             every_setting=True,
         )
         self._guard = WeightsGuard(self._model)
-        self._runner = self._make_runner(deterministic, max_slots, prefill_tokens)
+        self._runner = self._make_runner(deterministic, max_slots, prefill_tokens, enforce_eager)
         self._lock = threading.Lock()  # held while a step runs
         self._in_flight: set[Request] = set()
         self._arrived: deque[Request] = deque()  # other threads may append while a step runs
@@ -143,7 +145,7 @@ class TransformersEngine(RequestEngine):
         self._decode_seconds = math.inf
 
     def _make_runner(
-        self, deterministic: bool, max_slots: int, prefill_tokens: int
+        self, deterministic: bool, max_slots: int, prefill_tokens: int, enforce_eager: bool
     ) -> SlotRunner | SoloRunner:
         model = self._model
         windows = None if deterministic else servable_layers(model)
@@ -157,6 +159,7 @@ class TransformersEngine(RequestEngine):
                 max_slots=max_slots,
                 max_model_len=self._capabilities.max_model_len,
                 prefill_tokens=prefill_tokens,
+                enforce_eager=enforce_eager,
             )
         told = names_positions(model, probe_length(model.config))
         if isinstance(told, str):

@@ -5,7 +5,7 @@ They are a cache that transformers models write to, with a row for each request.
 token t of the request in row r. A forward pass computes new tokens for the contiguous rows
 [first, last) and attends to the first `kv_length` positions of each:
 
-                  position 0 ............ kv_length ... capacity
+                  position 0 ............ kv_length ... capacity      one place more, never read
         row first  k k k k k N . . . . .  |                        k computed before
             ...    k k N N N N N N . . .  |                        N written by this pass
         row last-1 k k k k k k k k k k N  |                        . masked
@@ -43,7 +43,7 @@ class Placement:
     Attributes:
         first, last: Rows the pass computes, [first, last).
         kv_length: Positions that are attended to.
-        target: For every token that is written its place `row * capacity + position`, shape [N].
+        target: For every token that is written its place `row * width + position`, shape [N].
         source: The places of those tokens in the flattened input [(last - first) * C], shape
             [N]; None when the input has no padding.
     """
@@ -70,7 +70,7 @@ class SlotLayer(CacheLayerMixin):
     def _empty(self, states: Tensor) -> Tensor:
         _, heads, _, width = states.shape
         # Zeros: a masked place still takes part in attention with weight 0, and 0 * NaN is NaN.
-        return states.new_zeros(self._store.slots, self._store.capacity, heads, width)
+        return states.new_zeros(self._store.slots, self._store.width, heads, width)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -111,14 +111,19 @@ class SlotCache(Cache):
         self._rows = [SlotLayer(self) for _ in range(layers)]
         super().__init__(layers=list(self._rows))
 
+    @property
+    def width(self) -> int:
+        """Places of a row: those of its tokens, and one more for a token that counts nothing."""
+        return self.capacity + 1
+
     def grow(self, slots: int, capacity: int) -> None:
         """Make room for `slots` rows of `capacity` tokens, keeping what is stored."""
         old_slots, old_capacity = self.slots, self.capacity
         self.slots, self.capacity = slots, capacity
 
         def grown(old: Tensor) -> Tensor:
-            new = old.new_zeros(slots, capacity, *old.shape[2:])
-            new[:old_slots, :old_capacity] = old
+            new = old.new_zeros(slots, self.width, *old.shape[2:])
+            new[:old_slots, :old_capacity] = old[:, :old_capacity]
             return new
 
         for layer in self._rows:
@@ -308,7 +313,8 @@ def rows_agree(model: PreTrainedModel, windows: dict[str, int | None]) -> str | 
             positions = torch.tensor(places, device=device)
             stop = places[-1][-1] + 1
             rows = torch.arange(first, 2, device=device)[:, None]
-            cache.placement = Placement(first, 2, stop, (rows * length + positions).flatten(), None)
+            target = (rows * cache.width + positions).flatten()
+            cache.placement = Placement(first, 2, stop, target, None)
             masks = {k: attention_mask(positions, stop, w, dtype) for k, w in windows.items()}
             output = model(
                 input_ids=ids[positions],

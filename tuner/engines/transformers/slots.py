@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from tuner.engines.base import EngineStats
 from tuner.engines.request import Request, sample_next
 from tuner.engines.sampling import SamplingBatch
+from tuner.engines.transformers.graphs import DecodeGraphs
 from tuner.engines.transformers.kv_cache import Placement, SlotCache, attention_mask
 from tuner.engines.transformers.solo import forward_options
 from tuner.engines.transformers.weights import WeightsGuard
@@ -54,6 +55,7 @@ class SlotRunner:
         max_slots: Rows at most, active and prefix cache together.
         max_model_len: Tokens of one row at most.
         prefill_tokens: Prompt tokens of one forward pass at most, padding included.
+        enforce_eager: Record no CUDA graphs.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class SlotRunner:
         max_slots: int,
         max_model_len: int,
         prefill_tokens: int,
+        enforce_eager: bool = False,
     ) -> None:
         self.waiting: deque[Request] = deque()
         self.active: list[Request] = []
@@ -91,6 +94,10 @@ class SlotRunner:
         self._used: Ints = np.zeros(slots, dtype=np.int64)
         self._clock = 0
         self._batch: SamplingBatch | None = None
+        self._graphs: DecodeGraphs | None = None
+        if self._device.type == "cuda" and not enforce_eager:
+            self._graphs = DecodeGraphs(self._pass, self._cache, self._device)
+            self._graphs.forget(self._guard.places())
 
     def tokens_ahead(self) -> int:
         """How many prompt tokens the next step computes at most; 0 if it continues completions."""
@@ -118,6 +125,8 @@ class SlotRunner:
         self._decoding = self._rows = 0
         self._batch = None
         self._cache.clear()
+        if self._graphs is not None:
+            self._graphs.forget(self._guard.places())
 
     def step(self, version: int) -> list[Request]:
         """Run one forward pass and sample; returns the requests that are finished."""
@@ -233,6 +242,8 @@ class SlotRunner:
         if (slots, capacity) == self._tokens.shape:
             return
         self._cache.grow(slots, capacity)
+        if self._graphs is not None:
+            self._graphs.forget()
         more = (slots - self._tokens.shape[0], capacity - self._tokens.shape[1])
         self._tokens = np.pad(self._tokens, ((0, more[0]), (0, more[1])))
         self._length, self._computed, self._used = (
@@ -292,9 +303,10 @@ class SlotRunner:
         # Padding repeats position 0, which exists and attends to itself, and is written nowhere.
         positions = np.where(real, columns + computed[:, None], 0)
         ids = np.take_along_axis(self._tokens[first:last], positions, axis=1)
-        target = (np.arange(first, last)[:, None] * self._cache.capacity + positions)[real]
-        source = None if real.all() else torch.from_numpy(np.flatnonzero(real))
-        logits = self._forward(ids, positions, first, last, torch.from_numpy(target), source)
+        target = (np.arange(first, last)[:, None] * self._cache.width + positions)[real]
+        source = None if real.all() else self._tensor(np.flatnonzero(real))
+        place = Placement(first, last, int(positions.max()) + 1, self._tensor(target), source)
+        logits = self._pass(self._tensor(ids), self._tensor(positions), place)
         if self._guard.changed():
             return []
         self._computed[first:last] += counts
@@ -311,8 +323,11 @@ class SlotRunner:
         rows = np.arange(count)
         positions = self._computed[:count].copy()
         ids = self._tokens[rows, positions]
-        target = torch.from_numpy(rows * self._cache.capacity + positions)
-        logits = self._forward(ids[:, None], positions[:, None], 0, count, target, None)
+        logits = self._graphs.logits(ids, positions) if self._graphs is not None else None
+        if logits is None:
+            target = self._tensor(rows * self._cache.width + positions)
+            place = Placement(0, count, int(positions.max()) + 1, target, None)
+            logits = self._pass(self._tensor(ids[:, None]), self._tensor(positions[:, None]), place)
         if self._guard.changed():
             return []
         self._computed[:count] += 1
@@ -320,33 +335,19 @@ class SlotRunner:
             self._batch = SamplingBatch.of([r.sampling for r in self.active], logits.device)
         return self._sample(0, count, self._batch, logits, version)
 
-    def _forward(
-        self,
-        ids: Ints,
-        positions: Ints,
-        first: int,
-        last: int,
-        target: Tensor,
-        source: Tensor | None,
-    ) -> Tensor:
+    def _tensor(self, values: Ints) -> Tensor:
+        return torch.from_numpy(values).to(self._device)
+
+    def _pass(self, ids: Tensor, positions: Tensor, placement: Placement) -> Tensor:
         """Logits of the last column: ids and positions [m, C] -> [m, V]."""
-        device = self._device
-        kv_length = int(positions.max()) + 1
-        where = torch.from_numpy(positions).to(device)
-        self._cache.placement = Placement(
-            first,
-            last,
-            kv_length,
-            target.to(device),
-            None if source is None else source.to(device),
-        )
+        self._cache.placement = placement
         masks: dict[str, Any] = {
-            kind: attention_mask(where, kv_length, window, self._dtype)
+            kind: attention_mask(positions, placement.kv_length, window, self._dtype)
             for kind, window in self._windows.items()
         }
         output = self._model(
-            input_ids=torch.from_numpy(ids).to(device),
-            position_ids=where,
+            input_ids=ids,
+            position_ids=positions,
             # Models with one kind of layer take a tensor, those with several a dict.
             attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
             past_key_values=self._cache,
