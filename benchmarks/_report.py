@@ -67,13 +67,12 @@ class Row:
 
 def cells(shown: Mapping[str, Any]) -> list[str]:
     """What stands of a recorded row under COLUMNS."""
-    numbers = {"ours": ",.4g", "peer_value": ",.4g", "ratio": ",.2f", "target": "g"}
-    found = {
-        name: "" if shown[name] is None else format(shown[name], form)
-        for name, form in numbers.items()
-    }
-    found["met"] = {None: "", True: "yes", False: "no"}[shown["met"]]
-    return [found.get(name, shown[name]) for name in shown]
+    forms = {"ours": ",.4g", "peer_value": ",.4g", "ratio": ",.2f", "target": "g"}
+    names = ("case", "metric", "ours", "peer", "peer_value", "ratio", "target")
+    found = [
+        "" if shown[name] is None else format(shown[name], forms.get(name, "")) for name in names
+    ]
+    return [*found, {None: "", True: "yes", False: "no"}[shown["met"]]]
 
 
 def report(

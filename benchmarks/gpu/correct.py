@@ -6,6 +6,7 @@ import asyncio
 import copy
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from benchmarks import agent_step
 from benchmarks._report import Row
@@ -58,8 +60,8 @@ def layouts(device: str, precision: str, width: int) -> Iterator[Row]:
         changed = {"head_dim": width}
         if kind.startswith("gemma"):
             changed["query_pre_attn_scalar"] = width
-        model = model_of(kind, **changed).to(device, dtype)  # type: ignore[arg-type]
-        for longest in (48, 400):
+        model = model_of(kind, **changed).to(device, dtype)
+        for longest in (48, 150 if device == "cpu" else 400):
             rows, where = rows_of(longest), f"{kind}, {longest} tokens"
             wanted = alone(model, rows)
             if dtype == torch.bfloat16:
@@ -69,7 +71,7 @@ def layouts(device: str, precision: str, width: int) -> Iterator[Row]:
             for layout in LAYOUTS:
                 forward = Forward.of(model, None, layout=layout)
                 assert forward.layout == layout, (where, layout)
-                for max_tokens in (10_000, longest + 20):
+                for max_tokens in (longest + 20,) if device == "cpu" else (10_000, longest + 20):
                     with warnings.catch_warnings():
                         # FlexAttention without its kernel has all scores in memory.
                         warnings.filterwarnings("error", message=".*flex_attention.*")
@@ -83,21 +85,23 @@ def layouts(device: str, precision: str, width: int) -> Iterator[Row]:
                             key = (layout, f"{of}, error", "one row per call in bfloat16")
                             found.setdefault(key, []).append((value, where, usual[of]))
     for (layout, metric, peer), values in found.items():
+        case, target = f"{layout}, {precision}, heads of {width}", 1.0
         ours, where, peer_value = max(values, key=lambda value: value[0] / value[2])
-        target = 1.0 if peer == "allowed" else round(1 / WORSE, 3)
-        case = f"{layout}, {precision}, heads of {width}"
+        if peer != "allowed":  # a single one of these is a matter of chance
+            where, target = "mean of all", round(1 / WORSE, 3)
+            ours = statistics.fmean(value for value, _, _ in values)
+            peer_value = statistics.fmean(value for _, _, value in values)
         yield Row(case, f"{metric} ({where})", ours, peer, peer_value, target, more_is_better=False)
 
 
 def errors(found: Any, wanted: Any, *, mean: bool = False) -> dict[str, float]:
     """Of log-probs the largest or mean difference, and of gradients that beside the gradient."""
-    logp, gradient = (
+    of_logp, of_gradient = (
         a.cpu().double() - b.cpu().double() for a, b in zip(found, wanted, strict=True)
     )
-    distance = logp.abs()
     return {
-        "log-probs": float(distance.mean() if mean else distance.max()),
-        "gradient": float(gradient.norm() / wanted[1].norm()),
+        "log-probs": float(of_logp.abs().mean() if mean else of_logp.abs().max()),
+        "gradient": float(of_gradient.norm() / wanted[1].norm()),
     }
 
 
@@ -105,7 +109,7 @@ def engine(device: str) -> Iterator[Row]:
     """Requests of several settings at once, on prompts that share prefixes, before and after
     the weights change; and some that are cancelled."""
     for kind in ("qwen3", "mistral", "gemma3"):
-        model = make_model(kind).to(device)  # type: ignore[arg-type]
+        model = make_model(kind).to(device)
         worst = asyncio.run(_worst_of_engine(model))
         metric = "log-probs, largest difference from a fresh pass"
         yield Row(f"engine, {kind}", metric, worst, "allowed", EXACT, 1.0, more_is_better=False)
@@ -145,9 +149,9 @@ BATCH = make_batch(Case("", 2, 4, 3, 20, 10, 8), VOCABULARY)
 
 
 def _trainer(device: str, dtype: torch.dtype = torch.float32, **settings: Any) -> PolicyTrainer:
-    model = make_model().to(device, dtype)  # type: ignore[arg-type]
-    numbers = {"total_steps": 9, "lr": 1e-5, "kl": "none", "max_tokens_per_micro_batch": 120}
-    return PolicyTrainer(model, TrainerSettings(**numbers | settings))
+    model = make_model().to(device, dtype)
+    numbers = TrainerSettings(9, lr=1e-5, kl="none", max_tokens_per_micro_batch=120, **settings)
+    return PolicyTrainer(model, numbers)
 
 
 def _update(trainer: PolicyTrainer) -> None:
@@ -193,16 +197,9 @@ def resume(device: str) -> Iterator[Row]:
             straight.save(Path(folder) / "state.pt")
             loaded = PolicyTrainer(copy.deepcopy(straight.model), straight.settings)
             loaded.load(Path(folder) / "state.pt")
-        states = zip(
-            *(
-                torch.utils._pytree.tree_leaves(t.optimizer.state_dict())
-                for t in (straight, loaded)
-            ),
-            strict=True,
-        )
-        assert all(
-            torch.equal(torch.as_tensor(a).cpu(), torch.as_tensor(b).cpu()) for a, b in states
-        )
+        saved, got = (tree_leaves(each.optimizer.state_dict()) for each in (straight, loaded))
+        for one, other in zip(saved, got, strict=True):
+            assert not isinstance(one, torch.Tensor) or torch.equal(one.cpu(), other.cpu())
         yield _same(f"resume, {dtype}", straight, loaded)
 
 
@@ -236,9 +233,9 @@ def lora(device: str) -> Iterator[Row]:
     """The gradient of an adapter in the three layouts beside one row per call."""
     from tests.training.lora import wrapped
 
-    model = wrapped(make_model().to(device))  # type: ignore[arg-type]
+    model = wrapped(make_model().to(device))
     rows = rows_of(200)
-    wanted = alone(model, rows)  # type: ignore[arg-type]
+    wanted = alone(model, rows)
     for layout in LAYOUTS:
         forward = Forward.of(model, None, layout=layout)
         assert forward.layout == layout

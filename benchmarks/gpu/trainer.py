@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import train_step
 from benchmarks._report import Row
-from benchmarks.train_step import CASES, SHAPES, Case, Shape, Work, costs, make_batch, ours
+from benchmarks.train_step import CASES, SHAPES, Case, Shape, costs, make_batch, ours
 from tuner.assembly.placement import needs_of
 from tuner.config import load_config
 from tuner.traces import TokenTree
@@ -130,7 +130,7 @@ def beside_trl(device: str) -> Iterator[Row]:
         "tree": partial(ours, batch, "tree", shape, device),
         "trl": partial(train_step.trl, batch, case, shape, device),
     }
-    found: dict[str, Work | Any] = costs(makers, REPEATS, device)
+    found = costs(makers, REPEATS, device)
     for metric, of in (("s/update", "seconds"), ("peak bytes of an update", "peak")):
         mine, peers = (getattr(found[name], of) for name in makers)
         case_name = f"{shape.name}: {case.name}"
