@@ -11,6 +11,7 @@
 # make test-sglang   the tests that run SGLang's server on a CPU, in an environment of its own (11 GB)
 # make audit  known weaknesses of the packages in constraints.txt, by pip-audit; needs PyPI's own service
 # make bench  every benchmark; prints tables and writes benchmarks/results/*.json
+# make gpu    what needs a GPU, in slices of 8 minutes; ARGS=--rehearse runs all of it on a CPU
 
 PYTHON ?= python3
 INSTALL := $(PYTHON) .ci/install
@@ -35,7 +36,7 @@ SELECT := -m "not nightly"
 TOGETHER := --numprocesses 2 --dist loadfile
 
 .PHONY: demo test test-agentscope2 test-browser test-frameworks test-trinity test-vllm test-models test-chaos \
-	test-nightly test-sglang audit bench install environments clean
+	test-nightly test-sglang audit bench gpu install environments clean
 
 install: $(VENV)/.installed
 
@@ -148,6 +149,12 @@ test-sglang: install
 bench: $(VENV)/.installed-dev .venv-litellm/bin/litellm
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt trl
 	for benchmark in benchmarks/[a-z]*.py; do $(BIN)/python $$benchmark || exit 1; done
+
+# SLICE=2 runs one of them. With GPU_PYTHON=python3 nothing is installed: PyTorch, transformers and
+# the few packages that all of it imports must be there, and what else is missing is skipped by name.
+GPU_PYTHON := $(BIN)/python
+gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.installed-dev)
+	$(GPU_PYTHON) -m benchmarks.gpu $(if $(SLICE),--slice $(SLICE)) $(ARGS)
 
 # Where the service cannot be reached it fails, and does not pass for a clean bill.
 audit: install

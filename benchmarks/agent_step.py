@@ -80,12 +80,14 @@ class Measured:
     calls: list[float]
 
 
-def ours(case: Case, steps: int) -> Measured:
+def history(case: Case, steps: int, *overrides: str) -> list[dict[str, float]]:
+    """The metrics of each step of a run."""
+
     async def judge(task: dict[str, Any], response: str) -> JudgeOutput:
         return JudgeOutput(reward=case.score(response, task))
 
     with tempfile.TemporaryDirectory() as folder:
-        result = tune(
+        return tune(
             case.workflow,
             judge,
             case.tasks(case.prompts * steps),
@@ -101,9 +103,13 @@ def ours(case: Case, steps: int) -> Measured:
                 f"explorer.runner_per_model={case.prompts * GROUP}",
                 f"tuner.max_slots={case.prompts * GROUP}",
                 f"tuner.signal_patience={steps}",
+                *overrides,
             ],
-        )
-    rows = result.history[WARMUP:]
+        ).history
+
+
+def ours(case: Case, steps: int) -> Measured:
+    rows = history(case, steps)[WARMUP:]
     rollouts = case.prompts * GROUP
     return Measured(
         [row["time/step"] for row in rows],

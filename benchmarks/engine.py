@@ -78,8 +78,8 @@ def make_model(device: str) -> PreTrainedModel:
     return model
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    words = {str(number): number for number in range(VOCABULARY)}
+def make_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    words = {str(number): number for number in range(vocabulary)}
     make: Any = PreTrainedTokenizerFast  # not typed
     tokenizer: PreTrainedTokenizerFast = make(
         tokenizer_object=Tokenizer(WordLevel(words, unk_token="0"))
@@ -91,13 +91,14 @@ def distinct(count: int) -> Prompts:
     return torch.randint(1, VOCABULARY, (count, 100)).tolist()
 
 
-def shared(count: int) -> Prompts:
-    groups = torch.randint(1, VOCABULARY, (count // 8, 400)).tolist()
-    return [prompt for prompt in groups for _ in range(8)]
+def shared(count: int, tokens: int = 400, group: int = 8) -> Prompts:
+    groups = torch.randint(1, VOCABULARY, (count // group, tokens)).tolist()
+    return [prompt for prompt in groups for _ in range(group)]
 
 
 def new_engine(model: PreTrainedModel) -> TransformersEngine:
-    return TransformersEngine(model, make_tokenizer(), max_model_len=CONTEXT)
+    tokenizer = make_tokenizer(model.config.vocab_size)
+    return TransformersEngine(model, tokenizer, max_model_len=CONTEXT)
 
 
 async def crowd(engine: Engine, prompts: Prompts) -> None:
@@ -117,14 +118,15 @@ def with_engine(model: PreTrainedModel) -> Callable[[Prompts], None]:
 
 
 def with_vllm(model: PreTrainedModel, folder: Path) -> Callable[[Prompts], None]:
-    """vLLM in float32 with a copy of the weights, through the engine `vllm`."""
+    """vLLM with a copy of the weights, through the engine `vllm`."""
+    tokenizer = make_tokenizer(model.config.vocab_size)
 
     def save(into: Path) -> None:
         model.save_pretrained(into)
-        make_tokenizer().save_pretrained(into)
+        tokenizer.save_pretrained(into)
 
     settings = VllmSettings(
-        dtype="float32",
+        dtype=str(model.dtype).removeprefix("torch."),
         max_model_len=CONTEXT,
         max_slots=64,
         end_ids=(),
@@ -135,9 +137,9 @@ def with_vllm(model: PreTrainedModel, folder: Path) -> Callable[[Prompts], None]
         [InProcessVllm(settings)],
         save=save,
         folder=folder,
-        tokenizer=make_tokenizer(),
+        tokenizer=tokenizer,
         end_ids=frozenset(),
-        vocabulary=VOCABULARY,
+        vocabulary=model.config.vocab_size,
         max_model_len=CONTEXT,
     )
     asyncio.run(engine.start())

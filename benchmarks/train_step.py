@@ -144,10 +144,9 @@ def make_batch(case: Case, vocabulary: int) -> Batch:
     )
 
 
-def ours(batch: Batch, layout: Any, shape: Shape, device: str) -> Work:
-    settings = TrainerSettings(
-        total_steps=1000, kl="none", layout=layout, max_tokens_per_micro_batch=MAX_TOKENS
-    )
+def ours(batch: Batch, layout: Any, shape: Shape, device: str, **more: Any) -> Work:
+    numbers = {"max_tokens_per_micro_batch": MAX_TOKENS, **more}
+    settings = TrainerSettings(total_steps=1000, kl="none", layout=layout, **numbers)
     trainer = PolicyTrainer(shape.model(device), settings)
     return lambda: trainer.ppo_update(trainer.compute_advantages(batch))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -120,10 +121,14 @@ CONFIGS = {
 }
 
 
-def make_model(kind: str = "qwen3", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A random model of this shape, the same one every time."""
+def make_model(
+    kind: str = "qwen3", dtype: torch.dtype = torch.float32, **changed: object
+) -> PreTrainedModel:
+    """A random model of this shape, its configuration `changed`; the same one every time."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[kind](), dtype=dtype)
+    config = CONFIGS[kind]()
+    config.update(changed)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.generation_config.eos_token_id = None
     return model.eval()
 
@@ -162,6 +167,24 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()
 
 
+SETTINGS = [
+    SamplingParams(max_tokens=12, temperature=1.0),
+    SamplingParams(max_tokens=12, temperature=0.7),
+    SamplingParams(max_tokens=12, temperature=1.0, top_p=0.8),
+    SamplingParams(max_tokens=12, temperature=0.7, top_k=20),
+    SamplingParams(max_tokens=12, temperature=0.7, top_k=30, top_p=0.9),
+    SamplingParams(max_tokens=12, temperature=0.0),
+]
+
+
+def crowd() -> Iterator[tuple[list[int], SamplingParams]]:
+    """Requests of all SETTINGS, on prompts that share prefixes and on some that do not."""
+    shared = prompt(40)
+    for seed, sampling in enumerate(SETTINGS * 2):
+        ids = shared[:25] + prompt(3 + seed, seed) if seed % 3 else shared[: 20 + seed]
+        yield ids, replace(sampling, seed=seed)
+
+
 async def generate_all(
     engine: TransformersEngine, requests: Iterable[tuple[Sequence[int], SamplingParams]]
 ) -> list[Generation]:
@@ -194,8 +217,8 @@ def fresh_logprobs(
     model: PreTrainedModel, prompt_ids: Sequence[int], got: Generation, sampling: SamplingParams
 ) -> Tensor:
     """Log-probs of the sampled ids by one plain forward pass of prompt and completion: [T]."""
-    completion = torch.tensor(got.completion_ids)
-    ids = torch.tensor([*prompt_ids, *got.completion_ids])[None]
+    ids = torch.tensor([*prompt_ids, *got.completion_ids], device=model.device)[None]
+    completion = ids[0, len(prompt_ids) :]
     logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt_ids) - 1 : -1]
     logprobs = sampled_logprobs(logits, sampling.temperature, sampling.top_k, sampling.top_p)
     return logprobs.gather(-1, completion[:, None])[:, 0]
@@ -206,7 +229,7 @@ def error(
 ) -> float:
     """Largest difference between recorded log-probs and those of a plain forward pass."""
     wanted = fresh_logprobs(model, prompt_ids, got, sampling)
-    return float((wanted - torch.tensor(got.logprobs)).abs().max())
+    return float((wanted.cpu() - torch.tensor(got.logprobs)).abs().max())
 
 
 @torch.no_grad()
@@ -214,7 +237,7 @@ def change_weights(model: PreTrainedModel, scale: float = 0.3) -> None:
     """What an optimizer does: change every parameter in place."""
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
-        noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        noise = torch.randn(parameter.shape, generator=generator).to(parameter)
         parameter.add_(noise * parameter.std(correction=0).clamp(min=0.1) * scale)
 
 

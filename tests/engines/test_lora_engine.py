@@ -4,8 +4,7 @@ import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
-from tests.engines.models import error, generate_all, make_engine, make_model, prompt
-from tests.engines.test_slot_engine import crowd
+from tests.engines.models import crowd, error, generate_all, make_engine, make_model, prompt
 from tests.training.lora import change_adapter, wrapped
 from tuner.engines import SamplingParams
 from tuner.engines.transformers.weights import WeightsGuard

@@ -9,8 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.engines.models import (
+    SETTINGS,
     VOCABULARY,
     change_weights,
+    crowd,
     error,
     generate_all,
     make_engine,
@@ -24,23 +26,7 @@ from tuner.engines.transformers.kv_cache import rows_agree
 from tuner.engines.transformers.slots import SlotRunner
 from tuner.errors import ConfigError
 
-SETTINGS = [
-    SamplingParams(max_tokens=12, temperature=1.0),
-    SamplingParams(max_tokens=12, temperature=0.7),
-    SamplingParams(max_tokens=12, temperature=1.0, top_p=0.8),
-    SamplingParams(max_tokens=12, temperature=0.7, top_k=20),
-    SamplingParams(max_tokens=12, temperature=0.7, top_k=30, top_p=0.9),
-    SamplingParams(max_tokens=12, temperature=0.0),
-]
 BATCHED = ["qwen3", "llama", "mistral", "gemma3", "gemma4"]
-
-
-def crowd():
-    """Requests of all settings, on prompts that share prefixes and on some that do not."""
-    shared = prompt(40)
-    for seed, sampling in enumerate(SETTINGS * 2):
-        ids = shared[:25] + prompt(3 + seed, seed) if seed % 3 else shared[: 20 + seed]
-        yield ids, SamplingParams(**{**sampling.__dict__, "seed": seed})
 
 
 @pytest.mark.parametrize("kind", BATCHED)

@@ -9,6 +9,7 @@ import torch
 from tests.engines.models import (
     CONFIGS,
     change_weights,
+    crowd,
     error,
     generate_all,
     make_engine,
@@ -16,7 +17,6 @@ from tests.engines.models import (
     prompt,
     until,
 )
-from tests.engines.test_slot_engine import crowd
 from tests.models.shapes import tiny_model
 from tuner.engines import SamplingParams
 from tuner.errors import ConfigError

@@ -128,12 +128,12 @@ def alone(model: PreTrainedModel, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
     model.zero_grad(set_to_none=True)
     found = []
     for i, one in enumerate(rows):
-        ids = torch.tensor([one.prompt_ids + one.completion_ids])
+        ids = torch.tensor([one.prompt_ids + one.completion_ids], device=model.device)
         logits = model(input_ids=ids, use_cache=False).logits[0, len(one.prompt_ids) - 1 : -1]
         logp_TV = logits.float().log_softmax(-1)
-        logp_T = logp_TV.gather(1, torch.tensor(one.completion_ids)[:, None])[:, 0]
+        logp_T = logp_TV.gather(1, ids[0, len(one.prompt_ids) :, None])[:, 0]
         entropy_T = -(logp_TV.exp() * logp_TV).sum(-1)
-        weighed(logp_T, entropy_T, weights_of(i, len(logp_T))).backward()
+        weighed(logp_T, entropy_T, weights_of(i, len(logp_T)).to(ids.device)).backward()
         found.append(logp_T.detach())
     return torch.cat(found), gradient(model)
 

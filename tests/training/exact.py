@@ -45,8 +45,9 @@ Cut = tuple[Layout, int]
 """A layout, and the tokens of its micro-batches."""
 
 
-def model_of(kind: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A random model of one of KINDS, or any that `make_model` knows."""
+def model_of(kind: str, dtype: torch.dtype = torch.float32, **changed: object) -> PreTrainedModel:
+    """A random model of one of KINDS, or any that `make_model` knows, with its configuration
+    `changed`."""
     if kind == "gemma2":  # both kinds of layers, and both kinds of soft capping
         torch.manual_seed(0)
         config = Gemma2Config(
@@ -66,10 +67,11 @@ def model_of(kind: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
             bos_token_id=None,
             pad_token_id=None,
         )
+        config.update(changed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         model.generation_config.eos_token_id = None
     else:
-        model = make_model(kind)
+        model = make_model(kind, **changed)
     return all_float64(model) if dtype == torch.float64 else model
 
 
@@ -143,7 +145,7 @@ def computed(
         found = forward.logprobs(model, [rows[i] for i in indices], with_entropy=True)
         lengths = [len(rows[i].completion_ids) for i in indices]
         weights = torch.cat([weights_of(i, n) for i, n in zip(indices, lengths, strict=True)])
-        weighed(found.logp_T, found.entropy_T, weights).backward()
+        weighed(found.logp_T, found.entropy_T, weights.to(found.logp_T.device)).backward()
         logp.update(zip(indices, found.logp_T.detach().split(lengths), strict=True))
     return torch.cat([logp[i] for i in range(len(rows))]), gradient(model)
 

@@ -26,4 +26,4 @@ def change_adapter(model: nn.Module, seed: int = 1) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.add_(noise.to(parameter.dtype) * 0.05)
+            parameter.add_(noise.to(parameter) * 0.05)
