@@ -49,9 +49,11 @@ WORSE = 1.5
 """How much larger the error of a layout in bfloat16 may be than that of one row per call."""
 
 
-def layouts(device: str, precision: str, width: int) -> Iterator[Row]:
+def layouts(device: str, precision: str, width: int, compiled: bool = False) -> Iterator[Row]:
     """Log-probs and gradients in the three layouts, of trees of one tile and of several, beside the
     model's own forward pass over one row at a time; of that in float64 on the CPU too."""
+    if compiled and device == "cpu":
+        raise Skipped("kernels for a CPU take minutes to make")
     dtype = getattr(torch, precision)
     found: dict[tuple[str, str, str], list[tuple[float, str, float]]] = {}
     for kind in KINDS:
@@ -69,8 +71,8 @@ def layouts(device: str, precision: str, width: int) -> Iterator[Row]:
                 truth = alone(exact, rows)
                 usual = errors(wanted, truth, mean=True)
             for layout in LAYOUTS:
-                forward = Forward.of(model, None, layout=layout)
-                assert forward.layout == layout, (where, layout)
+                forward = Forward.of(model, None, layout=layout, compiled=compiled)
+                assert (forward.layout, forward.compiled) == (layout, compiled), (where, layout)
                 for max_tokens in (longest + 20,) if device == "cpu" else (10_000, longest + 20):
                     with warnings.catch_warnings():
                         # FlexAttention without its kernel has all scores in memory.
@@ -85,7 +87,7 @@ def layouts(device: str, precision: str, width: int) -> Iterator[Row]:
                             key = (layout, f"{of}, error", "one row per call in bfloat16")
                             found.setdefault(key, []).append((value, where, usual[of]))
     for (layout, metric, peer), values in found.items():
-        case, target = f"{layout}, {precision}, heads of {width}", 1.0
+        case, target = f"{layout}, {precision}, heads of {width}{', compiled' * compiled}", 1.0
         ours, where, peer_value = max(values, key=lambda value: value[0] / value[2])
         if peer != "allowed":  # a single one of these is a matter of chance
             where, target = "mean of all", round(1 / WORSE, 3)

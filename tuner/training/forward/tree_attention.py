@@ -231,7 +231,8 @@ def _scaled_dot_product_attention(
     of_value = value.shape[-1]
     width = max(query.shape[-1], of_value, 16 if query.is_cuda else 0)
     query, key, value = (
-        F.pad(states, (0, width - states.shape[-1])) for states in (query, key, value)
+        states if states.shape[-1] == width else F.pad(states, (0, width - states.shape[-1]))
+        for states in (query, key, value)
     )
     return attn_mask.attention.attend(query, key, value, scale)[..., :of_value]
 
