@@ -16,6 +16,7 @@ import argparse
 import hashlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -51,14 +52,9 @@ def here() -> dict[str, object]:
     for folder in ("benchmarks", "tuner", "tests"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             digest.update(path.read_bytes())
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    )
-    return {
-        **circumstances(PACKAGES),
-        "commit": commit.stdout.strip() if commit.returncode == 0 else "unknown",
-        "code": digest.hexdigest()[:16],
-    }
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    commit = subprocess.getoutput(shlex.join(git)) if (ROOT / ".git").exists() else "unknown"
+    return {**circumstances(PACKAGES), "commit": commit, "code": digest.hexdigest()[:16]}
 
 
 def results_of(path: Path) -> dict[str, dict[str, Any]]:
@@ -84,9 +80,9 @@ def run_slice(
     Returns:
         Whether none of them failed.
     """
-    path, now = folder / f"slice_{number}.json", here()
+    path, now = folder / f"slice_{number}.json", {**here(), "device": device}
     found = results_of(path)
-    told = ("hardware", "versions", "code")
+    told = ("hardware", "versions", "code", "device")
     done = {
         name
         for name, result in found.items()
@@ -188,14 +184,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         DOCS.write_text(page(DOCS.read_text(encoding="utf-8"), folder), encoding="utf-8")
         return 0
     cores = os.cpu_count() or 1
+    at_once = min(AT_ONCE, cores)
+    for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
+        os.environ.setdefault(name, str(cores // at_once))
+    # Whether there is a GPU is asked without touching it, or no process could be forked for it.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     if not options.rehearse:
         import torch
 
         if not torch.cuda.is_available():
             print("there is no GPU that PyTorch can use; --rehearse runs on the CPU")
             return 2
-    else:
-        os.environ["OMP_NUM_THREADS"] = "1"
     good = True
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.into or (Path(temporary) if options.rehearse else FOLDER)
@@ -211,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 folder,
                 device="cpu" if options.rehearse else "cuda",
                 minutes=options.minutes,
-                processes=min(AT_ONCE, cores) if options.rehearse or number == 1 else 1,
+                processes=at_once if options.rehearse or number == 1 else 1,
                 again=options.again,
             )
     return 0 if good else 1

@@ -54,12 +54,18 @@ CHECKS = (
     Check("1.7B, 64k tokens", 2, 150, "trainer.update", (1, 64)),
     Check("0.6B beside TRL", 2, 150, "trainer.beside_trl"),
     Check("distinct prompts, 64 requests", 3, 120, "generation.distinct", (64,)),
-    Check("64 requests share 800 tokens", 3, 120, "generation.shared"),
+    Check("64 requests share 800 tokens", 3, 120, "generation.shared", (64,)),
     Check("a step of a tool agent", 3, 200, "generation.agent"),
     Check("distinct prompts, 16 requests", 3, 120, "generation.distinct", (16,)),
     Check("distinct prompts, 1 request", 3, 120, "generation.distinct", (1,)),
     Check("64 requests beside vLLM", 3, 240, "generation.beside_vllm"),
-    Check("vLLM's suite", 3, 400, "generation.suite", ("vllm", "tests/integration/vllm")),
+    Check(
+        "vLLM: sleep, CUDA IPC",
+        3,
+        400,
+        "generation.suite",
+        ("vllm", "tests/integration/vllm"),
+    ),
     Check("colocated", 4, 450, "generation.suite", ("trinity", "tests/integration/trinity")),
 )
 
