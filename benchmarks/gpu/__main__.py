@@ -31,9 +31,8 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from benchmarks._report import COLUMNS, RESULTS, cells, circumstances, write
-from benchmarks.gpu.check import CHECKS, SLICES, Check, Result, attempt
+from benchmarks.gpu.check import CHECKS, ROOT, SLICES, Check, Result, attempt
 
-ROOT = Path(__file__).parents[2]
 FOLDER = RESULTS / "gpu"
 DOCS = ROOT / "docs" / "benchmarks.md"
 BEGIN = "<!-- begin: python -m benchmarks.gpu --write-docs -->\n"
@@ -41,6 +40,8 @@ END = "<!-- end -->\n"
 PACKAGES = ("torch", "triton", "transformers", "peft", "trl", "vllm", "trinity-rft")
 PRELOADED = ["benchmarks.gpu.correct", "benchmarks.gpu.trainer", "benchmarks.gpu.generation"]
 """What is imported once for all processes; none of it touches CUDA."""
+AFTER = 60
+"""Seconds that a slice goes on after no more checks begin."""
 AT_ONCE = 8
 """Checks of slice 1 at the same time: most of their time is the compiler's, on the CPU."""
 
@@ -118,12 +119,13 @@ def _results(
             if time.monotonic() > last:
                 return Result("not run", f"{seconds / 60:g} minutes were over")
             started = time.perf_counter()
+            limit = min(check.limit, last - time.monotonic() + AFTER)
             try:
-                task = pool.schedule(attempt, args=(check, device), timeout=check.limit)
+                task = pool.schedule(attempt, args=(check, device), timeout=limit)
                 result: Result = task.result()
                 return result
             except TimeoutError:
-                why = f"not done after {check.limit} s"
+                why = f"not done after {limit:.0f} s"
             except ProcessExpired as died:
                 why = f"its process ended: {died}"
             return Result("error", why, round(time.perf_counter() - started, 1))
@@ -153,8 +155,8 @@ def section(folder: Path) -> Iterator[str]:
                 yield from _introduction(result["here"])
             for row in result["rows"]:
                 yield f"| {' | '.join([name, *cells(row)])} |"
-            if not result["rows"]:
-                why = " ".join(result["why"].replace("|", "\\|").split())
+            if result["outcome"] != "passed":
+                why = result["why"].replace("|", "\\|").splitlines()[-1]
                 yield f"| {name} | {result['outcome']}: {why} |{' |' * (len(COLUMNS) - 1)}"
         missing = [c.name for c in CHECKS if c.slice == number and c.name not in found]
         yield f"\nNot run: {', '.join(missing)}.\n" if missing else ""

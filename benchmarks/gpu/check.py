@@ -7,8 +7,10 @@ import logging
 import time
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[2]
 SLICES = {1: "correct", 2: "the trainer", 3: "generation", 4: "Trinity-RFT"}
 
 
@@ -117,4 +119,5 @@ def attempt(check: Check, device: str) -> Result:
 
 
 def last_lines(text: str, count: int = 12) -> str:
-    return "\n".join(text.strip().splitlines()[-count:])
+    """The end of what a program said, with paths from the root of the repository."""
+    return "\n".join(text.replace(f"{ROOT}/", "").strip().splitlines()[-count:])

@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from benchmarks._report import Row
-from benchmarks.gpu.check import Skipped, last_lines
+from benchmarks.gpu.check import ROOT, Skipped, last_lines
 from benchmarks.train_step import Case, make_batch
 from tests.engines.models import (
     VOCABULARY,
@@ -39,7 +39,6 @@ from tuner.engines import SamplingParams
 from tuner.training import PolicyTrainer, TrainerSettings
 from tuner.training.forward.layouts import Forward
 
-ROOT = Path(__file__).parents[2]
 EXACT = 1e-4
 """Of log-probs in nats, and of the difference of gradients beside the gradient, in float32."""
 BFLOAT16 = {"log-probs": 0.1, "gradient": 0.05}

@@ -18,12 +18,11 @@ from transformers import AutoTokenizer, PreTrainedModel
 from benchmarks import engine
 from benchmarks._report import Row
 from benchmarks.engine import NEW_TOKENS, Prompts, measure, with_engine, with_generate, with_vllm
-from benchmarks.gpu.check import Skipped, last_lines
+from benchmarks.gpu.check import ROOT, Skipped, last_lines
 from benchmarks.gpu.trainer import TOY, repeats
 from benchmarks.train_step import SHAPES
 from tuner import WorkflowOutput
 
-ROOT = Path(__file__).parents[2]
 TURNS = 6
 
 

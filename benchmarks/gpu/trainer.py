@@ -83,14 +83,14 @@ def update(device: str, number: int, thousands: int) -> Iterator[Row]:
     if "mfu" in tree.metrics:
         yield row("MFU", tree.metrics["mfu"], "goal", MFU)
     if "peak_memory_gib" in tree.metrics:
+        yield row("peak GiB", tree.metrics["peak_memory_gib"])
         from tuner.assembly.placement import needs_of  # needs more packages than the rest
         from tuner.config import load_config
 
         config = load_config(overrides=["tuner.dtype=bfloat16"])
         model = shape.model("meta")
         needs = needs_of(config, model, 4096, references=0, critics=0).trainer / 2**30
-        peak = tree.metrics["peak_memory_gib"]
-        yield row("peak GiB", peak, "predicted, no activations", needs, more_is_better=False)
+        yield row("GiB predicted of all but activations", needs)
 
 
 def parts(device: str, number: int, thousands: int) -> Iterator[Row]:
