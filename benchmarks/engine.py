@@ -44,10 +44,7 @@ from transformers import (
 )
 
 from tuner.engines import Engine, SamplingParams
-from tuner.engines.served import ServedEngine
 from tuner.engines.transformers.engine import TransformersEngine
-from tuner.engines.vllm.core import VllmSettings
-from tuner.engines.vllm.in_process import InProcessVllm
 
 VOCABULARY = 397
 NEW_TOKENS = 128
@@ -119,6 +116,10 @@ def with_engine(model: PreTrainedModel) -> Callable[[Prompts], None]:
 
 def with_vllm(model: PreTrainedModel, folder: Path) -> Callable[[Prompts], None]:
     """vLLM with a copy of the weights, through the engine `vllm`."""
+    from tuner.engines.served import ServedEngine
+    from tuner.engines.vllm.core import VllmSettings
+    from tuner.engines.vllm.in_process import InProcessVllm
+
     tokenizer = make_tokenizer(model.config.vocab_size)
 
     def save(into: Path) -> None:

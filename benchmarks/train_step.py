@@ -21,6 +21,7 @@ Qwen3-0.6B and 1.7B in bfloat16 with float32 masters, and MFU.
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import random
 import statistics
@@ -269,9 +270,11 @@ def costs(makers: dict[str, Callable[[], Work]], repeats: int, device: str) -> d
     """On a CPU all are taken in turn, so that other work on the machine meets them alike; on a GPU
     one after the other, so that they need not be there together."""
     if device == "cuda":
-        return {
-            name: _costs({name: make()}, repeats, device)[name] for name, make in makers.items()
-        }
+        found: dict[str, Cost] = {}
+        for name, make in makers.items():
+            found |= _costs({name: make()}, repeats, device)
+            gc.collect()  # a trainer is in circles
+        return found
     return _costs({name: make() for name, make in makers.items()}, repeats, device)
 
 

@@ -16,6 +16,7 @@ import argparse
 import hashlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -30,9 +31,8 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from benchmarks._report import COLUMNS, RESULTS, cells, circumstances, write
-from benchmarks.gpu.check import CHECKS, SLICES, Check, Result, attempt
+from benchmarks.gpu.check import CHECKS, ROOT, SLICES, Check, Result, attempt
 
-ROOT = Path(__file__).parents[2]
 FOLDER = RESULTS / "gpu"
 DOCS = ROOT / "docs" / "benchmarks.md"
 BEGIN = "<!-- begin: python -m benchmarks.gpu --write-docs -->\n"
@@ -40,6 +40,8 @@ END = "<!-- end -->\n"
 PACKAGES = ("torch", "triton", "transformers", "peft", "trl", "vllm", "trinity-rft")
 PRELOADED = ["benchmarks.gpu.correct", "benchmarks.gpu.trainer", "benchmarks.gpu.generation"]
 """What is imported once for all processes; none of it touches CUDA."""
+AFTER = 60
+"""Seconds that a slice goes on after no more checks begin."""
 AT_ONCE = 8
 """Checks of slice 1 at the same time: most of their time is the compiler's, on the CPU."""
 
@@ -51,14 +53,9 @@ def here() -> dict[str, object]:
     for folder in ("benchmarks", "tuner", "tests"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             digest.update(path.read_bytes())
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    )
-    return {
-        **circumstances(PACKAGES),
-        "commit": commit.stdout.strip() if commit.returncode == 0 else "unknown",
-        "code": digest.hexdigest()[:16],
-    }
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    commit = subprocess.getoutput(shlex.join(git)) if (ROOT / ".git").exists() else "unknown"
+    return {**circumstances(PACKAGES), "commit": commit, "code": digest.hexdigest()[:16]}
 
 
 def results_of(path: Path) -> dict[str, dict[str, Any]]:
@@ -84,9 +81,9 @@ def run_slice(
     Returns:
         Whether none of them failed.
     """
-    path, now = folder / f"slice_{number}.json", here()
+    path, now = folder / f"slice_{number}.json", {**here(), "device": device}
     found = results_of(path)
-    told = ("hardware", "versions", "code")
+    told = ("hardware", "versions", "code", "device")
     done = {
         name
         for name, result in found.items()
@@ -122,12 +119,13 @@ def _results(
             if time.monotonic() > last:
                 return Result("not run", f"{seconds / 60:g} minutes were over")
             started = time.perf_counter()
+            limit = min(check.limit, last - time.monotonic() + AFTER)
             try:
-                task = pool.schedule(attempt, args=(check, device), timeout=check.limit)
+                task = pool.schedule(attempt, args=(check, device), timeout=limit)
                 result: Result = task.result()
                 return result
             except TimeoutError:
-                why = f"not done after {check.limit} s"
+                why = f"not done after {limit:.0f} s"
             except ProcessExpired as died:
                 why = f"its process ended: {died}"
             return Result("error", why, round(time.perf_counter() - started, 1))
@@ -157,8 +155,8 @@ def section(folder: Path) -> Iterator[str]:
                 yield from _introduction(result["here"])
             for row in result["rows"]:
                 yield f"| {' | '.join([name, *cells(row)])} |"
-            if not result["rows"]:
-                why = " ".join(result["why"].replace("|", "\\|").split())
+            if result["outcome"] != "passed":
+                why = result["why"].replace("|", "\\|").splitlines()[-1]
                 yield f"| {name} | {result['outcome']}: {why} |{' |' * (len(COLUMNS) - 1)}"
         missing = [c.name for c in CHECKS if c.slice == number and c.name not in found]
         yield f"\nNot run: {', '.join(missing)}.\n" if missing else ""
@@ -188,14 +186,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         DOCS.write_text(page(DOCS.read_text(encoding="utf-8"), folder), encoding="utf-8")
         return 0
     cores = os.cpu_count() or 1
+    at_once = min(AT_ONCE, cores)
+    for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
+        os.environ.setdefault(name, str(cores // at_once))
+    # Whether there is a GPU is asked without touching it, or no process could be forked for it.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     if not options.rehearse:
         import torch
 
         if not torch.cuda.is_available():
             print("there is no GPU that PyTorch can use; --rehearse runs on the CPU")
             return 2
-    else:
-        os.environ["OMP_NUM_THREADS"] = "1"
     good = True
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.into or (Path(temporary) if options.rehearse else FOLDER)
@@ -211,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 folder,
                 device="cpu" if options.rehearse else "cuda",
                 minutes=options.minutes,
-                processes=min(AT_ONCE, cores) if options.rehearse or number == 1 else 1,
+                processes=at_once if options.rehearse or number == 1 else 1,
                 again=options.again,
             )
     return 0 if good else 1

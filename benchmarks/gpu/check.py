@@ -7,8 +7,10 @@ import logging
 import time
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[2]
 SLICES = {1: "correct", 2: "the trainer", 3: "generation", 4: "Trinity-RFT"}
 
 
@@ -55,12 +57,18 @@ CHECKS = (
     Check("1.7B, 64k tokens", 2, 150, "trainer.update", (1, 64)),
     Check("0.6B beside TRL", 2, 150, "trainer.beside_trl"),
     Check("distinct prompts, 64 requests", 3, 120, "generation.distinct", (64,)),
-    Check("64 requests share 800 tokens", 3, 120, "generation.shared"),
+    Check("64 requests share 800 tokens", 3, 120, "generation.shared", (64,)),
     Check("a step of a tool agent", 3, 200, "generation.agent"),
     Check("distinct prompts, 16 requests", 3, 120, "generation.distinct", (16,)),
     Check("distinct prompts, 1 request", 3, 120, "generation.distinct", (1,)),
     Check("64 requests beside vLLM", 3, 240, "generation.beside_vllm"),
-    Check("vLLM's suite", 3, 400, "generation.suite", ("vllm", "tests/integration/vllm")),
+    Check(
+        "vLLM: sleep, CUDA IPC",
+        3,
+        400,
+        "generation.suite",
+        ("vllm", "tests/integration/vllm"),
+    ),
     Check("colocated", 4, 450, "generation.suite", ("trinity", "tests/integration/trinity")),
 )
 
@@ -112,4 +120,5 @@ def attempt(check: Check, device: str) -> Result:
 
 
 def last_lines(text: str, count: int = 12) -> str:
-    return "\n".join(text.strip().splitlines()[-count:])
+    """The end of what a program said, with paths from the root of the repository."""
+    return "\n".join(text.replace(f"{ROOT}/", "").strip().splitlines()[-count:])

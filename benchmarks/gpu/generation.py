@@ -15,17 +15,14 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedModel
 
-from benchmarks import agent_step, engine
-from benchmarks._guess_agent import START
+from benchmarks import engine
 from benchmarks._report import Row
-from benchmarks.agent_step import Case
 from benchmarks.engine import NEW_TOKENS, Prompts, measure, with_engine, with_generate, with_vllm
-from benchmarks.gpu.check import Skipped, last_lines
-from benchmarks.gpu.trainer import TOY
+from benchmarks.gpu.check import ROOT, Skipped, last_lines
+from benchmarks.gpu.trainer import TOY, repeats
 from benchmarks.train_step import SHAPES
 from tuner import WorkflowOutput
 
-ROOT = Path(__file__).parents[2]
 TURNS = 6
 
 
@@ -38,14 +35,17 @@ def _model(device: str) -> PreTrainedModel:
 
 def distinct(device: str, count: int) -> Iterator[Row]:
     """Prompts of 100 tokens."""
-    yield from _beside(device, f"distinct prompts, {count} requests", count, engine.distinct)
+    yield from _beside(device, "distinct prompts", count, engine.distinct)
 
 
-def shared(device: str) -> Iterator[Row]:
-    """One prompt for all."""
-    tokens = 80 if device == "cpu" else 800
-    make = partial(engine.shared, tokens=tokens, group=64)
-    yield from _beside(device, f"{tokens} tokens are shared by 64 requests", 64, make)
+def shared(device: str, count: int) -> Iterator[Row]:
+    """One prompt of 800 tokens for all."""
+    make = partial(engine.shared, tokens=800, group=_few(device, count))
+    yield from _beside(device, "800 tokens are shared", count, make)
+
+
+def _few(device: str, count: int) -> int:
+    return max(1, count // 8) if device == "cpu" else count
 
 
 def beside_vllm(device: str) -> Iterator[Row]:
@@ -60,8 +60,10 @@ def beside_vllm(device: str) -> Iterator[Row]:
 
 
 def _beside(device: str, case: str, count: int, make: Callable[[int], Prompts]) -> Iterator[Row]:
-    model = _model(device)
-    yield from _rows(model, case, count, make, {"model.generate": with_generate(model)})
+    model, count = _model(device), _few(device, count)
+    yield from _rows(
+        model, f"{case}, {count} at once", count, make, {"model.generate": with_generate(model)}
+    )
 
 
 def _rows(
@@ -71,7 +73,7 @@ def _rows(
     make: Callable[[int], Prompts],
     peers: dict[str, Callable[[Prompts], None]],
 ) -> Iterator[Row]:
-    rounds = 1 if model.device.type == "cpu" else 3
+    rounds = repeats(model.device.type)
     speeds = measure({"ours": with_engine(model), **peers}, lambda: make(count), rounds)
     case = f"{case}, {NEW_TOKENS} new tokens"
     for peer in peers:
@@ -82,7 +84,7 @@ def _rows(
 
 async def _talk(task: dict[str, Any], model: Any) -> WorkflowOutput:
     """An agent whose tool has the same answer for whatever it is asked."""
-    messages: list[Any] = agent_step.problem(task)
+    messages: list[Any] = [{"role": "user", "content": task["question"]}]
     for _ in range(TURNS + 1):
         completion = await model.client.chat.completions.create(
             model=model.model_name, messages=messages
@@ -98,13 +100,15 @@ async def _talk(task: dict[str, Any], model: Any) -> WorkflowOutput:
 def agent(device: str) -> Iterator[Row]:
     """Steps of an agent by part: layers of the 0.6B shape in bfloat16, random, and the small
     vocabulary of the repository's model, whose words an agent can say."""
+    from benchmarks import agent_step  # needs more packages than the rest
+
     prompts, steps = (2, 2) if device == "cpu" else (8, 4)
-    tokenizer = AutoTokenizer.from_pretrained(START)
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "models" / "tiny_math")
     with tempfile.TemporaryDirectory() as folder:
         shape = TOY if device == "cpu" else SHAPES["cuda"][0]
         replace(shape, vocabulary=len(tokenizer)).model(device).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        case = Case(
+        case = agent_step.Case(
             name="",
             model=Path(folder),
             prompts=prompts,
