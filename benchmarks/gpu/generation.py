@@ -102,7 +102,7 @@ def agent(device: str) -> Iterator[Row]:
     vocabulary of the repository's model, whose words an agent can say."""
     from benchmarks import agent_step  # needs more packages than the rest
 
-    prompts, steps = (2, 2) if device == "cpu" else (8, 4)
+    prompts, steps = (2, 2) if device == "cpu" else (8, 3)
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "models" / "tiny_math")
     with tempfile.TemporaryDirectory() as folder:
         shape = TOY if device == "cpu" else SHAPES["cuda"][0]

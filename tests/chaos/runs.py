@@ -153,6 +153,8 @@ def begin(start: Callable[[Path], Any], folder: Path) -> Begun:
             with log.open("a") as file:
                 for stream in (1, 2):
                     os.dup2(file.fileno(), stream)
+            # A shell ignores it for what it starts in the background, and so would the run.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             mend_thread_pool()
             start(folder)
             code, told = 0, {}

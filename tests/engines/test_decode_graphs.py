@@ -1,5 +1,7 @@
 """Decode steps of few shapes; on a CPU they are computed as they would be recorded on a GPU."""
 
+import asyncio
+
 import pytest
 import torch
 
@@ -55,3 +57,32 @@ async def test_rows_too_many_change_nothing_that_is_kept():
     (again,) = await generate_all(engine, [([*kept, 7], sampling)])
     assert again.cached_tokens == 60
     assert error(model, [*kept, 7], again, sampling) < 1e-4
+
+
+async def test_prompts_that_come_one_by_one_are_computed_together():
+    """Answers of different lengths, each followed by the next turn of its agent."""
+    passes = {}
+    for recorded in (False, True):
+        model = make_model()
+        engine = make_engine(model, max_slots=16)
+        shapes = in_few_shapes(engine) if recorded else []
+        compute, prefills = engine._runner._prefill, []
+
+        def prefill(version, compute=compute, prefills=prefills):
+            prefills.append(None)
+            return compute(version)
+
+        engine._runner._prefill = prefill
+
+        async def agent(n, engine=engine, model=model):
+            ids = prompt(20, n)
+            for turn in range(4):
+                sampling = SamplingParams(max_tokens=8 + 3 * n, seed=turn)
+                answer = await engine.generate(ids, sampling, f"session-{n}")
+                assert error(model, ids, answer, sampling) < 1e-4
+                ids = [*ids, *answer.completion_ids, *prompt(3, turn)]
+
+        await asyncio.gather(*(agent(n) for n in range(12)))
+        passes[recorded] = len(prefills)
+        assert not recorded or shapes
+    assert passes[True] < 0.6 * passes[False]

@@ -35,6 +35,10 @@ _FIRST_SLOTS = 4
 _FIRST_CAPACITY = 128
 _MASK_ELEMENTS = 1 << 24
 """Upper limit of the elements of one prefill mask."""
+_PASS_STEPS = 5
+"""Recorded decode steps that take about as long as a pass over prompts, which is not recorded."""
+_LONGEST_WAIT = 24
+"""Recorded decode steps for which a request waits at most where others are decoded."""
 _WORTH_WAITING = 16
 """Tokens that must be shared with a prompt being computed before another waits to reuse them."""
 
@@ -94,6 +98,7 @@ class SlotRunner:
         self._used: Ints = np.zeros(slots, dtype=np.int64)
         self._clock = 0
         self._batch: SamplingBatch | None = None
+        self._waited = 0
         self._graphs: DecodeGraphs | None = None
         if self._device.type == "cuda" and not enforce_eager:
             self._graphs = DecodeGraphs(self._pass, self._cache, self._device)
@@ -130,7 +135,7 @@ class SlotRunner:
 
     def step(self, version: int) -> list[Request]:
         """Run one forward pass and sample; returns the requests that are finished."""
-        if self._decoding == len(self.active):
+        if self._decoding == len(self.active) and self._admits():
             self._admit()
         if self._decoding < len(self.active):
             return self._prefill(version)
@@ -138,8 +143,22 @@ class SlotRunner:
 
     # Admission
 
+    def _admits(self) -> bool:
+        """Whether to compute the waiting prompts now.
+
+        All active requests stand still meanwhile. Where that takes as long as many decode steps,
+        and answers end at different times, prompts that come one by one are computed together: as
+        soon as they have waited as long as the others would stand still.
+        """
+        self._waited = self._waited + 1 if self.waiting and self.active else 0
+        due = _PASS_STEPS * len(self.active)
+        if self._graphs is None or self._waited * len(self.waiting) >= due:
+            return True
+        return not self.active or self._waited >= _LONGEST_WAIT
+
     def _admit(self) -> None:
         """Give rows to waiting requests, as many as one prefill pass may compute."""
+        self._waited = 0
         put_off: list[Request] = []
         while self.waiting and len(self.active) < self._max_slots:
             request = self.waiting.popleft()
