@@ -14,6 +14,7 @@ from tuner.config import load_config
 from tuner.errors import ConfigError
 from tuner.loop import run_local
 from tuner.run.directory import RunDirectory, held
+from tuner.run.record import fingerprint_of_weights
 
 
 def hold_and_die(path):
@@ -89,3 +90,20 @@ def test_a_checkpoint_that_is_deleted_in_part_has_no_name_of_one(tmp_path, monke
 
 def test_runs_without_a_name_are_never_one_run():
     assert len({load_config().name for _ in range(20)}) == 20
+
+
+def test_weights_are_told_from_others_by_name_size_and_both_ends(tmp_path):
+    assert fingerprint_of_weights(tmp_path) is fingerprint_of_weights(tmp_path / "no") is None
+    half, found = b"a" * (3 << 20), []
+    for name, data in [
+        ("model.safetensors", half + half),
+        ("model.safetensors", half + b"b" + half),
+        ("model.safetensors", b"b" + half + half[1:]),
+        ("model.safetensors", half + half[1:] + b"b"),
+        ("pytorch_model.bin", half + half),
+        ("pytorch_model.bin", half),
+    ]:
+        (tmp_path / name).write_bytes(data)
+        found.append(fingerprint_of_weights(tmp_path))
+        assert fingerprint_of_weights(tmp_path) == found[-1]
+    assert len(set(found)) == len(found)
