@@ -1,6 +1,7 @@
 """Success means that the steps that were asked for were done, whatever Trinity-RFT says."""
 
 import json
+import stat
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,8 +9,9 @@ import pytest
 
 from tests.builders import call, trace
 from tuner.config.schema import TunerSection
-from tuner.errors import FunctionError, TrainingError
+from tuner.errors import DatasetError, FunctionError, TrainingError
 from tuner.traces import Outcome, RolloutId
+from tuner.trinity import launch
 from tuner.trinity.handover import TrinitySettings
 from tuner.trinity.launch import _Run
 from tuner.trinity.preparation import Prepared
@@ -180,3 +182,20 @@ def test_tokens_of_lonely_rollouts_are_counted_as_trained_where_no_group_is_comp
     Journal(tmp_path).write([trace(0, 0, calls, reward=1.0), trace(1, 0, calls, reward=0.0)])
     tokens = made.result().tokens
     assert (tokens.sampled, tokens.trained, tokens.dropped) == (4, 4, {})
+
+
+def test_a_run_directory_is_its_owners_alone_before_anything_is_in_it(tmp_path, monkeypatch):
+    tree = {"project": "p", "group": "g", "name": "n", "checkpoint_root_dir": str(tmp_path)}
+    settings = TrinitySettings(tree, TunerSection(), {}, ())
+    modes = []
+
+    def prepare(settings, **_):
+        modes.append(stat.S_IMODE(settings.run_dir.stat().st_mode))
+        raise DatasetError("no rows")
+
+    monkeypatch.setattr(launch, "resolve", lambda layers: settings)
+    monkeypatch.setattr(launch, "prepare", prepare)
+    functions = dict.fromkeys(("workflow", "judge", "train_dataset", "eval_dataset", "report"))
+    with pytest.raises(DatasetError):
+        launch.run_trinity(None, **functions)
+    assert modes == [0o700]
