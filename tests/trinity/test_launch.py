@@ -1,6 +1,7 @@
 """Success means that the steps that were asked for were done, whatever Trinity-RFT says."""
 
 import json
+import socket
 import stat
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,13 +10,14 @@ import pytest
 
 from tests.builders import call, trace
 from tuner.config.schema import TunerSection
-from tuner.errors import DatasetError, FunctionError, TrainingError
+from tuner.errors import ConfigError, DatasetError, FunctionError, TrainingError
 from tuner.traces import Outcome, RolloutId
 from tuner.trinity import launch
 from tuner.trinity.handover import TrinitySettings
 from tuner.trinity.launch import _Run
 from tuner.trinity.preparation import Prepared
 from tuner.trinity.progress import Journal, report_file
+from tuner.trinity.stage import SERVE_KEY
 
 UPDATE = {"actor/grad_norm": 0.5, "actor/ppo_kl": 0.001}
 
@@ -199,3 +201,27 @@ def test_a_run_directory_is_its_owners_alone_before_anything_is_in_it(tmp_path, 
     with pytest.raises(DatasetError):
         launch.run_trinity(None, **functions)
     assert modes == [0o700]
+
+
+def test_a_server_is_started_where_nobody_listens_and_with_its_key(run, tmp_path, monkeypatch):
+    given = []
+
+    def joined(address, **options):
+        given.append(options["env"])
+        raise ConnectionError("no Ray here")
+
+    monkeypatch.setattr(launch.workers, "joined", joined)
+    monkeypatch.setenv(SERVE_KEY, "k1")
+    made = run(mode="serve")
+    config, before = made._config, tmp_path / "explorer_server_url.txt"
+    config.get_envs, config.ray_namespace = dict, "n"
+    config.cluster = SimpleNamespace(gpu_per_node=1)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        config.explorer.listen_address, config.explorer.proxy_port = other.getsockname()
+        with pytest.raises(ConfigError, match=r"proxy_port: cannot listen"):
+            made.execute(launch.workers.LOCAL)
+    before.write_text("http://what-an-earlier-server-said:1")
+    with pytest.raises(ConnectionError):
+        made.execute(launch.workers.LOCAL)
+    assert given == [{SERVE_KEY: "k1"}]
+    assert not before.exists()

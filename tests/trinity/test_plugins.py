@@ -1,4 +1,4 @@
-"""What Trinity-RFT's trackers are told, and what they are not."""
+"""What Trinity-RFT's trackers are told, and what they are not; the key in front of its server."""
 
 import importlib
 import os
@@ -7,7 +7,11 @@ from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import Any
 
+import httpx
 import pytest
+from starlette.applications import Starlette
+
+from tuner.trinity.stage import SERVE_KEY
 
 
 @dataclass
@@ -22,6 +26,7 @@ class Config:
     checkpoint_job_dir: str
     monitor: Section
     buffer: dict[str, Any]
+    mode: str = "both"
 
 
 @pytest.fixture
@@ -92,3 +97,20 @@ def test_trackers_get_their_secrets_and_are_sent_none(monitor, tmp_path, args, t
         assert sent.buffer["size"] == 4
     assert {name: os.environ[name] for name in variables} == variables
     assert asdict(config) == before  # Trinity-RFT itself goes on with it
+
+
+@pytest.mark.parametrize(("mode", "status"), [("serve", 401), ("explore", 404)])
+async def test_the_server_is_behind_the_key_in_its_mode(
+    monitor, tmp_path, monkeypatch, mode, status
+):
+    app = Starlette()
+    for name in ("trinity.explorer", "trinity.explorer.proxy", "trinity.explorer.proxy.app"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["trinity.explorer.proxy.app"].app = app
+    monkeypatch.setenv(SERVE_KEY, "k1")
+    ours = Section({"tuner": {"folder": "", "trackers": []}})
+    monitor[0]("p", "g", "n", "explorer", Config(str(tmp_path), ours, {}, mode))
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://h") as client:
+        assert (await client.get("/v1/models")).status_code == status
+        assert (await client.get("/k1/v1/models")).status_code == 404
