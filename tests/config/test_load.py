@@ -15,7 +15,7 @@ from tuner.config import RunConfig, load_config
 from tuner.config.explorer import LoraSection
 from tuner.config.foreign import FOREIGN, Same, find_foreign
 from tuner.config.keys import known_paths, nearest, schema_paths
-from tuner.config.source import MASK, concealed
+from tuner.config.source import MASK, concealed, secret_references
 from tuner.errors import ConfigError
 from tuner.run.record import open_directory
 
@@ -560,3 +560,11 @@ credentials credential token access_token api_token auth_token bearer_token hf_t
 )
 def test_what_a_secret_is(path, value, secret):
     assert concealed(value, {}, path) == (MASK if secret else value)
+
+
+def test_a_reference_with_a_secret_in_clear_beside_it_is_not_kept():
+    raw = {"uri": "http://me:clear@${oc.env:HOST}", "host": "http://${oc.env:HOST}"}
+    found = secret_references(
+        raw, {"uri": "http://me:clear@h", "host": "http://h"}, "monitor.monitor_args"
+    )
+    assert found == {"http://h": "http://${oc.env:HOST}"}
