@@ -13,8 +13,8 @@ from tests.loop import runs
 from tuner.config import load_config
 from tuner.errors import ConfigError
 from tuner.loop import run_local
-from tuner.run.directory import RunDirectory, held
-from tuner.run.record import fingerprint_of_weights
+from tuner.run.directory import WEIGHTS, RunDirectory, held
+from tuner.run.record import fingerprint_of_weights, open_directory
 
 
 def hold_and_die(path):
@@ -107,3 +107,33 @@ def test_weights_are_told_from_others_by_name_size_and_both_ends(tmp_path):
         found.append(fingerprint_of_weights(tmp_path))
         assert fingerprint_of_weights(tmp_path) == found[-1]
     assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        (WEIGHTS[0], []),
+        (WEIGHTS[1], ["algorithm.algorithm_type=ppo", "model.critic_model_path={}"]),
+        (WEIGHTS[2], ["model.lora_configs=[{{path: {}}}]"]),
+    ],
+)
+def test_a_run_does_not_go_on_with_other_weights_than_it_began_with(tmp_path, name, overrides):
+    model, other = tmp_path / "model", tmp_path / "other"
+    for folder in (model, other):
+        folder.mkdir()
+        (folder / "x.safetensors").write_bytes(b"a")
+    config = runs.config(model, tmp_path, *(one.format(other) for one in overrides))
+    with open_directory(config, {}) as directory:
+        directory.metrics.write_text("{}")
+    with open_directory(config, {}):
+        pass
+    changed = (other if overrides else model) / "x.safetensors"
+    changed.write_bytes(b"b")
+    with (
+        pytest.raises(ConfigError, match=rf": the weights at {name} have changed\. "),
+        open_directory(config, {}),
+    ):
+        pass
+    changed.unlink()  # as on the Hub: there is nothing to compare
+    with open_directory(config, {}):
+        pass
