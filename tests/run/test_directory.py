@@ -11,8 +11,9 @@ import pytest
 from tests import forked
 from tests.loop import runs
 from tuner.config import load_config
-from tuner.errors import ConfigError
+from tuner.errors import ConfigError, TunerError
 from tuner.loop import run_local
+from tuner.run import directory as run_directory
 from tuner.run.directory import WEIGHTS, RunDirectory, held
 from tuner.run.record import fingerprint_of_weights, open_directory
 
@@ -137,3 +138,40 @@ def test_a_run_does_not_go_on_with_other_weights_than_it_began_with(tmp_path, na
     changed.unlink()  # as on the Hub: there is nothing to compare
     with open_directory(config, {}):
         pass
+
+
+@pytest.mark.parametrize("reason", [errno.EIO, errno.EACCES])
+def test_a_checkpoint_that_cannot_be_read_is_damaged_only_where_the_disk_fails(
+    tmp_path, monkeypatch, reason
+):
+    directory, said = RunDirectory(tmp_path), []
+    directory.create()
+    for step in (1, 2):
+        directory.save_checkpoint(step, lambda folder: (folder / "w").write_text("w"), keep=0)
+
+    def failing(file, digest, real=run_directory.hashlib.file_digest):
+        if "step_000002" in file.name:
+            raise OSError(reason, os.strerror(reason))
+        return real(file, digest)
+
+    monkeypatch.setattr(run_directory.hashlib, "file_digest", failing)
+    if reason == errno.EIO:
+        assert directory.sound_checkpoint(said.append) == 1
+        assert "step_000002 is damaged (OSError" in said[0]
+        return
+    with pytest.raises(PermissionError):
+        directory.sound_checkpoint(said.append)
+    assert (directory.checkpoint_steps(), said) == ([1, 2], [])
+
+
+def test_of_a_checkpoint_that_a_library_could_not_write_nothing_is_left(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.create()
+
+    def write(folder):
+        (folder / "half").write_text("h")
+        raise RuntimeError("PytorchStreamWriter failed writing file")
+
+    with pytest.raises(TunerError, match=r"step_000001 cannot be written: .*start the run again"):
+        directory.save_checkpoint(1, write, keep=0)
+    assert list(directory.checkpoints.iterdir()) == []
