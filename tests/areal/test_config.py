@@ -1,7 +1,9 @@
 """Configurations as dataclasses: derived from, read from YAML, overridden, checked, written."""
 
 import dataclasses
+import stat
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -68,6 +70,7 @@ def test_the_notebooks_configuration_is_read(write):
     assert config.rollout.max_head_offpolicyness == 2
     assert config.run_config().tuner.algorithm.turn_discount == 0.5
     assert OmegaConf.load(written).max_turns == 16
+    assert stat.S_IMODE(Path(written).parent.stat().st_mode) == 0o700
 
 
 def test_the_legacy_subclass_takes_its_own_parameter_from_the_command_line(

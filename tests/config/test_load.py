@@ -15,6 +15,7 @@ from tuner.config import RunConfig, load_config
 from tuner.config.explorer import LoraSection
 from tuner.config.foreign import FOREIGN, Same, find_foreign
 from tuner.config.keys import known_paths, nearest, schema_paths
+from tuner.config.source import MASK, concealed, secret_references
 from tuner.errors import ConfigError
 from tuner.run.record import open_directory
 
@@ -534,3 +535,36 @@ def test_tags_that_would_make_objects_are_refused(write, tmp_path):
     with pytest.raises(ConfigError, match="not valid YAML"):
         load_config(write(text))
     assert not made.exists()
+
+
+_SECRETS = """
+api_key apikey OPENAI_API_KEY aws_access_key client_secret secret_key private_key db_password passwd
+credentials credential token access_token api_token auth_token bearer_token hf_token refresh_token
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "secret"),
+    [
+        *((f"agent.args.{name}", "x1", True) for name in _SECRETS.split()),
+        ("agent.api_key.0", "x1", True),
+        ("agent.password", 1234, True),
+        ("buffer.path", "postgresql://me:x1@host/db", True),
+        ("buffer.path", "http://host:80/a@b", False),
+        ("model.max_tokens", 5, False),
+        ("agent.stop_token", "x1", False),
+        ("agent.password", True, False),
+        ("agent.api_key", "EMPTY", False),
+        ("agent.api_key", "", False),
+    ],
+)
+def test_what_a_secret_is(path, value, secret):
+    assert concealed(value, {}, path) == (MASK if secret else value)
+
+
+def test_a_reference_with_a_secret_in_clear_beside_it_is_not_kept():
+    raw = {"uri": "http://me:clear@${oc.env:HOST}", "host": "http://${oc.env:HOST}"}
+    found = secret_references(
+        raw, {"uri": "http://me:clear@h", "host": "http://h"}, "monitor.monitor_args"
+    )
+    assert found == {"http://h": "http://${oc.env:HOST}"}

@@ -275,18 +275,20 @@ async def test_a_token_that_the_model_does_not_have_is_refused(field) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("field", "named", "most"),
     [
-        ("logit_bias", {str(i): 1 for i in range(1025)}),
-        ("bad_words", ["four"] * 33),
-        ("stop_token_ids", [5] * 65),
+        ("logit_bias", lambda size: {str(i): 1 for i in range(size)}, 1024),
+        ("bad_words", lambda size: ["a"] * size, 128),
+        ("stop_token_ids", lambda size: [5] * size, 64),
     ],
 )
-async def test_more_tokens_than_engines_have_room_for_are_refused(field, value) -> None:
+async def test_more_tokens_than_engines_have_room_for_are_refused(field, named, most) -> None:
     async with gateway_of(StubEngine(every_setting=True)) as gateway:
-        status, answer = await send(gateway, {"model": "tiny", "messages": USER, field: value})
+        body = {"model": "tiny", "messages": USER}
+        status, answer = await send(gateway, {**body, field: named(most + 1)})
         assert (status, answer["error"]["param"]) == (400, field)
-        assert "tokens: send at most" in answer["error"]["message"]
+        assert f"names {most + 1} tokens: send at most {most}" in answer["error"]["message"]
+        assert "send at most" not in str(await send(gateway, {**body, field: named(most)}))
 
 
 async def test_another_models_name_is_404_and_names_the_served_one() -> None:

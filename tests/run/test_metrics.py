@@ -78,6 +78,18 @@ def test_batch_metrics_say_how_many_tokens_are_shared():
     assert metrics["tokens/merge_ratio"] == 11 / 6
 
 
+def test_batch_metrics_count_the_trained_tokens_whose_cut_is_made_again():
+    sampled = [1, 2], [3, 4, 5], [-1.0] * 3
+    listed = replace(call("a", *sampled, top_k=2), kept=("i3", "", "i5"))  # its 4 is not known
+    again = replace(call("b", *sampled, top_p=0.5), masked=((1, 2),))  # two of its are trained
+    calls = [listed, again, call("c", *sampled)]
+    batch = build_batch([trace(0, i, [one], reward=float(i)) for i, one in enumerate(calls)])
+    assert batch_metrics(batch)["tokens/cut_again"] == 3
+    known = replace(listed, kept=("i3", "i4", "i5"))
+    batch = build_batch([trace(0, i, [known], reward=float(i)) for i in range(2)])
+    assert "tokens/cut_again" not in batch_metrics(batch)
+
+
 def test_batch_metrics_of_nothing_to_train_have_no_unique_tokens():
     metrics = batch_metrics(build_batch([failed(0, 0)]))
     assert metrics["tokens/unique"] == 0

@@ -148,7 +148,7 @@ def test_a_pack_ends_at_the_last_position_that_the_model_has():
     assert_same_gradient(model, rows, cuts=[("packed", 10_000)], tolerance=1e-5)
 
 
-def test_the_probe_goes_past_windows_and_chunks_and_not_past_the_switch():
+def test_the_probe_goes_past_windows_and_chunks_and_not_past_what_is_exact():
     lengths = {kind: probe_length(make_model(kind).config) for kind in CONFIGS}
     wanted = {"mistral": 12, "gemma3": 12, "llama4": 12, "mamba2": 14, "phi3": 24}
     assert {kind: lengths[kind] for kind in wanted} == wanted
@@ -156,6 +156,8 @@ def test_the_probe_goes_past_windows_and_chunks_and_not_past_the_switch():
     config = make_model("mistral").config
     config.sliding_window = 4096
     assert probe_length(config) == 6
+    config.sliding_window, config.max_position_embeddings = 100, 64
+    assert probe_length(config) == 64
 
 
 def test_a_window_that_the_configuration_names_and_the_layout_does_not_know_is_noticed(caplog):

@@ -61,7 +61,10 @@ async def sampled(model, options, **masks):
 
 @torch.no_grad()
 def by_definition(model, one: Call) -> list[float]:
-    """The log-prob of each completion token under the weights as they are, place by place."""
+    """The log-prob of each completion token under the weights as they are, place by place.
+
+    Where a kept set is not known, top-k is applied to them, and the token counted in.
+    """
     ids = [*one.prompt_ids, *one.completion_ids]
     logits = model(torch.tensor([ids])).logits[0, len(one.prompt_ids) - 1 : -1]
     found = []
@@ -69,7 +72,12 @@ def by_definition(model, one: Call) -> list[float]:
         done = one.completion_ids[:place]
         row = edited_by_definition(logits[place], one.sampling, one.prompt_ids, done)
         row /= one.sampling.temperature
-        left = kept_ids(one.kept[place]) if one.kept else range(VOCABULARY)
+        if one.kept and one.kept[place]:
+            left = kept_ids(one.kept[place])
+        elif one.sampling.top_k > 0:
+            left = {*row.topk(one.sampling.top_k).indices.tolist(), token}
+        else:
+            left = range(VOCABULARY)
         found.append(float(row[token] - row[list(left)].logsumexp(-1)))
     return found
 
@@ -104,18 +112,51 @@ async def test_without_what_was_left_a_cut_is_another_after_an_update():
     assert (replayed - again).abs().max() > 0.05
 
 
-def test_the_same_token_with_another_kept_set_has_its_own_log_prob():
+async def test_only_tokens_whose_set_is_not_known_are_cut_again():
+    model = make_model("qwen3")
+    first, second, *others = await sampled(model, SETTINGS["top-k"])
+    (none,), (some,) = first.calls, second.calls
+    some = replace(some, kept=tuple(k if i % 2 else "" for i, k in enumerate(some.kept)))
+    traces = [
+        replace(first, calls=(replace(none, kept=()),)),
+        replace(second, calls=(some,)),
+        *others,
+    ]
+    change_weights(model, 0.05)
+    batch = build_batch(traces)
+    trainer = PolicyTrainer(model, TrainerSettings(total_steps=1, kl="none"))
+    for one, logp in zip(traces, trainer.compute_logp(batch), strict=True):
+        assert logp.tolist() == pytest.approx(by_definition(model, one.calls[0]), abs=ROUNDING)
+
+
+def test_the_same_token_with_another_kept_set_or_temperature_has_its_own_log_prob():
     model = make_model("qwen3")
     trainer = PolicyTrainer(model, TrainerSettings(total_steps=1, kl="none"))
-    sets = [packed_kept(np.array(ids), VOCABULARY) for ids in ([5, 6], [5, 7, 8], [5, 6])]
+    ways = [([5, 6], 1.0), ([5, 7, 8], 1.0), ([5, 6], 1.0), ([5, 6], 2.0)]
     calls = [
-        replace(call(str(i), [1, 2], [5], [-1.0], top_k=3), kept=(kept,))
-        for i, kept in enumerate(sets)
+        replace(
+            call(str(i), [1, 2], [5], [-1.0], top_k=3, temperature=temperature),
+            kept=(packed_kept(np.array(ids), VOCABULARY),),
+        )
+        for i, (ids, temperature) in enumerate(ways)
     ]
     batch = build_batch([trace(0, i, [one], reward=float(i)) for i, one in enumerate(calls)])
     found = [float(logp) for logp in trainer.compute_logp(batch)]
     assert found == pytest.approx([by_definition(model, one)[0] for one in calls], abs=ROUNDING)
-    assert found[0] == found[2] != found[1]
+    assert found[0] == found[2]
+    assert len(set(found)) == 3
+
+
+def test_what_a_masked_call_had_sampled_is_not_the_prompt_of_another():
+    model = make_model("qwen3")
+    trainer = PolicyTrainer(model, TrainerSettings(total_steps=1, kl="none"))
+    begun = call("a", [1, 2], [5, 6, 7], [-1.0] * 3, presence_penalty=2.0)
+    asked = call("b", [1, 2, 5, 6], [7], [-1.0], presence_penalty=2.0)
+    calls = [replace(begun, masked=((0, 2),)), asked]
+    batch = build_batch([trace(0, i, [one], reward=float(i)) for i, one in enumerate(calls)])
+    found = [float(logp) for logp in trainer.compute_logp(batch)]
+    assert found == pytest.approx([by_definition(model, c)[-1] for c in calls], abs=ROUNDING)
+    assert abs(found[0] - found[1]) > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -152,11 +193,12 @@ def test_a_masked_call_within_a_grammar_is_replayed_from_its_beginning():
     model, text = make_letters(), ids_of("abc")
     trainer = PolicyTrainer(model, TrainerSettings(total_steps=1, kl="none"), grammars=grammars())
     whole = call("a", ids_of("hi"), text, [0.0] * 3, grammar='start: "abc" | "ad" | "xe"')
-    traces = [
-        trace(0, i, [replace(whole, masked=mask)], reward=float(i))
-        for i, mask in enumerate([(), ((0, 1),)])
-    ]
-    all_three, rest = trainer.compute_logp(build_batch(traces))
+    all_three, rest = (
+        trainer.compute_logp(
+            build_batch([trace(0, i, [replace(whole, masked=mask)], reward=i) for i in (0, 1)])
+        )[0]
+        for mask in ((), ((0, 1),))
+    )
     assert rest.tolist() == pytest.approx(all_three[1:].tolist(), abs=ROUNDING)
 
 

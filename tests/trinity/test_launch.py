@@ -1,6 +1,8 @@
 """Success means that the steps that were asked for were done, whatever Trinity-RFT says."""
 
 import json
+import socket
+import stat
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,12 +10,14 @@ import pytest
 
 from tests.builders import call, trace
 from tuner.config.schema import TunerSection
-from tuner.errors import FunctionError, TrainingError
+from tuner.errors import ConfigError, DatasetError, FunctionError, TrainingError
 from tuner.traces import Outcome, RolloutId
+from tuner.trinity import launch
 from tuner.trinity.handover import TrinitySettings
 from tuner.trinity.launch import _Run
 from tuner.trinity.preparation import Prepared
 from tuner.trinity.progress import Journal, report_file
+from tuner.trinity.stage import SERVE_KEY
 
 UPDATE = {"actor/grad_norm": 0.5, "actor/ppo_kl": 0.001}
 
@@ -180,3 +184,44 @@ def test_tokens_of_lonely_rollouts_are_counted_as_trained_where_no_group_is_comp
     Journal(tmp_path).write([trace(0, 0, calls, reward=1.0), trace(1, 0, calls, reward=0.0)])
     tokens = made.result().tokens
     assert (tokens.sampled, tokens.trained, tokens.dropped) == (4, 4, {})
+
+
+def test_a_run_directory_is_its_owners_alone_before_anything_is_in_it(tmp_path, monkeypatch):
+    tree = {"project": "p", "group": "g", "name": "n", "checkpoint_root_dir": str(tmp_path)}
+    settings = TrinitySettings(tree, TunerSection(), {}, ())
+    modes = []
+
+    def prepare(settings, **_):
+        modes.append(stat.S_IMODE(settings.run_dir.stat().st_mode))
+        raise DatasetError("no rows")
+
+    monkeypatch.setattr(launch, "resolve", lambda layers: settings)
+    monkeypatch.setattr(launch, "prepare", prepare)
+    functions = dict.fromkeys(("workflow", "judge", "train_dataset", "eval_dataset", "report"))
+    with pytest.raises(DatasetError):
+        launch.run_trinity(None, **functions)
+    assert modes == [0o700]
+
+
+def test_a_server_is_started_where_nobody_listens_and_with_its_key(run, tmp_path, monkeypatch):
+    given = []
+
+    def joined(address, **options):
+        given.append(options["env"])
+        raise ConnectionError("no Ray here")
+
+    monkeypatch.setattr(launch.workers, "joined", joined)
+    monkeypatch.setenv(SERVE_KEY, "k1")
+    made = run(mode="serve")
+    config, before = made._config, tmp_path / "explorer_server_url.txt"
+    config.get_envs, config.ray_namespace = dict, "n"
+    config.cluster = SimpleNamespace(gpu_per_node=1)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        config.explorer.listen_address, config.explorer.proxy_port = other.getsockname()
+        with pytest.raises(ConfigError, match=r"proxy_port: cannot listen"):
+            made.execute(launch.workers.LOCAL)
+    before.write_text("http://what-an-earlier-server-said:1")
+    with pytest.raises(ConnectionError):
+        made.execute(launch.workers.LOCAL)
+    assert given == [{SERVE_KEY: "k1"}]
+    assert not before.exists()

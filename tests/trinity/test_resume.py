@@ -5,6 +5,7 @@ import sqlite3
 from types import SimpleNamespace
 
 import pytest
+from omegaconf import OmegaConf
 
 from tests.builders import call, trace
 from tuner.config.source import MASK
@@ -12,6 +13,7 @@ from tuner.errors import ConfigError
 from tuner.run.directory import RunDirectory
 from tuner.traces import Outcome, TraceStore
 from tuner.trinity.handover import CALL_REWARDS, restored
+from tuner.trinity.preparation import to_yaml
 from tuner.trinity.progress import Journal, Progress, report_file
 from tuner.trinity.resume import Start, positions, require_same_run, rewind
 
@@ -287,8 +289,13 @@ def test_its_configuration_can_be_given_again():
 
 
 def test_a_secret_may_be_given_in_another_way(tmp_path):
-    before = {"buffer": {"path": "sql://me:${oc.env:GONE}@host"}, "agent": {"api_key": MASK}}
-    (tmp_path / "config.yaml").write_text(json.dumps(before))
+    before = {"buffer": {"path": "sql://me:gone@host"}, "agent": {"api_key": "was clear"}}
+    references = {"sql://me:gone@host": "sql://me:${oc.env:GONE}@host"}
+    (tmp_path / "config.yaml").write_text(to_yaml(before, references))
+    assert OmegaConf.to_container(OmegaConf.load(tmp_path / "config.yaml")) == {
+        "buffer": {"path": "sql://me:${oc.env:GONE}@host"},
+        "agent": {"api_key": MASK},
+    }
     now = {"buffer": {"path": "sql://me:clear@host"}, "agent": {"api_key": "clear"}}
     require_same_run(RunDirectory(tmp_path), now, {})
     with pytest.raises(ConfigError, match="other was None and is 1"):

@@ -22,6 +22,7 @@ from tuner.areal.token_workflow import GenerationHyperparameters, setting
 from tuner.config import RunConfig, load_config
 from tuner.config.source import parse_override, read_yaml
 from tuner.errors import ConfigError
+from tuner.run.directory import make_private
 
 
 class _Part:
@@ -258,7 +259,7 @@ def load_expr_config(argv: Sequence[str], config_class: type[ConfigT]) -> tuple[
         ]
         raise ConfigError(f"{config_class.__name__}: {'; '.join(lines)}") from None
     folder = Path(config.fileroot) / config.experiment_name / config.trial_name  # type: ignore[attr-defined]
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private(folder)
     written = folder / "areal.yaml"
     plain = TypeAdapter(config_class).dump_python(config, mode="json")
     written.write_text(OmegaConf.to_yaml(OmegaConf.create(plain)))

@@ -26,7 +26,8 @@ from tuner.errors import ConfigError, TunerError
 from tuner.traces.store import complete_lines
 
 TRAINER_STATE = "trainer_state.pt"
-MODEL = "model.model_path"
+# Settings that name weights which a run begins with, or is compared with.
+WEIGHTS = ("model.model_path", "model.critic_model_path", "model.lora_configs.0.path")
 MANIFEST = "manifest.json"  # of a checkpoint: the sha256 of each of its other files
 # Leaves a report of a run, which stopped for a reason, or None where it came to its end; says where
 # the report is, if it could be written.
@@ -267,7 +268,7 @@ def check_same_run(
         directory: A run that has begun; the rows it was started with are in its `data.json`.
         before, now: The settings that it was started with, and those it is to go on with.
         fingerprint: What tells the rows of each dataset from others, by its name, and the weights
-            that the run begins with, as `MODEL`.
+            that the run begins with, by their setting, one of `WEIGHTS`.
         may_change: Keys that may differ, with all below them.
         lists: Whether the items of lists are settings of their own.
 
@@ -289,13 +290,12 @@ def check_same_run(
         data = read_json(data_file, remedy)
         if not isinstance(data, dict):
             raise TunerError(f"{data_file} is damaged: it holds no object; {remedy}")
-        if MODEL not in data or MODEL not in fingerprint:  # of an earlier version, or on the Hub
-            data, fingerprint = ({**of, MODEL: ""} for of in (data, fingerprint))
+        unknown = set(WEIGHTS) - (data.keys() & fingerprint.keys())  # earlier version's, Hub's
         changes += [
             f"the weights at {name} have changed"
-            if name == MODEL
+            if name in WEIGHTS
             else f"the rows of dataset {name!r} have changed"
-            for name in sorted(data.keys() | fingerprint.keys())
+            for name in sorted((data.keys() | fingerprint.keys()) - unknown)
             if data.get(name) != fingerprint.get(name)
         ]
     if changes:

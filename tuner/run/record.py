@@ -18,8 +18,8 @@ from tuner.result import TokenCounts, TuneResult
 from tuner.run.console import ConsoleMonitor
 from tuner.run.directory import (
     MAY_CHANGE_HERE,
-    MODEL,
     TRAINER_STATE,
+    WEIGHTS,
     RunDirectory,
     check_same_run,
     free_name,
@@ -172,8 +172,11 @@ def open_directory(config: RunConfig, data: Mapping[str, list[Task]]) -> Iterato
     path = config.run_dir if config.continue_from_checkpoint else free_name(config.run_dir)
     directory = RunDirectory(path)
     fingerprint = {name: fingerprint_of(tasks) for name, tasks in data.items()}
-    if (found := fingerprint_of_weights(Path(config.model.model_path))) is not None:
-        fingerprint[MODEL] = found
+    adapter = config.model.lora_configs[0].path if config.model.lora_configs else None
+    paths = (config.model.model_path, config.model.critic_model_path, adapter)
+    for name, of_model in zip(WEIGHTS, paths, strict=True):
+        if of_model and (found := fingerprint_of_weights(Path(of_model))) is not None:
+            fingerprint[name] = found
     with held(path):
         if directory.has_begun():
             check_same_run(

@@ -36,12 +36,14 @@ from tuner.trinity.progress import COMPARE_GROUPS, Journal, Progress, latest_che
 from tuner.trinity.resume import last_checkpoint, require_same_run, rewind
 from tuner.trinity.stage import (
     POLL_SECONDS,
+    SERVE_KEY,
     Stage,
     checkpoints,
     forget_server,
     planned_steps,
     recorded_steps,
     require_free_port,
+    serve_key,
     server_url,
     unjudged,
 )
@@ -168,6 +170,8 @@ class _Run:
             self._write_metrics()
         env = {name: value for name, value in self._config.get_envs().items() if value}
         env |= environment(self._prepared.tree)
+        if self._config.mode == "serve":
+            env[SERVE_KEY] = serve_key()
         log = self.directory.path / "tuner" / "driver.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         with workers.joined(

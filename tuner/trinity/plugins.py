@@ -20,6 +20,7 @@ from tuner.algorithms.spec import GRPOAdvantage
 from tuner.config.source import MASK, concealed
 from tuner.training.batch import peer_sets
 from tuner.trinity.progress import report_file
+from tuner.trinity.stage import SERVE_KEY, Locked
 
 if TYPE_CHECKING:
     from trinity.common.experience import Experience
@@ -29,7 +30,8 @@ class TunerMonitor(Monitor):  # type: ignore[misc]  # untyped
     """A Trinity-RFT monitor; each of its processes (`role`) makes one.
 
     Writes `tuner/<role>.jsonl`, a line per report, and passes everything on to the trackers named
-    in `monitor.monitor_args.tuner.trackers`.
+    in `monitor.monitor_args.tuner.trackers`. In mode `serve` it is also what gets into the process
+    of the server before it listens, and puts the key in front of it.
     """
 
     def __init__(self, project: str, group: str, name: str, role: str, config: Any = None) -> None:
@@ -42,6 +44,10 @@ class TunerMonitor(Monitor):  # type: ignore[misc]  # untyped
             MONITOR.get(kind)(project=project, group=group, name=name, role=role, config=sent)
             for kind in ours["trackers"]
         ]
+        if config.mode == "serve" and (key := os.environ.get(SERVE_KEY)):
+            from trinity.explorer.proxy.app import app
+
+            app.add_middleware(Locked, key=key)
 
     def log(self, data: Mapping[str, Any], step: int, commit: bool = False) -> None:
         row = {"step": step, **{name: float(value) for name, value in data.items()}}

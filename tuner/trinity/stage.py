@@ -16,6 +16,8 @@ that is done; here somebody looks meanwhile, and the end of one is told from its
 from __future__ import annotations
 
 import contextlib
+import os
+import secrets
 import socket
 import sqlite3
 import time
@@ -25,6 +27,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tuner.config.load import RECORDED
 from tuner.config.problems import Problem
@@ -38,6 +43,8 @@ if TYPE_CHECKING:
 
 MODES = ("both", "colocate", "explore", "train", "bench", "serve")
 _ANY_ADDRESS = ("0.0.0.0", "::")
+SERVE_KEY = "TUNER_SERVE_KEY"
+"""Variable with the key that the server of mode `serve` demands."""
 # Modes that run the workflow.
 ROLLS_OUT = ("both", "colocate", "explore", "bench")
 # Modes that read the tasks that are trained on.
@@ -55,7 +62,7 @@ def fill_mode(tree: dict[str, Any], mode: str, group_size: int) -> None:
         # Its other value makes a new run, which has no checkpoints.
         tree["continue_from_checkpoint"] = True
     if mode == "serve":
-        # Trinity-RFT's own default is every address of the machine, and it asks for no key.
+        # Trinity-RFT's own default is every address of the machine.
         set_default(tree, "explorer.listen_address", "127.0.0.1")
     if mode != "train":
         return
@@ -167,14 +174,47 @@ def unjudged(
 
 
 def server_url(config: Config) -> str | None:
-    """Where the server of mode `serve` listens, once it does. Trinity-RFT writes its machine's
-    address, whatever the server listens on."""
+    """Where the server of mode `serve` listens, with its key, once it does. Trinity-RFT writes its
+    machine's address, whatever the server listens on."""
     file = Path(config.checkpoint_job_dir) / f"{config.explorer.name}_server_url.txt"
     if not file.is_file():
         return None
+    url = f"http://{config.explorer.listen_address}:{config.explorer.proxy_port}"
     if config.explorer.listen_address in _ANY_ADDRESS:
-        return file.read_text(encoding="utf-8").strip()
-    return f"http://{config.explorer.listen_address}:{config.explorer.proxy_port}"
+        url = file.read_text(encoding="utf-8").strip()
+    key = os.environ.get(SERVE_KEY)
+    return f"{url}/{key}" if key else url
+
+
+def serve_key() -> str:
+    """The key of mode `serve`: what `SERVE_KEY` says, else a new one, which it says then."""
+    if not os.environ.get(SERVE_KEY):
+        os.environ[SERVE_KEY] = secrets.token_urlsafe(24)
+    return os.environ[SERVE_KEY]
+
+
+class Locked:
+    """Demands a key of every request to an ASGI application, else answers 401.
+
+    It comes as `Authorization: Bearer KEY` or before the path, `/KEY/v1/models`: Trinity-RFT's own
+    client sends none, but puts paths behind the address that it is given.
+    """
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._key = key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":
+            first, _, rest = scope["path"].removeprefix("/").partition("/")
+            sent = Headers(scope=scope).get("authorization", "").removeprefix("Bearer ")
+            if secrets.compare_digest(first.encode(), self._key):
+                scope["path"] = f"/{rest}"  # in place: the server's log has no key then
+            elif not secrets.compare_digest(sent.encode(), self._key):
+                said = "this server demands a key: Authorization: Bearer KEY, or /KEY/v1/..."
+                await JSONResponse({"error": {"message": said}}, 401)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 def require_free_port(config: Config) -> None:

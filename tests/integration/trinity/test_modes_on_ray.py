@@ -191,14 +191,16 @@ def test_a_server_answers_until_it_is_asked_to_stop(root, tmp_path):
             said.append(line)
             if line.startswith("serving "):
                 break
-        assert said[-1].startswith("serving http://127.0.0.1:18765/v1"), "".join(said)
+        assert said[-1].startswith("serving http://127.0.0.1:18765/"), "".join(said)
+        url = said[-1].split()[1]
         body = {
             "model": str(TINY),
             "messages": [{"role": "user", "content": ROWS[0]["question"]}],
             "max_tokens": 8,
         }
-        url = "http://127.0.0.1:18765/v1/chat/completions"
-        answer = httpx.post(url, json=body, timeout=600, trust_env=False)
+        open_to_all = "http://127.0.0.1:18765/v1/models"
+        assert httpx.get(open_to_all, timeout=60, trust_env=False).status_code == 401
+        answer = httpx.post(f"{url}/chat/completions", json=body, timeout=600, trust_env=False)
         assert answer.status_code == 200, answer.text
         assert len(answer.json()["choices"][0]["token_ids"]) <= 8
         server.send_signal(signal.SIGINT)

@@ -14,8 +14,9 @@ weights that the run has left behind. Every path demands the key.
 | `POST /generate` | `{"prompt_ids", "sampling", "label"}` | a line of JSON per step |
 
 `settings` has the fields of `VllmSettings`, `sampling` those of `SamplingParams`. A line is `[ids,
-logprobs, top_logprobs, cached_tokens, finish_reason]`, or `{"error", "lost"}` where the completion
-fails; `lost` says whether vLLM has died. The acts of a transfer are those of `VllmCore.transfer`.
+logprobs, top_logprobs, cached_tokens, finish_reason, kept]`, or `{"error", "lost"}` where the
+completion fails; `lost` says whether vLLM has died. The acts of a transfer are those of
+`VllmCore.transfer`.
 """
 
 from __future__ import annotations
