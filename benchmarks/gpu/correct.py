@@ -270,7 +270,15 @@ def demo(device: str) -> Iterator[Row]:
             "tuner.dtype=float32",
             *(few if device == "cpu" else ["buffer.total_steps=8"]),
         ]
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        ended = subprocess.run(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert ended.returncode == 0, last_lines(ended.stderr or ended.stdout)
         (metrics,) = Path(folder).rglob("metrics.jsonl")
         history = [json.loads(line) for line in metrics.read_text().splitlines()]

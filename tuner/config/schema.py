@@ -177,8 +177,8 @@ class TunerSection(Section):
     )
     compile: bool | None = Field(
         default=None,
-        description="Compile the layers for training: less time and memory, for a start that takes "
-        "up to a minute longer. Not set: on a GPU.",
+        description="Compile the layers for training: less time and memory, for a first start that "
+        "takes about a minute longer. Not set: on a GPU.",
     )
     seed: int = Field(default=42, ge=0, description="Seed of sampling and initialisation.")
     deterministic: bool = Field(

@@ -226,8 +226,7 @@ MAY_CHANGE = (
     "trainer.max_token_len_per_gpu",
     "trainer.save_interval",
 )
-# And on the local backend.
-MAY_CHANGE_HERE = (
+MAY_CHANGE_HERE = (  # on the local backend
     *MAY_CHANGE,
     "explorer.max_retry_times",
     "explorer.over_rollout",

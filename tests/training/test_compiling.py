@@ -1,0 +1,72 @@
+"""Compiled layers; with a backend that makes no kernels, which take minutes to make for a CPU."""
+
+import functools
+import logging
+
+import pytest
+import torch
+
+from tests.engines.models import make_model
+from tests.models.matrix import alone, rows_of
+from tests.training.exact import computed
+from tuner.training import PolicyTrainer, TrainerSettings
+from tuner.training.forward import kernels
+from tuner.training.forward.layouts import Forward
+
+
+@pytest.fixture(autouse=True)
+def without_kernels(monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    kernels.kernel_of.cache_clear()
+    yield
+    kernels.kernel_of.cache_clear()
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(("layout", "checkpointing"), [("tree", True), ("padded", False)])
+def test_log_probs_and_gradient_are_those_of_layers_that_are_not_compiled(layout, checkpointing):
+    model = make_model("gemma3")
+    rows = rows_of(60)
+    wanted_logp, wanted = alone(model, rows)
+    forward = Forward.of(model, None, layout=layout, checkpointing=checkpointing, compiled=True)
+    assert (forward.layout, forward.compiled) == (layout, True)
+    logp, gradient = computed(model, rows, forward, 90)
+    assert (logp - wanted_logp).abs().max() < 1e-4
+    assert (gradient - wanted).norm() < 1e-5 * wanted.norm()
+    assert not any("forward" in vars(layer) for layer in kernels.layers_of(model))
+
+
+def test_it_is_asked_for_in_the_settings_and_trees_of_other_sizes_need_no_other_kernel():
+    model = make_model()
+    assert not PolicyTrainer(model, TrainerSettings(total_steps=1))._forward.compiled
+    trainer = PolicyTrainer(model, TrainerSettings(total_steps=1, compile=True))
+    computed(model, rows_of(60), trainer._forward, 10_000)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert before
+    for longest in (30, 80, 150):
+        computed(model, rows_of(longest), trainer._forward, 10_000)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+
+
+@pytest.mark.parametrize("fails", ["forward", "gradient"])
+def test_layers_that_cannot_be_compiled_or_give_something_else_stay_as_they_are(
+    fails, monkeypatch, caplog
+):
+    def compiler(function, dynamic):
+        def compiled(self, states, *args, **kwargs):
+            if fails == "forward":
+                raise RuntimeError("no compiler here")
+            found = function(self, states, *args, **kwargs)
+            return found + (states - states.detach())  # the same numbers, another gradient
+
+        return compiled if "self" in function.__code__.co_varnames else function
+
+    monkeypatch.setattr(torch, "compile", compiler)
+    with caplog.at_level(logging.WARNING, logger="tuner"):
+        forward = Forward.of(make_model(), None, compiled=True)
+    assert not forward.compiled
+    reason = "RuntimeError: no compiler here" if fails == "forward" else "results would differ by"
+    assert (
+        f"the layers cannot be compiled ({'ArithmeticError: ' * (fails != 'forward')}{reason}"
+        in (caplog.text)
+    )
