@@ -29,6 +29,7 @@ ORDER = [
     {"tune"},
     {"areal", "trinity", "viewer", "check"},
     {"cli"},
+    {"__main__"},
 ]
 # `tune` knows these leaves by one line each, in the function that needs them.
 LAZY = {("tuner.tune", "tuner.trinity.launch"), ("tuner.tune", "tuner.viewer")}

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "tuner.chat_models": ("require_agentscope1", "require_agentscope2"),
+    "tuner.cli": ("__version__",),
     "tuner.config": ("RemoteModel", "RunConfig"),
     "tuner.data.dataset": ("Dataset", "DatasetConfig"),
     "tuner.functions.calling": ("check_judge_function", "check_workflow_function"),
@@ -80,7 +81,7 @@ def __getattr__(name: str) -> Any:
         from tuner.chat_models import trinity_chat_model_class
 
         value: Any = trinity_chat_model_class()
-    elif name in __all__:  # what is in no other module is an error
+    elif name in __all__ or name == "__version__":  # what is in no other module is an error
         value = getattr(import_module(_MODULE_OF.get(name, "tuner.errors")), name)
     else:
         raise AttributeError(f"module 'tuner' has no attribute {name!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -11,16 +12,19 @@ import typer
 
 from tuner.errors import ConfigError, TrainingError, TunerError
 
+try:
+    __version__ = version("agentscope-tuner")
+except PackageNotFoundError:  # a checkout that is only on the path
+    __version__ = "unknown"
+
 BAD_INPUT = 2
 FAILED = 1
 INTERRUPTED = 130
 
-app = typer.Typer(
-    help="Train the model inside an agent.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+UsageError = typer.BadParameter.__mro__[1]
+"""What is raised for a command line that cannot be read."""
+
+app = typer.Typer(pretty_exceptions_enable=False)
 
 ConfigFile = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="YAML file in Trinity-RFT's form.")
@@ -36,7 +40,23 @@ RunDirectoryPath = Annotated[
 ]
 
 
-@app.command()
+@app.callback(invoke_without_command=True)
+def _of_all(
+    context: typer.Context,
+    say_version: Annotated[
+        bool, typer.Option("--version", help="Say the version, and end.")
+    ] = False,
+) -> None:
+    """Train the model inside an agent."""
+    if say_version:
+        typer.echo(f"agentscope-tuner {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(BAD_INPUT)
+
+
+@app.command(epilog="Example: tuner run config.yaml buffer.total_steps=10 name=first-try")
 def run(config: ConfigFile, overrides: Overrides = None) -> None:
     """Train with the functions that the file names under `tuner:`, or on recorded data."""
     from tuner.tune import tune
@@ -50,7 +70,7 @@ def run(config: ConfigFile, overrides: Overrides = None) -> None:
     typer.echo(result)
 
 
-@app.command()
+@app.command(epilog="Example: tuner check config.yaml")
 def check(config: ConfigFile, overrides: Overrides = None) -> None:
     """Validate everything, look at two rollouts or at recorded data, and say what would happen.
 
@@ -73,7 +93,7 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
         raise typer.Exit(FAILED)
 
 
-@app.command()
+@app.command(epilog="Example: tuner view checkpoints/AgentScope/GSM8K-tiny")
 def view(
     run: RunDirectoryPath,
     port: Annotated[int, typer.Option(help="Port on 127.0.0.1; 0 takes a free one.")] = 0,
@@ -92,7 +112,7 @@ def view(
     serve(run, port=port, announce=lambda link: typer.echo(f"{link}\nCtrl-C ends it."))
 
 
-@app.command()
+@app.command(epilog="Example: tuner replay RUN --judge judges.py:strict --steps 10-20")
 def replay(
     run: RunDirectoryPath,
     judge: Annotated[str, typer.Option(help="package.module:function or path/file.py:function.")],
@@ -119,7 +139,13 @@ def replay(
 def main() -> None:
     """Entry point; errors that are the user's to mend are printed without a traceback."""
     try:
-        sys.exit(app(standalone_mode=False))  # None, or the code of an Exit, Ctrl-C's included
+        sys.exit(
+            app(prog_name="tuner", standalone_mode=False)
+        )  # None, or the code of an Exit, Ctrl-C's included
+    except UsageError as error:
+        help_of = error.ctx.command_path if error.ctx is not None else "tuner"
+        typer.echo(f"{error.format_message()} (see: {help_of} --help)", err=True)
+        sys.exit(BAD_INPUT)
     except TrainingError as error:
         _fail(error, FAILED)
     except TunerError as error:

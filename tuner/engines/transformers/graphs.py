@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tuner.engines.transfer import to_device
 from tuner.engines.transformers.kv_cache import Placement, SlotCache
-from tuner.traces.tree import IntArray
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class DecodeGraphs:
             self._pool = None  # one that all graphs have left cannot be used again
         self._holds = holds or self._holds
 
-    def logits(self, ids: IntArray, positions: IntArray) -> Tensor | None:
+    def logits(self, ids: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor | None:
         """Logits after one more token in each of the first m rows, [m] and [m] -> [m, V].
 
         They are overwritten by the next step. None where the model's code cannot be recorded,

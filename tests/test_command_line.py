@@ -1,0 +1,60 @@
+"""What the command line says of itself, and of what it cannot read."""
+
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import tuner
+from tuner import cli
+
+PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+
+
+def said(capsys, monkeypatch, *arguments):
+    """Exit status, output and errors of `tuner <arguments>`."""
+    monkeypatch.setattr(sys, "argv", ["tuner", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    output = capsys.readouterr()
+    return ended.value.code, output.out, output.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ("runn x", "No such command 'runn'. Did you mean 'run'? (see: tuner --help)"),
+        ("run", "Missing argument 'CONFIG'. (see: tuner run --help)"),
+        ("view", "Missing argument 'RUN'. (see: tuner view --help)"),
+        ("replay somewhere", "Missing option '--judge'. (see: tuner replay --help)"),
+        ("--wrong", "No such option: --wrong"),
+        ("view x --port abc", "Invalid value for '--port': "),
+    ],
+)
+def test_what_cannot_be_read_is_one_sentence(arguments, wanted, capsys, monkeypatch):
+    status, output, errors = said(capsys, monkeypatch, *arguments.split())
+    assert (status, output) == (2, "")
+    assert errors.startswith(wanted)
+    assert errors.count("\n") == 1
+
+
+def test_alone_it_says_what_there_is(capsys, monkeypatch):
+    status, output, _ = said(capsys, monkeypatch)
+    assert status == 2
+    for name in ("run", "check", "view", "replay", "--version", "--install-completion"):
+        assert name in output
+
+
+@pytest.mark.parametrize("command", ["run", "check", "view", "replay"])
+def test_help_has_an_example(command, capsys, monkeypatch):
+    status, output, _ = said(capsys, monkeypatch, command, "--help")
+    assert not status
+    assert f"Example: tuner {command} " in output
+
+
+def test_version(capsys, monkeypatch):
+    assert tuner.__version__ == PROJECT["version"]
+    status, output, _ = said(capsys, monkeypatch, "--version")
+    assert not status
+    assert output == f"agentscope-tuner {tuner.__version__}\n"

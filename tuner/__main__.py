@@ -1,0 +1,5 @@
+"""`python -m tuner` is `tuner`."""
+
+from tuner.cli import main
+
+main()
