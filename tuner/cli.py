@@ -21,7 +21,7 @@ BAD_INPUT = 2
 FAILED = 1
 INTERRUPTED = 130
 
-UsageError = typer.BadParameter.__mro__[1]
+UsageError: Any = typer.BadParameter.__mro__[1]
 """What is raised for a command line that cannot be read."""
 
 app = typer.Typer(pretty_exceptions_enable=False)
