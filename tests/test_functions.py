@@ -199,3 +199,14 @@ def test_functions_are_loaded_from_modules_and_files(tmp_path, monkeypatch):
     ]:
         with pytest.raises(ConfigError, match=text):
             load_function(reference, setting="tuner.workflow")
+
+
+def test_a_script_that_trains_when_it_is_imported_is_told_to_put_the_guard(tmp_path):
+    file = tmp_path / "main.py"
+    text = "from tuner import tune\ndef run(task): ...\n"
+    file.write_text(f"{text}tune(run, run, [{{}}])\n")
+    with pytest.raises(ConfigError, match=r"main\.py calls tune\(\) .*if __name__ == \"__main__"):
+        load_function(f"{file}:run", setting="tuner.workflow")
+    guarded = tmp_path / "guarded.py"
+    guarded.write_text(f"{text}if __name__ == '__main__':\n    tune(run, run, [{{}}])\n")
+    assert load_function(f"{guarded}:run", setting="tuner.workflow")

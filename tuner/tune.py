@@ -23,6 +23,7 @@ from tuner.data.dataset import (
 )
 from tuner.errors import ConfigError, DatasetError, FunctionError
 from tuner.functions.calling import check_judge_function, check_settings, check_workflow_function
+from tuner.functions.loading import require_nothing_loads
 from tuner.settings import (
     AlgorithmConfig,
     Given,
@@ -112,6 +113,7 @@ def tune(
         DatasetError: A dataset is missing, empty or smaller than one batch.
         TrainingError: Training failed; the message is the diagnosis.
     """
+    require_nothing_loads()
     layers = _resolved(
         workflow_func,
         judge_func,

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -15,6 +16,21 @@ from tuner.errors import ConfigError
 
 # Begins the names of modules that were loaded from a file given by its path.
 FILE_MODULE = "tuner_file_"
+_LOADING: ContextVar[str | None] = ContextVar("loading", default=None)
+"""What is being imported for its functions."""
+
+
+def require_nothing_loads() -> None:
+    """Refuse to train because a script is imported, whose functions are all that is asked for.
+
+    Raises:
+        ConfigError: It is called from the top of a module that is being loaded.
+    """
+    if (module := _LOADING.get()) is not None:
+        raise ConfigError(
+            f"{module} calls tune() when it is imported for its functions: put the call under "
+            '`if __name__ == "__main__":`'
+        )
 
 
 def load_function(reference: str, *, setting: str) -> Callable[..., Any]:
@@ -34,7 +50,7 @@ def load_function(reference: str, *, setting: str) -> Callable[..., Any]:
             f"{setting} is {reference!r}: write package.module:function or path/file.py:function"
         )
     try:
-        module = _load_file(module_name) if module_name.endswith(".py") else _load(module_name)
+        module = _loaded(module_name)
     except FileNotFoundError:
         raise ConfigError(f"{setting} is {reference!r}: there is no file {module_name}") from None
     except Exception as error:
@@ -56,13 +72,21 @@ def import_module_or_file(reference: str, *, setting: str) -> ModuleType:
         ConfigError: It cannot be imported.
     """
     try:
-        return _load_file(reference) if reference.endswith(".py") else _load(reference)
+        return _loaded(reference)
     except FileNotFoundError:
         raise ConfigError(f"{setting} is {reference!r}: there is no such file") from None
     except Exception as error:
         raise ConfigError(
             f"{setting} is {reference!r}: importing it failed: {type(error).__name__}: {error}"
         ) from error
+
+
+def _loaded(reference: str) -> ModuleType:
+    loading = _LOADING.set(reference)
+    try:
+        return _load_file(reference) if reference.endswith(".py") else _load(reference)
+    finally:
+        _LOADING.reset(loading)
 
 
 def _load(module: str) -> ModuleType:
