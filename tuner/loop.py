@@ -193,7 +193,7 @@ async def _steps(
         if last or is_due(step, config.trainer.save_interval):
             with timeline.span("checkpoint", step=step):
                 await aside(partial(record.save, step, trainer, stack.save_weights))
-        reason = source.diagnosis()
+        reason = source.diagnosis(without_update=last and not trainer.step)
         if reason is not None:
             raise TrainingError(reason)
 
@@ -231,7 +231,7 @@ async def _evaluate(
                 plan.wanted,
                 defaults,
                 known=rollouts.known(name, step),
-                on_trace=lambda trace: console.rollout_done() if trace.final else None,
+                on_trace=lambda trace: console.rollout_done(trace) if trace.final else None,
             )
             metrics |= evaluation_metrics(name, traces)
     return metrics

@@ -75,8 +75,12 @@ class Source(Protocol):
         """Step `step` is trained; metrics of what is under way."""
         return {}
 
-    def diagnosis(self) -> str | None:
-        """Why the run should not go on, after a step is logged and saved; None where it should."""
+    def diagnosis(self, *, without_update: bool) -> str | None:
+        """Why the run should not go on, after a step is logged and saved; None where it should.
+
+        Args:
+            without_update: The run has come to its end, and the weights are what they were.
+        """
         return None
 
     async def close(self) -> None:
@@ -137,7 +141,9 @@ class RolloutSource(Source):
         groups.schedule.advance(step)
         return {"groups/waiting": waiting, "rollouts/running": running}
 
-    def diagnosis(self) -> str | None:
+    def diagnosis(self, *, without_update: bool) -> str | None:
+        if without_update:
+            return diagnosis(self._latest, self._record.total_steps)
         patience = self._config.tuner.signal_patience
         recent = [row["signal"] for row in self._record.history[-patience:] if "signal" in row]
         stuck = len(recent) == patience and not any(recent)

@@ -53,6 +53,25 @@ def test_always_failing_workflow_stops_the_run_with_its_error(random_model_path,
     assert len(list(read_traces(tmp_path / "p/run/traces/step_000001.jsonl"))) == 6
 
 
+@pytest.mark.parametrize(("steps", "counted"), [(1, "The only step"), (2, "2 steps in a row")])
+def test_a_short_run_without_an_update_is_not_completed_and_its_first_failure_is_said(
+    random_model_path, tmp_path, capsys, steps, counted
+):
+    with pytest.raises(TrainingError, match=rf"{counted} gave nothing .* 6 of 6 rollouts"):
+        tune(
+            random_model_path,
+            tmp_path,
+            f"buffer.total_steps={steps}",
+            "explorer.eval_on_startup=false",
+            workflow=failing_workflow,
+        )
+    said = capsys.readouterr().out
+    assert said.count("has no reward, workflow_error: LookupError: no tool for") == 1
+    assert said.index("has no reward") < said.index("step 1/")
+    assert said.count("6 workflow_error") == steps
+    assert not (tmp_path / "p/run/result.json").exists()
+
+
 @pytest.mark.parametrize("policy", ["template", "keep"])
 def test_reasoning_policy_is_recorded_and_its_cost_reported_once(tmp_path, capsys, policy):
     async def two_questions(task, model):

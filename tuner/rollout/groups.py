@@ -231,7 +231,7 @@ class TrainingGroups:
         start: The step that the run goes on after.
         total_steps: Length of the run.
         rollouts: Runs them; its store has what was recorded before.
-        on_rollout: Called for each rollout that ended.
+        on_rollout: Called with each rollout that ended.
 
     Attributes:
         ahead: Updates by which collection may be ahead of training.
@@ -247,7 +247,7 @@ class TrainingGroups:
         start: int,
         total_steps: int,
         rollouts: Rollouts,
-        on_rollout: Callable[[], None],
+        on_rollout: Callable[[Trace], None],
     ) -> None:
         self._config = config
         self._tasks = tasks
@@ -337,7 +337,7 @@ class TrainingGroups:
             if trace.final:
                 del self._endings[planned][trace.id]
                 self.schedule.rollout_ended(number)
-                self._on_rollout()
+                self._on_rollout(trace)
 
         traces = await self._rollouts.run(
             wanted,

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from tuner.result import duration
-from tuner.traces import Outcome
+from tuner.traces import Outcome, Trace
 
 _PARTS = ("generation", "agent", "judge", "training", "sync")
 # What some algorithms have in place of a reward.
@@ -43,6 +43,7 @@ class ConsoleMonitor:
         )
         self._run: TaskID | None = None
         self._rollouts: TaskID | None = None
+        self._told = {Outcome.COMPLETED, Outcome.REJECTED}
 
     def __enter__(self) -> ConsoleMonitor:
         self._progress.start()
@@ -63,9 +64,21 @@ class ConsoleMonitor:
         self._progress.update(self._run, completed=max(0, step - 1), note=self._left(step - 1))
         self._progress.reset(self._rollouts, total=count, description=what, note=of)
 
-    def rollout_done(self) -> None:
+    def rollout_done(self, trace: Trace | None = None) -> None:
+        """A rollout has ended; the first that came to no reward in some way is said.
+
+        Args:
+            trace: What it left, where that is here.
+        """
         if self._rollouts is not None:
             self._progress.advance(self._rollouts)
+        if trace is None or trace.outcome in self._told:
+            return
+        self._told.add(trace.outcome)
+        self.say(
+            f"rollout {trace.id} has no reward, {trace.outcome.value}: {trace.error}; further ones "
+            "are counted in each step's line"
+        )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the step's line."""

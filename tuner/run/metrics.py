@@ -206,7 +206,8 @@ def diagnosis(traces: Sequence[Trace], steps: int) -> str:
     final = [trace for trace in traces if trace.final]
     failed = [trace for trace in final if trace.outcome is not Outcome.COMPLETED]
     rewards = {trace.reward for trace in final if trace.reward is not None}
-    head = f"{steps} steps in a row gave nothing to learn from, so the run stops."
+    counted = f"{steps} steps in a row" if steps > 1 else "The only step"
+    head = f"{counted} gave nothing to learn from, so the run stops."
     if len(failed) > len(final) / 2:
         (outcome, error), count = Counter(
             (trace.outcome, trace.error) for trace in failed
