@@ -1,4 +1,4 @@
-"""The README's script runs as it is printed."""
+"""The README's script runs as it is printed, and learns."""
 
 import re
 import subprocess
@@ -16,6 +16,8 @@ def test_the_fifteen_lines_train_a_model(tmp_path):
         [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "step 5/5" in done.stdout
+    rewards = [float(reward) for reward in re.findall(r"reward ([\d.]+)", done.stdout)]
+    assert len(rewards) == 12
+    assert rewards[0] < 0.3 < 0.7 < min(rewards[-2:])
     assert "sampled" in done.stdout
-    assert len(list((tmp_path / "checkpoints").glob("*/*/traces/step_*.jsonl"))) == 5
+    assert len(list((tmp_path / "checkpoints").glob("*/*/traces/step_*.jsonl"))) == 12
