@@ -476,6 +476,15 @@ def test_a_file_that_is_nested_too_deep_is_refused(write):
         load_config(overrides=["name=" + "[" * 3000 + "]" * 3000])
 
 
+@pytest.mark.parametrize(
+    "override", ["name=../../x", "name=/elsewhere", "name=.", "project=../y", "project=.."]
+)
+def test_a_name_that_leads_out_of_the_root_is_refused(override):
+    key, value = override.split("=")
+    assert f"{key} is {value!r}, which leads out of " in refusal(overrides=[override])
+    assert load_config(overrides=["name=a..b", "project=c/d"]).name == "a..b"
+
+
 def test_a_name_that_no_file_system_takes_is_refused():
     with pytest.raises(ConfigError, match="name"):
         load_config(settings={"name": "a\udcff"})

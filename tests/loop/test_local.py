@@ -313,6 +313,11 @@ def test_context_longer_than_the_model_is_refused(random_model_path, tmp_path):
         tune(random_model_path, tmp_path, "model.max_model_len=4096")
 
 
+def test_an_answer_as_long_as_the_context_is_refused(random_model_path, tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.max_response_tokens = 99999, .* tokens of the"):
+        tune(random_model_path, tmp_path, "model.max_response_tokens=99999")
+
+
 def test_kind_of_chat_model_follows_what_is_installed():
     assert default_kind() == "agentscope1"
 

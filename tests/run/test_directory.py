@@ -14,7 +14,8 @@ from tuner.config import load_config
 from tuner.errors import ConfigError, TunerError
 from tuner.loop import run_local
 from tuner.run import directory as run_directory
-from tuner.run.directory import WEIGHTS, RunDirectory, held
+from tuner.run.continuation import WEIGHTS
+from tuner.run.directory import RunDirectory, held, make_private
 from tuner.run.record import fingerprint_of_weights, open_directory
 
 
@@ -175,3 +176,10 @@ def test_of_a_checkpoint_that_a_library_could_not_write_nothing_is_left(tmp_path
     with pytest.raises(TunerError, match=r"step_000001 cannot be written: .*start the run again"):
         directory.save_checkpoint(1, write, keep=0)
     assert list(directory.checkpoints.iterdir()) == []
+
+
+@pytest.mark.parametrize("where", ["file/run", "p/" + "n" * 999])
+def test_a_run_directory_that_cannot_be_made_is_a_wrong_setting(tmp_path, where):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"checkpoint_root_dir: .* cannot be made: "):
+        make_private(tmp_path / where)

@@ -180,13 +180,18 @@ def build_stack(
     kind = default_kind()
     auxiliary = AuxiliaryModels(kind)
     loaded = _add_auxiliary_models(auxiliary, config, model)
+    context = context_length(config.model.max_model_len, model.config, "model.max_model_len")
+    longest = config.model.max_response_tokens
+    if longest is not None and longest >= context:
+        raise ConfigError(
+            f"model.max_response_tokens = {longest}, which leaves no room for a prompt in the "
+            f"{context} tokens of the model's context; lower it"
+        )
     engine, arrangement = build_engine(
         config,
         model if served is None else served.model,
         tokenizer,
-        max_model_len=context_length(
-            config.model.max_model_len, model.config, "model.max_model_len"
-        ),
+        max_model_len=context,
         version=version,
         save=partial(_save, model, adapter, tokenizer),
         adapter=None if adapter is None else adapter.model,

@@ -5,7 +5,9 @@ A sentence is about the key that it begins with, unless it is a `Problem`, which
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from tuner.algorithms.table import ALGORITHMS
@@ -110,6 +112,13 @@ def _sizes(config: RunConfig, foreign: Mapping[str, Any]) -> Iterator[str | Prob
 
 
 def _names(config: RunConfig) -> Iterator[str]:
+    folder = config.checkpoint_root_dir
+    for key, value in ("project", config.project), ("name", config.name):
+        inside = Path(os.path.normpath(folder / value))
+        folder = Path(os.path.normpath(folder))
+        if folder not in inside.parents:
+            yield f"{key} is {value!r}, which leads out of {folder}: give a name of one folder"
+        folder = inside
     seen: set[str] = {"train"}
     for index, taskset in enumerate(config.buffer.explorer_input.eval_tasksets):
         if taskset.name in seen:

@@ -1,4 +1,4 @@
-"""The run directory: what is where, atomic writes, checkpoints, and whether a run goes on.
+"""The run directory: what is where, atomic writes, and checkpoints.
 
 <checkpoint_root_dir>/<project>/<name>/
     config.yaml  metrics.jsonl  result.json  timeline.json  batches.jsonl (of asynchronous runs)
@@ -13,10 +13,9 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,6 @@ from tuner.errors import ConfigError, TunerError
 from tuner.traces.store import complete_lines
 
 TRAINER_STATE = "trainer_state.pt"
-# Settings that name weights which a run begins with, or is compared with.
-WEIGHTS = ("model.model_path", "model.critic_model_path", "model.lora_configs.0.path")
 MANIFEST = "manifest.json"  # of a checkpoint: the sha256 of each of its other files
 # Leaves a report of a run, which stopped for a reason, or None where it came to its end; says where
 # the report is, if it could be written.
@@ -207,116 +204,6 @@ def free_name(path: Path) -> Path:
     return candidate
 
 
-# What may change between the parts of a run on every backend: where it lies, what it reports and
-# how it is spread over machines, nothing that changes what is learned. `*` is any part of a key.
-MAY_CHANGE = (
-    "checkpoint_root_dir",
-    "continue_from_checkpoint",
-    "explorer.eval_interval",
-    "explorer.eval_on_startup",
-    "explorer.max_timeout",
-    "explorer.rollout_model.engine_num",
-    "explorer.rollout_model.gpu_memory_utilization",
-    "explorer.rollout_model.tensor_parallel_size",
-    "explorer.runner_per_model",
-    "monitor",
-    "name",
-    "project",
-    "trainer.max_checkpoints_to_keep",
-    "trainer.max_token_len_per_gpu",
-    "trainer.save_interval",
-)
-MAY_CHANGE_HERE = (  # on the local backend
-    *MAY_CHANGE,
-    "explorer.max_retry_times",
-    "explorer.over_rollout",
-    "explorer.rollout_model.enforce_eager",
-    "explorer.rollout_model.engine_type",
-    "explorer.rollout_model.extra_engine_args",
-    "trainer.optimizer_offload",
-    "tuner.activation_checkpointing",
-    "tuner.auxiliary_models.*.max_concurrent",
-    "tuner.backend",
-    "tuner.compile",
-    "tuner.device",
-    "tuner.engine",
-    "tuner.layout",
-    "tuner.max_slots",
-    "tuner.max_tool_seconds",
-    "tuner.placement",
-    "tuner.signal_patience",
-    "tuner.trinity",
-)
-# How long a run is. A schedule that ends at the last step would bend for the steps already taken.
-_LENGTH = ("buffer.total_epochs", "buffer.total_steps", "trainer.total_steps")
-_SCHEDULE = "algorithm.optimizer.lr_scheduler_type"
-
-
-def check_same_run(
-    directory: RunDirectory,
-    before: Mapping[str, Any],
-    now: Mapping[str, Any],
-    fingerprint: Mapping[str, str],
-    *,
-    may_change: Sequence[str],
-    lists: bool = False,
-) -> None:
-    """Compare with what the directory's run was started with.
-
-    Args:
-        directory: A run that has begun; the rows it was started with are in its `data.json`.
-        before, now: The settings that it was started with, and those it is to go on with.
-        fingerprint: What tells the rows of each dataset from others, by its name, and the weights
-            that the run begins with, by their setting, one of `WEIGHTS`.
-        may_change: Keys that may differ, with all below them.
-        lists: Whether the items of lists are settings of their own.
-
-    Raises:
-        ConfigError: A setting or dataset that decides what is learned has changed; names them.
-    """
-    old, new = dict(_leaves(before, lists)), dict(_leaves(now, lists))
-    if (new.get(_SCHEDULE) or "constant") == "constant":
-        may_change = (*may_change, *_LENGTH)
-    changes = [
-        f"{key} was {old.get(key)!r} and is {new.get(key)!r}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
-        and not any(fnmatchcase(key, one) or fnmatchcase(key, f"{one}.*") for one in may_change)
-    ]
-    data_file = directory.path / "data.json"
-    if data_file.exists():
-        remedy = "delete it if the datasets are as they were: it is written again"
-        data = read_json(data_file, remedy)
-        if not isinstance(data, dict):
-            raise TunerError(f"{data_file} is damaged: it holds no object; {remedy}")
-        unknown = set(WEIGHTS) - (data.keys() & fingerprint.keys())  # earlier version's, Hub's
-        changes += [
-            f"the weights at {name} have changed"
-            if name in WEIGHTS
-            else f"the rows of dataset {name!r} have changed"
-            for name in sorted((data.keys() | fingerprint.keys()) - unknown)
-            if data.get(name) != fingerprint.get(name)
-        ]
-    if changes:
-        raise ConfigError(
-            f"{directory.path} holds a run that was started differently: {'; '.join(changes)}. "
-            "Give this run another `name`, or set continue_from_checkpoint=false to start a new "
-            "one beside it"
-        )
-
-
-def _leaves(tree: Any, lists: bool, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, Mapping) and tree:
-        items: Iterable[tuple[Any, Any]] = tree.items()
-    elif lists and isinstance(tree, list) and tree:
-        items = enumerate(tree)
-    else:
-        yield prefix.removesuffix("."), tree
-        return
-    for name, value in items:
-        yield from _leaves(value, lists, f"{prefix}{name}.")
-
-
 # What to do about a disk, by the error's number.
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room there"),
@@ -348,9 +235,21 @@ def disk_faults(path: Path) -> Iterator[None]:
 
 
 def make_private(path: Path) -> None:
-    """Make a run directory, for its owner alone; one that is there keeps its mode."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.mkdir(mode=0o700, exist_ok=True)
+    """Make a run directory, for its owner alone; one that is there keeps its mode.
+
+    Raises:
+        ConfigError: It cannot be made there.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        if error.errno in _REMEDIES:  # not a matter of the name
+            raise
+        raise ConfigError(
+            f"checkpoint_root_dir: {path} cannot be made: {error.strerror} ({error.filename}); "
+            "give a folder that can be"
+        ) from error
 
 
 @contextmanager

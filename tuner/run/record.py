@@ -16,12 +16,10 @@ from tuner.data.dataset import row_text
 from tuner.errors import TunerError
 from tuner.result import TokenCounts, TuneResult
 from tuner.run.console import ConsoleMonitor
+from tuner.run.continuation import MAY_CHANGE_HERE, WEIGHTS, check_same_run
 from tuner.run.directory import (
-    MAY_CHANGE_HERE,
     TRAINER_STATE,
-    WEIGHTS,
     RunDirectory,
-    check_same_run,
     free_name,
     held,
     read_json,
