@@ -15,6 +15,7 @@ is drawn.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,22 +94,7 @@ class Critic:
         Raises:
             TrainingError: Loss or gradient is not finite; the weights are as they were before.
         """
-        self.optimizer.zero_grad()
-        losses, clips = [], []
-        device = next(self.model.parameters()).device
-        budget = self._settings.max_tokens_per_micro_batch
-        for indices in self._forward.micro_batches(batch.rows, budget):
-            values_T = self._values([batch.rows[i] for i in indices])
-            loss_T, clipped_T = clipped_value_loss(
-                values_T,
-                to_device(torch.cat([old[i] for i in indices]).to(values_T.dtype), device),
-                to_device(torch.cat([returns[i] for i in indices]).to(values_T.dtype), device),
-                clip=self._settings.critic.clip,
-            )
-            loss = loss_T.sum() / batch.trained_tokens
-            loss.backward()
-            losses.append(loss.detach())
-            clips.append(clipped_T.sum())
+        losses, clips = self._forward.room.fitting(partial(self._gradients, batch, old, returns))
         norm = self.optimizer.clip_grad_norm(self._settings.grad_clip)
         # The one place where Python waits for the device before the step.
         total, clipped, grad_norm = (
@@ -125,6 +111,28 @@ class Critic:
             "critic_grad_norm": grad_norm,
             **_fit(torch.cat(list(old)).cpu().double(), torch.cat(list(returns)).cpu().double()),
         }
+
+    def _gradients(
+        self, batch: Batch, old: Sequence[Tensor], returns: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Of all micro-batches; loss and clipped tokens of each."""
+        self.optimizer.zero_grad()
+        losses, clips = [], []
+        device = next(self.model.parameters()).device
+        budget = self._settings.max_tokens_per_micro_batch
+        for indices in self._forward.micro_batches(batch.rows, budget):
+            values_T = self._values([batch.rows[i] for i in indices])
+            loss_T, clipped_T = clipped_value_loss(
+                values_T,
+                to_device(torch.cat([old[i] for i in indices]).to(values_T.dtype), device),
+                to_device(torch.cat([returns[i] for i in indices]).to(values_T.dtype), device),
+                clip=self._settings.critic.clip,
+            )
+            loss = loss_T.sum() / batch.trained_tokens
+            loss.backward()
+            losses.append(loss.detach())
+            clips.append(clipped_T.sum())
+        return losses, clips
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs to go on bit for bit: weights and the optimizer's state."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,9 +137,9 @@ class PolicyTrainer:
         Returns:
             N tensors, one per row, of shape [T_row].
         """
-        budget = self.settings.max_tokens_per_micro_batch
         with acting(model or self.model) as network:
-            return self._forward.all_logprobs(network, batch.rows, budget)
+            tokens = self.settings.max_tokens_per_micro_batch
+            return self._forward.all_logprobs(network, batch.rows, tokens)
 
     def compute_ref_logp(self, scored: ScoredBatch) -> ScoredBatch:
         """Add the reference's log-probs where the KL term needs them."""
@@ -245,6 +246,22 @@ class PolicyTrainer:
         return None
 
     def _update(self, scored: ScoredBatch, proximal: tuple[Tensor, ...] | None) -> dict[str, float]:
+        totals, largest = self._forward.room.fitting(partial(self._gradients, scored, proximal))
+        norm = self.optimizer.clip_grad_norm(self.settings.grad_clip)
+        # The one place of an update where Python waits for the device.
+        totals |= {"grad_norm": norm, "logprob_mismatch_max": torch.stack(largest).max()}
+        found = torch.stack([value.double() for value in totals.values()]).tolist()
+        metrics = dict(zip(totals, found, strict=True))
+        # (sum w)^2 / (T sum w^2) over T tokens, from the means of w and w^2.
+        mean, of_squares = metrics.pop("importance"), metrics.pop("importance_squared")
+        metrics["effective_sample_size"] = mean**2 / of_squares
+        self._apply(metrics["loss"], metrics["grad_norm"])
+        return {**metrics, "lr": self.lr}
+
+    def _gradients(
+        self, scored: ScoredBatch, proximal: tuple[Tensor, ...] | None
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Of all micro-batches; what is reported of them, and the largest mismatch of each."""
         settings, batch = self.settings, scored.batch
         self.optimizer.zero_grad()
         weights_N = row_weights(
@@ -271,18 +288,7 @@ class PolicyTrainer:
             for name, value in (parts | means).items():
                 totals[name] = totals[name] + value if name in totals else value
             largest.append((tokens.logp_T.detach() - tokens.recorded_T).abs().max())
-        norm = self.optimizer.clip_grad_norm(settings.grad_clip)
-        # The one place of an update where Python waits for the device.
-        totals |= {"grad_norm": norm, "logprob_mismatch_max": torch.stack(largest).max()}
-        found = torch.stack([value.double() for value in totals.values()]).tolist()
-        metrics = dict(zip(totals, found, strict=True))
-        # (sum w)^2 / (T sum w^2) over T tokens, from the means of w and w^2.
-        metrics["effective_sample_size"] = metrics.pop("importance") ** 2 / metrics.pop(
-            "importance_squared"
-        )
-        metrics["lr"] = self.lr
-        self._apply(metrics["loss"], metrics["grad_norm"])
-        return metrics
+        return totals, largest
 
     def likelihood_update(self, rows: Sequence[Row], weights_N: Tensor) -> dict[str, float]:
         """One optimizer step on `L = -sum_n weight_n * logp(completion_n)`.
@@ -300,6 +306,19 @@ class PolicyTrainer:
         Raises:
             TrainingError: Loss or gradient is not finite; the weights are then as they were.
         """
+        sums = self._forward.room.fitting(partial(self._likelihood_gradients, rows, weights_N))
+        norm = self.optimizer.clip_grad_norm(self.settings.grad_clip)
+        # The one place where Python waits for the device.
+        total, entropy, grad_norm = torch.cat(
+            [torch.stack(sums).double().sum(0), norm.double()[None]]
+        ).tolist()
+        self._apply(total, grad_norm)
+        self.step += 1
+        entropy /= sum(len(row.completion_ids) for row in rows)
+        return {"loss": total, "entropy": entropy, "grad_norm": grad_norm, "lr": self.lr}
+
+    def _likelihood_gradients(self, rows: Sequence[Row], weights_N: Tensor) -> list[Tensor]:
+        """Of each micro-batch loss and sum of entropies, [2]."""
         self.optimizer.zero_grad()
         sums: list[Tensor] = []
         for indices in self._forward.micro_batches(rows, self.settings.max_tokens_per_micro_batch):
@@ -311,24 +330,15 @@ class PolicyTrainer:
             loss = -(logp_T * to_device(weights_T, logp_T.device)).sum()
             loss.backward()
             sums.append(torch.stack([loss.detach(), current.entropy_T.detach().sum()]))
-        norm = self.optimizer.clip_grad_norm(self.settings.grad_clip)
-        # The one place where Python waits for the device.
-        total, entropy, grad_norm = torch.cat(
-            [torch.stack(sums).double().sum(0), norm.double()[None]]
-        ).tolist()
-        self._apply(total, grad_norm)
-        self.step += 1
-        tokens = sum(len(row.completion_ids) for row in rows)
-        return {"loss": total, "entropy": entropy / tokens, "grad_norm": grad_norm, "lr": self.lr}
+        return sums
 
     def _apply(self, loss: float, grad_norm: float) -> None:
         what = f"step {self.step + 1}: loss"
         self.optimizer.step_if_finite(what, loss, grad_norm, setting="algorithm.optimizer.lr")
 
     def _micro_batches(self, batch: Batch) -> list[list[int]]:
-        settings = self.settings
-        cuts = self._forward.micro_batches(batch.rows, settings.max_tokens_per_micro_batch)
-        if settings.policy_loss == "gspo":  # the only loss of a token that depends on others
+        cuts = self._forward.micro_batches(batch.rows, self.settings.max_tokens_per_micro_batch)
+        if self.settings.policy_loss == "gspo":  # the only loss of a token that depends on others
             return whole_calls(cuts, batch.call_N.tolist())
         return cuts
 

@@ -11,7 +11,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -26,7 +26,7 @@ from tuner.engines.transformers.weights import causal_model
 from tuner.errors import ConfigError, TrainingError
 from tuner.training.batch import Row
 from tuner.training.forward.head import TokenLogprobs
-from tuner.training.forward.kernels import layers_of, prepared_layers
+from tuner.training.forward.kernels import Room, layers_of, prepared_layers
 from tuner.training.forward.packed import pack_tokens, packed_logprobs, packed_states, packs
 from tuner.training.forward.padded import completion_logprobs, completion_states
 from tuner.training.forward.tree_pass import PassCost, tree_cuts, tree_logprobs, tree_states
@@ -58,6 +58,7 @@ class Forward:
         checkpointing: Whether a pass with a gradient keeps only the inputs of the layers.
         compiled: Whether layers and log-probs are compiled.
         limit: The longest row that is computed as it is alone, and why; None for any.
+        room: How many tokens fit.
     """
 
     layout: Layout
@@ -69,6 +70,7 @@ class Forward:
     checkpointing: bool = False
     compiled: bool = False
     limit: tuple[int, str] | None = None
+    room: Room = field(default_factory=Room)
 
     @staticmethod
     def of(
@@ -173,6 +175,7 @@ class Forward:
     def micro_batches(self, rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
         """Cut row indices into what one pass computes: at most `max_tokens` tokens of a tree, of
         packed or of padded rows. A row longer than that is a micro-batch of its own."""
+        max_tokens = self.room.of(max_tokens)
         if self.layout == "tree" and self.cost is not None:
             return tree_cuts(rows, max_tokens, self.cost)
         if self.layout == "packed":
@@ -241,7 +244,6 @@ class Forward:
             rows, max_tokens, lambda part: self.logprobs(model, part, with_entropy=False).logp_T
         )
 
-    @torch.no_grad()
     def by_row(
         self, rows: Sequence[Row], max_tokens: int, compute: Callable[[list[Row]], Tensor]
     ) -> tuple[Tensor, ...]:
@@ -250,6 +252,12 @@ class Forward:
         Returns:
             One tensor for each row, of shape [T_row].
         """
+        return self.room.fitting(partial(self._by_row, rows, max_tokens, compute))
+
+    @torch.no_grad()
+    def _by_row(
+        self, rows: Sequence[Row], max_tokens: int, compute: Callable[[list[Row]], Tensor]
+    ) -> tuple[Tensor, ...]:
         result: dict[int, Tensor] = {}
         for indices in self.micro_batches(rows, max_tokens):
             part = [rows[i] for i in indices]
