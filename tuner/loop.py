@@ -160,7 +160,7 @@ async def _steps(
         return await asyncio.get_running_loop().run_in_executor(thread, work)
 
     started = time.perf_counter()
-    if not record.history and config.explorer.eval_on_startup and (metrics := await evaluate(0)):
+    if not record.recent and config.explorer.eval_on_startup and (metrics := await evaluate(0)):
         record.log(0, {**metrics, "time/step": time.perf_counter() - started})
 
     for step in record.remaining():

@@ -96,6 +96,7 @@ class RolloutSource(Source):
         self._config = config
         self._record = record
         self._latest: Sequence[Trace] = ()
+        self._costs_said = any(row.get(RECOMPUTED) for row in record.recent)
         self._groups = TrainingGroups(
             config,
             BatchLog(record.directory.batches),
@@ -127,7 +128,8 @@ class RolloutSource(Source):
         discount = config.tuner.algorithm.turn_discount
         metrics["signal"] = float(has_signal(batch, advantage, discount))
         cost = int(metrics.get(RECOMPUTED, 0))
-        if cost and not any(row.get(RECOMPUTED) for row in record.history):
+        if cost and not self._costs_said:
+            self._costs_said = True
             record.console.say(reasoning_notice(step, cost))
         if groups.ahead:
             metrics |= staleness_metrics(batch, version)
@@ -145,7 +147,8 @@ class RolloutSource(Source):
         if without_update:
             return diagnosis(self._latest, self._record.total_steps)
         patience = self._config.tuner.signal_patience
-        recent = [row["signal"] for row in self._record.history[-patience:] if "signal" in row]
+        latest = list(self._record.recent)[-patience:]
+        recent = [row["signal"] for row in latest if "signal" in row]
         stuck = len(recent) == patience and not any(recent)
         return diagnosis(self._latest, patience) if stuck else None
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
@@ -40,7 +41,7 @@ class RunRecord:
     Attributes:
         total_steps: Length of the run.
         start: The step that the run goes on after, 0 at its beginning.
-        history: The metrics of each step so far, as in `metrics.jsonl`.
+        recent: The metrics of the latest steps, as many as are looked at; `metrics.jsonl` has all.
         console: Where people look.
         timeline: What happened when.
     """
@@ -54,7 +55,9 @@ class RunRecord:
         directory.prune(config.trainer.max_checkpoints_to_keep)  # it may have ended in the middle
         self.start = last or 0
         # Without a checkpoint even step 0, the evaluation before training, is done again.
-        self.history = read_metrics(directory.metrics, up_to=-1 if last is None else last)
+        self._before = read_metrics(directory.metrics, up_to=-1 if last is None else last)
+        looked_at = max(STEPS, config.tuner.signal_patience)
+        self.recent: deque[Mapping[str, float]] = deque(self._before, maxlen=looked_at)
         self.timeline = Timeline(directory.timeline)
         self._monitors: list[Monitor] = []
         self._advised: set[str] = set()
@@ -92,7 +95,8 @@ class RunRecord:
         for sentence in decisions:
             self.console.say(sentence)
         config = self.config
-        self._monitors = [JsonlMonitor(self.directory.metrics, self.history)]
+        self._monitors = [JsonlMonitor(self.directory.metrics, self._before)]
+        self._before = []
         for kind in config.monitor.monitor_type:
             self._monitors.append(
                 open_tracker(
@@ -100,7 +104,7 @@ class RunRecord:
                     project=config.project,
                     name=config.name,
                     folder=self.directory.path,
-                    first_step=self.start + 1 if self.history else 0,
+                    first_step=self.start + 1 if self.recent else 0,
                     config=config.public(),
                     args=config.monitor.monitor_args,
                 )
@@ -109,10 +113,10 @@ class RunRecord:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Keep the metrics of a step, and show them."""
-        self.history.append({"step": step, **metrics})
+        self.recent.append({"step": step, **metrics})
         for monitor in self._monitors:
             monitor.log(step, metrics)
-        found = advice(self.history, self.config)
+        found = advice(self.recent, self.config)
         if found is not None and found[0] not in self._advised:
             self._advised.add(found[0])
             self.console.say(f"step {step}: {found[1]}")
@@ -143,7 +147,7 @@ class RunRecord:
             rows: Of recorded data, how many rows are used and left out; empty for rollouts.
         """
         result = summarize(
-            self.history,
+            read_metrics(self.directory.metrics, up_to=self.total_steps),
             self.directory,
             steps=updates,
             checkpoint=self.directory.checkpoint(self.total_steps),
@@ -239,11 +243,11 @@ STEPS = 3
 """Steps that are looked at together: the first loads and compiles."""
 
 
-def advice(history: Sequence[Mapping[str, float]], config: RunConfig) -> tuple[str, str] | None:
+def advice(history: Iterable[Mapping[str, float]], config: RunConfig) -> tuple[str, str] | None:
     """What dominates the latest steps and what to do about it, or None.
 
     Args:
-        history: Metrics of the run's steps, the latest last.
+        history: Metrics of the latest steps, the last one last.
         config: The effective configuration.
 
     Returns:
