@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
+import tracemalloc
 
 import openai
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from tests.engines.models import until
 from tests.gateway.toy import StubEngine, gateway_of, text_of
 from tests.rollout.clock import jump
-from tuner.gateway import Gateway, Session
+from tuner.gateway import Gateway, Session, routes
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -29,6 +31,27 @@ async def test_keys_differ_and_a_wrong_one_gets_a_sentence() -> None:
         stranger = session.async_client().with_options(api_key="sk-guess")
         with pytest.raises(openai.AuthenticationError, match="no open session"):
             await stranger.chat.completions.create(model="tiny", messages=USER)
+
+
+async def test_what_is_remembered_of_ended_sessions_is_little_and_bounded(monkeypatch) -> None:
+    monkeypatch.setattr(routes, "_REMEMBERED_KEYS", 3000)
+    async with gateway_of(StubEngine()) as gateway:
+
+        def end(first: int, last: int) -> int:
+            for number in range(first, last):
+                gateway.open_session(f"train-{number}-1-1-1").seal()
+            gc.collect()
+            return tracemalloc.get_traced_memory()[0]
+
+        end(0, 20)
+        tracemalloc.start()
+        try:
+            before = end(20, 21)
+            assert end(21, 2021) - before < 2000 * 500
+            full = end(2021, 3021)
+            assert end(3021, 5021) - full < 100_000
+        finally:
+            tracemalloc.stop()
 
 
 async def test_sealed_session_refuses_later_calls_with_a_sentence() -> None:

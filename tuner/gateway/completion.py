@@ -30,7 +30,7 @@ from tuner.gateway.model.message_stream import MessageStream
 from tuner.gateway.model.parsing import Delta, ParsedMessage
 from tuner.gateway.request_error import RequestError, too_long
 from tuner.gateway.service import in_turn
-from tuner.gateway.sessions import Session
+from tuner.gateway.sessions import Session, has_ended
 from tuner.traces import Call, Dialect
 
 
@@ -129,7 +129,7 @@ class Completion:
         What cannot be honoured is refused here, before anything is counted.
         """
         if self.session.sealed:
-            raise self.session.sealed_error()
+            raise has_ended(self.session.id)
         prompts = self._prompts()
         rooms = [self._room(prompt.ids) for prompt in prompts]
         renderer, constraints = self.service.renderer, self.request.constraints

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ from tuner.gateway.dialects.text import TextExchange
 from tuner.gateway.model.renderer import ChatRenderer
 from tuner.gateway.request_error import FieldError, RequestError
 from tuner.gateway.service import EVENT_STREAM, Events, Replay, Reply, Service, StreamReply, in_loop
-from tuner.gateway.sessions import ROLE, SamplingDefaults, Session, SessionLimits
+from tuner.gateway.sessions import ROLE, SamplingDefaults, Session, SessionLimits, has_ended
 from tuner.traces import ReasoningPolicy
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ class Gateway:
         self.service = Service(engine, renderer, model_name, reasoning)
         self.warned: set[str] = set()
         self._sessions: dict[str, Session] = {}
-        self._ended: OrderedDict[str, RequestError] = OrderedDict()
+        self._ended: dict[str, str] = {}  # the sessions of sealed keys, the oldest first
         self._door: HttpDoor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         with contextlib.suppress(RuntimeError):
@@ -118,12 +117,12 @@ class Gateway:
         self._sessions[session.key] = session
         return session
 
-    def forget(self, key: str, sealed: RequestError) -> None:
-        """Take a session's key out of service; from now on it gets the error."""
+    def forget(self, key: str, session_id: str) -> None:
+        """Take a session's key out of service; from now on it is told that its session ended."""
         self._sessions.pop(key, None)
-        self._ended[key] = sealed
+        self._ended[key] = session_id
         if len(self._ended) > _REMEMBERED_KEYS:
-            self._ended.popitem(last=False)
+            del self._ended[next(iter(self._ended))]
 
     @property
     def base_url(self) -> str:
@@ -224,7 +223,7 @@ class Gateway:
         if key in self._ended:
             # An agent that goes on regardless, in a loop, would leave no time for the others.
             await asyncio.sleep(_AFTER_THE_END)
-            raise self._ended[key]
+            raise has_ended(self._ended[key])
         raise RequestError(
             "the API key belongs to no open session: use the api_key and base_url of the model "
             "that the workflow was given",

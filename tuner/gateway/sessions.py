@@ -50,6 +50,15 @@ class SamplingDefaults:
     max_tokens: int | None = None
 
 
+def has_ended(session_id: str) -> RequestError:
+    """What a request to a session that was sealed gets."""
+    return RequestError(
+        f"this key's rollout ({session_id}) has ended: its session takes no more calls",
+        status=401,
+        code="session_sealed",
+    )
+
+
 @dataclass(frozen=True)
 class SessionLimits:
     """What one rollout may ask for; None is no limit.
@@ -286,19 +295,12 @@ class Session:
         if not self.sealed:
             self.recording.seal()
             self.sealed = True
-            self._host.forget(self.key, self.sealed_error())
+            self._host.forget(self.key, self.id)
             self.conversations = Conversations(self.service.renderer, self.service.reasoning)
             self.responses.clear()
             self.replays.clear()
             self.in_flight.cancel()
         return self.calls
-
-    def sealed_error(self) -> RequestError:
-        return RequestError(
-            f"this key's rollout ({self.id}) has ended: its session takes no more calls",
-            status=401,
-            code="session_sealed",
-        )
 
     def check_model(self, model: str) -> None:
         """Refuse a request for another model than the session's.
@@ -333,7 +335,7 @@ class Session:
             RequestError: 401: the session was sealed; 403: it has used up its limits.
         """
         if self.sealed:
-            raise self.sealed_error()
+            raise has_ended(self.id)
         choices = len(prompts) * n
         limits, budget = self.limits, None
         if limits.calls is not None and self._admitted + choices > limits.calls:
@@ -371,14 +373,14 @@ class Session:
             RequestError: 401: the session was sealed before or meanwhile.
         """
         if self.sealed:
-            raise self.sealed_error()
+            raise has_ended(self.id)
         try:
             return await self.in_flight.run(work())
         except asyncio.CancelledError:
             caller = asyncio.current_task()
             # Only the task inside was cancelled, and not the one that waits for it.
             if self.sealed and not (caller and caller.cancelling()):
-                raise self.sealed_error() from None
+                raise has_ended(self.id) from None
             raise
 
     def commit(self, calls: list[Call]) -> None:
@@ -388,7 +390,7 @@ class Session:
             RequestError: 401: the session was sealed meanwhile.
         """
         if self.sealed:
-            raise self.sealed_error()
+            raise has_ended(self.id)
         self.recording.add(calls)
 
 
