@@ -257,7 +257,7 @@ class RunConfig(Section):
     project: str = Field(default="AgentScope", min_length=1, description="Folder of related runs.")
     name: str = Field(
         # Runs that begin in one second are not one run.
-        default_factory=lambda: f"{datetime.now():Experiment-%Y%m%d%H%M%S}-{secrets.token_hex(2)}",
+        default_factory=lambda: f"{datetime.now():Experiment-%Y%m%d%H%M%S}-{secrets.token_hex(4)}",
         min_length=1,
         description="Name of the run. Not set: `Experiment-<time>`, a new run each time.",
     )
