@@ -157,9 +157,7 @@ class Forward:
         try:
             wanted, got = (_probed(way, model) for way in (self, found))
             for one, other in zip(got, wanted, strict=True):
-                difference = float(
-                    (one - other).detach().norm() / other.detach().norm().clamp(min=1e-30)
-                )
+                difference = float((one - other).norm() / other.norm().clamp(min=1e-30))
                 if not difference <= allowed:
                     raise ArithmeticError(f"results would differ by {difference:.2g}")
         except Exception as error:  # whatever a compiler makes of a model's own code
