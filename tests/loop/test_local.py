@@ -5,6 +5,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import huggingface_hub
 import openai
 import pytest
 import torch
@@ -299,6 +300,14 @@ def test_steps_are_the_full_batches_of_all_epochs(random_model_path, tmp_path):
 def test_missing_model_folder_is_named_with_its_setting(path):
     with pytest.raises(ModelLoadError, match=r"model\.model_path = .*there is no such folder"):
         load_model(path, device=torch.device("cpu"), dtype=torch.float32)
+
+
+def test_a_name_that_may_have_been_a_folder_says_where_it_was_looked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    looked = rf"no such folder beside the file .*, or in {tmp_path}\) cannot be loaded"
+    with pytest.raises(ModelLoadError, match=looked):
+        load_tokenizer("models/mine")
 
 
 def test_folder_without_a_model_or_tokenizer_says_so(tmp_path):

@@ -41,7 +41,7 @@ def load_model(
     check_path(path, setting)
     if (Path(path).expanduser() / ADAPTER_CONFIG).exists():
         raise ModelLoadError(_not_an_adapter(path, setting))
-    with _loading(f"{setting} = {path!r}", "a causal language model"), quiet_transformers():
+    with _loading(_named(path, setting), "a causal language model"), quiet_transformers():
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     if hasattr(model, "peft_config"):  # on the Hub
         raise ModelLoadError(_not_an_adapter(path, setting))
@@ -59,7 +59,7 @@ def load_tokenizer(path: str, *, setting: str = "model.model_path") -> Any:
     from transformers import AutoTokenizer
 
     check_path(path, setting)
-    with _loading(f"{setting} = {path!r}", "a tokenizer"):
+    with _loading(_named(path, setting), "a tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(path)
     if tokenizer.eos_token_id is None:
         raise ModelLoadError(
@@ -78,7 +78,7 @@ def load_settings(path: str, *, setting: str = "model.model_path") -> Any:
     from transformers import AutoConfig
 
     check_path(path, setting)
-    with _loading(f"{setting} = {path!r}", "a language model"):
+    with _loading(_named(path, setting), "a language model"):
         return AutoConfig.from_pretrained(path)
 
 
@@ -157,6 +157,16 @@ def check_path(path: str, setting: str, *, what: str = "model") -> None:
             f"{setting} = {path!r}: there is no such folder; give the folder of a Hugging Face "
             f"{what}, or a hub id of the form 'organisation/name'"
         )
+
+
+def _named(path: str, setting: str) -> str:
+    """A model as messages name it; a name on the Hub may have been meant for a folder."""
+    if Path(path).expanduser().exists():
+        return f"{setting} = {path!r}"
+    return (
+        f"{setting} = {path!r} (taken for a name on the Hub: there is no such folder beside the "
+        f"file that says so, or in {Path.cwd()})"
+    )
 
 
 @contextmanager
