@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import time
 import traceback
@@ -75,6 +76,12 @@ CHECKS = (
 
 class Skipped(Exception):
     """What is missing here."""
+
+
+def require(package: str) -> None:
+    """Skip a check for which a package is missing."""
+    if importlib.util.find_spec(package) is None:
+        raise Skipped(f"{package} is not installed")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from benchmarks._report import Row
-from benchmarks.gpu.check import ROOT, Skipped, last_lines
+from benchmarks.gpu.check import ROOT, Skipped, last_lines, require
 from benchmarks.train_step import Case, make_batch
 from tests.engines.models import (
     VOCABULARY,
@@ -258,8 +258,7 @@ def run(device: str) -> Iterator[Row]:
 
 def demo(device: str) -> Iterator[Row]:
     """`make demo`, for a few steps."""
-    import agentscope  # noqa: F401
-
+    require("agentscope")
     few = ["buffer.total_steps=2", "buffer.batch_size=2", "explorer.eval_on_startup=false"]
     with tempfile.TemporaryDirectory() as folder:
         command = [

@@ -3,7 +3,6 @@ must be there for. Goals are not bounds."""
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from benchmarks import engine
 from benchmarks._report import Row
 from benchmarks.engine import NEW_TOKENS, Prompts, measure, with_engine, with_generate, with_vllm
-from benchmarks.gpu.check import ROOT, Skipped, last_lines
+from benchmarks.gpu.check import ROOT, last_lines, require
 from benchmarks.gpu.trainer import TOY, repeats
 from benchmarks.train_step import SHAPES
 from tuner import WorkflowOutput
@@ -50,8 +49,7 @@ def _few(device: str, count: int) -> int:
 
 def beside_vllm(device: str) -> Iterator[Row]:
     """Both kinds of prompts, beside vLLM with weights of its own."""
-    import vllm  # noqa: F401
-
+    require("vllm")
     with tempfile.TemporaryDirectory() as folder:
         model = _model(device)
         peers = {"vLLM": with_vllm(model, Path(folder))}
@@ -136,8 +134,7 @@ def agent(device: str) -> Iterator[Row]:
 
 def suite(device: str, package: str, tests: str) -> Iterator[Row]:
     """The tests that need `package`."""
-    if importlib.util.find_spec(package) is None:
-        raise Skipped(f"{package} is not installed")
+    require(package)
     command = [sys.executable, "-m", "pytest", "-x", "-m", "not nightly", tests]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, last_lines(ended.stdout)

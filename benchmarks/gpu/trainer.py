@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import train_step
 from benchmarks._report import Row
+from benchmarks.gpu.check import require
 from benchmarks.train_step import CASES, SHAPES, Case, Shape, costs, make_batch, ours
 from tuner.traces import TokenTree
 
@@ -123,8 +124,7 @@ def _part(kernel: str) -> str:
 
 def beside_trl(device: str) -> Iterator[Row]:
     """One turn, where TRL trains the same rows."""
-    import trl  # noqa: F401
-
+    require("trl")
     shape, case = _shape(0, device), CASES[2]
     batch = make_batch(case, shape.vocabulary)
     makers: dict[str, Any] = {

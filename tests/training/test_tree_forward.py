@@ -243,6 +243,16 @@ def test_tiles_of_flex_attention_are_those_of_every_pair(window):
         assert (partial | full).sum() < 1.5 * by_tile.any(-1).sum()
 
 
+def test_a_tree_of_one_tile_has_the_form_of_larger_ones_and_needs_no_kernel_of_its_own():
+    rows = [row(prompt(9), prompt(4, seed)) for seed in (1, 2)]
+    tree = TokenTree.build(rows)
+    mask = tree_attention.TreeAttention(tree, None, torch.device("cpu"))._block_mask
+    for indices in (mask.kv_indices, mask.full_kv_indices, mask.q_indices, mask.full_q_indices):
+        assert indices.shape == (1, 1, 2, 2)
+    assert mask.kv_num_blocks.tolist() == mask.q_num_blocks.tolist() == [[[1, 0]]]
+    assert not mask.full_kv_num_blocks.any()
+
+
 def test_masks_that_are_not_kept_between_layers_are_made_again():
     tree = TokenTree.build(bush())
     states = [torch.randn(1, 2, tree.unique_tokens, 16, generator=seeded(i)) for i in range(3)]
