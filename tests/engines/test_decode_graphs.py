@@ -1,19 +1,19 @@
-"""Decode steps of few shapes; on a CPU they are computed as they would be recorded on a GPU."""
+"""Passes of few shapes; on a CPU they are computed as they would be recorded on a GPU."""
 
 import asyncio
 
 import pytest
 import torch
 
-from tests.engines.models import error, generate_all, make_engine, make_model, prompt
+from tests.engines.models import error, generate_all, make_engine, make_model, prompt, until
 from tuner.engines import SamplingParams
-from tuner.engines.transformers.graphs import DecodeGraphs
+from tuner.engines.transformers.graphs import PassGraphs
 
 
 def in_few_shapes(engine):
     """The engine with what a GPU records; returns the shapes of the steps, as they come."""
     runner = engine._runner
-    runner._graphs = DecodeGraphs(runner._pass, runner._cache, torch.device("cpu"))
+    runner._graphs = PassGraphs(runner._pass, runner._cache, torch.device("cpu"))
     shapes, compute = [], runner._pass
 
     def seen(ids, positions, placement):
@@ -39,7 +39,7 @@ async def test_rows_and_lengths_are_rounded_up_and_log_probs_are_the_same(kind):
         for (ids, sampling), answer in zip(asked, got, strict=True):
             assert error(model, ids, answer, sampling) < 1e-4
     rows, columns, lengths = (set(sizes) for sizes in zip(*shapes, strict=True))
-    assert columns == {1}
+    assert columns == {1, 16, 32, 128}  # beginnings of prompts were kept, some all but a token
     assert rows == {1, 2, 4, 6}
     assert lengths == {128, 200}  # 256 is more than there is room for
 
@@ -66,13 +66,14 @@ async def test_prompts_that_come_one_by_one_are_computed_together():
         model = make_model()
         engine = make_engine(model, max_slots=16)
         shapes = in_few_shapes(engine) if recorded else []
-        compute, prefills = engine._runner._prefill, []
+        advance, prefills = engine._runner._advance, []
 
-        def prefill(version, compute=compute, prefills=prefills):
-            prefills.append(None)
-            return compute(version)
+        def counted(version, runner=engine._runner, advance=advance, prefills=prefills):
+            if runner._decoding < len(runner.active):
+                prefills.append(None)
+            return advance(version)
 
-        engine._runner._prefill = prefill
+        engine._runner._advance = counted
 
         async def agent(n, engine=engine, model=model):
             ids = prompt(20, n)
@@ -85,4 +86,42 @@ async def test_prompts_that_come_one_by_one_are_computed_together():
         await asyncio.gather(*(agent(n) for n in range(12)))
         passes[recorded] = len(prefills)
         assert not recorded or shapes
-    assert passes[True] < 0.6 * passes[False]
+    assert passes[True] < 0.8 * passes[False]
+
+
+async def test_prompts_are_computed_in_the_rows_where_they_are():
+    model = make_model()
+    engine = make_engine(model, max_model_len=200, max_slots=6)
+    shapes = in_few_shapes(engine)
+    sampling = SamplingParams(max_tokens=60, seed=1)
+    first = asyncio.create_task(engine.generate(prompt(30), sampling, "first"))
+    await until(lambda: len(shapes) >= 5)
+    # Rows 1 to 3 are computed as four beside row 0, which goes on afterwards.
+    asked = [(prompt(20 + n, n), SamplingParams(max_tokens=3 + n, seed=n)) for n in (3, 4, 5)]
+    for (ids, own), answer in zip(asked, await generate_all(engine, asked), strict=True):
+        assert error(model, ids, answer, own) < 1e-4
+    assert (4, 32, 128) in shapes[5:]
+    assert error(model, prompt(30), await first, sampling) < 1e-4
+
+
+async def test_a_prompt_with_one_token_left_is_not_taken_for_one_that_is_decoded():
+    model = make_model()
+    engine = make_engine(model, max_slots=4, prefill_tokens=20)
+    in_few_shapes(engine)
+    sampling = SamplingParams(max_tokens=40, seed=1)
+    first = asyncio.create_task(engine.generate(prompt(20), sampling, "first"))
+    await asyncio.sleep(0)
+    ids, own = prompt(41, 2), SamplingParams(max_tokens=5, seed=2)  # 20, 20 and 1
+    assert error(model, ids, await engine.generate(ids, own, "second"), own) < 1e-4
+    assert error(model, prompt(20), await first, sampling) < 1e-4
+
+
+async def test_passes_over_many_tokens_are_not_recorded(monkeypatch):
+    monkeypatch.setattr("tuner.engines.transformers.graphs._TOKENS", 256)
+    model = make_model()
+    engine = make_engine(model, max_model_len=200, max_slots=4)
+    shapes = in_few_shapes(engine)
+    asked = [(prompt(n, n), SamplingParams(max_tokens=20, seed=n)) for n in (65, 80, 150)]
+    for (ids, sampling), answer in zip(asked, await generate_all(engine, asked), strict=True):
+        assert error(model, ids, answer, sampling) < 1e-4
+    assert {columns for _, columns, _ in shapes} == {1}

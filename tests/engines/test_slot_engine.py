@@ -22,7 +22,7 @@ from tests.engines.models import (
 )
 from tuner.assembly.stack import context_length
 from tuner.engines import SamplingParams
-from tuner.engines.transformers.kv_cache import rows_agree
+from tuner.engines.transformers.kv_cache import Placement, SlotCache, rows_agree
 from tuner.engines.transformers.slots import SlotRunner
 from tuner.errors import ConfigError
 
@@ -359,3 +359,38 @@ def test_the_length_that_is_not_set_ends_where_frequencies_change_and_it_is_said
     layered.rope_parameters["full_attention"] = dict(config.rope_parameters)
     assert context_length(None, layered, setting) == 24
     assert context_length(None, make_model("qwen3").config, setting) == 512
+
+
+async def test_agents_whose_last_words_are_changed_keep_their_rows_where_all_are_taken():
+    model = make_model()
+    engine = make_engine(model, max_slots=4)
+    histories = [prompt(40, n) for n in range(4)]
+    for turn in range(3):
+        sampling = SamplingParams(max_tokens=6, seed=turn)
+        answers = await generate_all(engine, [(ids, sampling) for ids in histories])
+        for n, (ids, answer) in enumerate(zip(histories, answers, strict=True)):
+            assert error(model, ids, answer, sampling) < 1e-5
+            if turn:
+                assert answer.cached_tokens >= len(ids) - 10
+            # All but the last two tokens come back, and something else after them.
+            histories[n] = [*ids, *answer.completion_ids[:-2], *prompt(6, 9 + n)]
+
+
+def test_rows_of_layers_of_one_shape_are_moved_together():
+    cache = SlotCache(20, 2, 4)
+    cache.placement = Placement(slice(0, 2), 4, torch.arange(2) * cache.width, None)
+    for n, layer in enumerate(cache.layers):
+        layer.update(*torch.randn(2, 2, 3, 1, 8 if n < 10 else 4))
+    stored = [states for layer in cache.layers for states in (layer.keys, layer.values)]
+    assert not cache.together
+    cache.grow(4, 8)
+    assert cache.together
+    assert sorted(len(block) for block in cache._parts()) == [4, 4, 16, 16]
+    cache.copy(1, 3, 4)
+    cache.swap(0, 1, 4)
+    grown = [states for layer in cache.layers for states in (layer.keys, layer.values)]
+    for before, after in zip(stored, grown, strict=True):
+        assert after.shape == (4, 9, *before.shape[2:])
+        assert torch.equal(after[[0, 1, 3], :4], before[[1, 0, 1], :4])
+        assert not after[2].any()
+        assert not after[:, 4:].any()

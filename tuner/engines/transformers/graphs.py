@@ -1,13 +1,15 @@
-"""Decode steps of few shapes, recorded once as CUDA graphs and replayed from then on.
+"""Passes over few tokens of each row, of few shapes, recorded once as CUDA graphs and replayed.
 
 A step of one token per request is a thousand small kernels, and asking for them one by one takes
 Python longer than they take the GPU. A graph is asked for at once, but has fixed shapes and places
-in memory. So rows and length are rounded up:
+in memory. So rows, columns and length are rounded up:
 
     3 requests, the longest of 130 tokens      computed: 4 rows, 256 positions
+    the next turn of 3 agents, 20 tokens each            4 rows of 32 columns, 256 positions
 
-A row too many has a token that is read by nobody, and its keys and values go to the place behind
-the last position of the row, which nothing attends to.
+A token too many is read by nobody, and its keys and values go to the place behind the last position
+of the row, which nothing attends to. Decoded are always the first rows of the cache; prompts are in
+any rows, whose keys and values a graph copies together.
 """
 
 from __future__ import annotations
@@ -29,12 +31,18 @@ _log = logging.getLogger(__name__)
 
 _SHORTEST = 128
 """Positions that every graph attends to at least."""
+_PROMPTS = 4, 16
+"""Rows and columns that a graph over prompts has at least."""
+_TOKENS = 1 << 12
+"""Tokens that a graph computes at most; a pass over more takes the GPU longer than Python."""
+_PAIRS = 1 << 24
+"""Pairs of a token and a position that a graph compares at most."""
 
 
 @dataclass(frozen=True)
 class _Recorded:
     """Attributes:
-    inputs: Ids, positions and places of the new tokens, shape [3, rows].
+    inputs: Ids, positions, places and rows of the new tokens, shape [4, rows, columns].
     logits: Shape [rows, V], written by each replay.
     """
 
@@ -43,11 +51,11 @@ class _Recorded:
     graph: torch.cuda.CUDAGraph
 
 
-class DecodeGraphs:
-    """One graph for each number of rows and positions that has been needed.
+class PassGraphs:
+    """One graph for each number of rows, columns and positions that has been needed.
 
     Args:
-        compute: Ids and positions [m, 1], and where they are -> logits [m, V].
+        compute: Ids and positions [m, C], and where they are -> logits [m, V].
         cache: Where keys and values are; `forget` when it has grown.
         device: A GPU. On a CPU the same shapes are computed, and nothing is recorded.
     """
@@ -61,7 +69,7 @@ class DecodeGraphs:
         self._compute = compute
         self._cache = cache
         self._device = device
-        self._recorded: dict[tuple[int, int], _Recorded] = {}
+        self._recorded: dict[tuple[int, ...], _Recorded] = {}
         self._holds: Hashable = None
         self._pool: Any = None
         self._usable = True
@@ -73,31 +81,48 @@ class DecodeGraphs:
             self._pool = None  # one that all graphs have left cannot be used again
         self._holds = holds or self._holds
 
-    def logits(self, ids: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor | None:
-        """Logits after one more token in each of the first m rows, [m] and [m] -> [m, V].
+    def logits(
+        self,
+        first: int,
+        ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        real: NDArray[np.bool_],
+    ) -> Tensor | None:
+        """Logits after the last of C more tokens in each of m rows, [m, C] each -> [m, V].
 
-        They are overwritten by the next step. None where the model's code cannot be recorded,
-        which is found out at the first step.
+        They are overwritten by the next step. None where there are too many tokens for it to be
+        worth while, or the model's code cannot be recorded, which is found out at the first step.
+
+        Args:
+            first: Of these rows in the cache; 0 if C is 1.
+            positions: 0 for tokens that are not `real`, which come first in a row.
         """
-        cache, count = self._cache, len(ids)
-        rows = min(_rounded(count), cache.slots)
+        cache, (count, width) = self._cache, ids.shape
+        decodes = first == 0 and width == 1
+        least = (1, 1) if decodes else _PROMPTS
+        rows, columns = max(least[0], _rounded(count)), max(least[1], _rounded(width))
+        rows = min(rows, cache.slots)
         length = min(max(_SHORTEST, _rounded(int(positions.max()) + 1)), cache.capacity)
-        inputs = np.zeros((3, rows), dtype=np.int64)
-        inputs[:2, :count] = ids, positions
-        inputs[2] = np.arange(rows) * cache.width + cache.capacity
-        inputs[2, :count] += positions - cache.capacity
+        few = rows * columns <= _TOKENS and rows * columns * length <= _PAIRS
+        if not (self._usable and (decodes or few)):
+            return None
+        inputs = np.zeros((4, rows, columns), dtype=np.int64)
+        # Rows too many are others of the cache.
+        inputs[3] = (np.arange(first, first + rows) % cache.slots)[:, None]
+        inputs[2] = inputs[3] * cache.width + cache.capacity
+        inputs[:2, :count, -width:] = ids, positions
+        inputs[2, :count, -width:] += np.where(real, positions - cache.capacity, 0)
         values = to_device(inputs, self._device)
         if self._device.type != "cuda":
-            return self._step(values, length)[:count]
-        if not self._usable:
-            return None
-        recorded = self._recorded.get((rows, length))
+            return self._step(values, length, decodes=decodes)[:count]
+        shape = (rows, 0 if decodes else columns, length)
+        recorded = self._recorded.get(shape)
         if recorded is None:
             try:
-                recorded = self._record(values, length)
+                recorded = self._record(values, length, decodes=decodes)
             except Exception as error:  # whatever a model's own code asks the GPU for
                 _log.warning(
-                    "generation is slower than it could be: the model's decode step cannot be "
+                    "generation is slower than it could be: the model's pass cannot be "
                     "recorded as a CUDA graph (%s: %s)",
                     type(error).__name__,
                     error,
@@ -105,29 +130,30 @@ class DecodeGraphs:
                 self._usable = False
                 self._recover_generator()
                 return None
-            self._recorded[rows, length] = recorded
+            self._recorded[shape] = recorded
         recorded.inputs.copy_(values)
         recorded.graph.replay()
         return recorded.logits[:count]
 
-    def _step(self, inputs: Tensor, length: int) -> Tensor:
-        ids, positions, target = inputs
-        placement = Placement(0, inputs.shape[1], length, target, None)
-        return self._compute(ids[:, None], positions[:, None], placement)
+    def _step(self, inputs: Tensor, length: int, *, decodes: bool) -> Tensor:
+        ids, positions, target, row = inputs
+        rows = slice(0, len(row)) if decodes else row[:, 0]
+        placement = Placement(rows, length, target.flatten(), None)
+        return self._compute(ids, positions, placement)
 
-    def _record(self, inputs: Tensor, length: int) -> _Recorded:
-        # What libraries set up at first use must not be part of the graph. A step may be repeated:
-        # it writes the same again.
+    def _record(self, inputs: Tensor, length: int, *, decodes: bool) -> _Recorded:
+        # What libraries set up at first use must not be part of the graph; for later graphs it is
+        # there. A step may be repeated: it writes the same again.
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            for _ in range(2):
-                self._step(inputs, length)
+            for _ in range(1 if self._pool else 2):
+                self._step(inputs, length, decodes=decodes)
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = self._step(inputs, length)
+            logits = self._step(inputs, length, decodes=decodes)
         return _Recorded(inputs, logits, graph)
 
     def _recover_generator(self) -> None:

@@ -10,8 +10,9 @@ token t of the request in row r. A forward pass computes new tokens for the cont
             ...    k k N N N N N N . . .  |                        N written by this pass
         row last-1 k k k k k k k k k k N  |                        . masked
 
-The model gets a view of that block, never a copy. Tokens are next to each other in memory, so that
-writing one and copying a prefix from row to row are plain copies.
+The model gets a view of that block and not a copy, but for recorded prompts (`graphs`). Tokens are
+next to each other in memory, so that writing one and copying a prefix from row to row are plain
+copies.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ class Placement:
     """Where the tokens of one forward pass go.
 
     Attributes:
-        first, last: Rows the pass computes, [first, last).
+        rows: That the pass computes: consecutive ones, of which the model gets a view, or the
+            indices of any, which are copied.
         kv_length: Positions that are attended to.
         target: For every token that is written its place `row * width + position`, shape [N].
-        source: The places of those tokens in the flattened input [(last - first) * C], shape
-            [N]; None when the input has no padding.
+        source: The places of those tokens in the flattened input [m * C], shape [N]; None when the
+            input has no padding.
     """
 
-    first: int
-    last: int
+    rows: slice | Tensor
     kv_length: int
     target: Tensor
     source: Tensor | None
@@ -87,7 +88,7 @@ class SlotLayer(CacheLayerMixin):
         if place.source is not None:
             flat = flat.index_select(0, place.source)
         stored.flatten(0, 1).index_copy_(0, place.target, flat)
-        return stored[place.first : place.last, : place.kv_length].transpose(1, 2)
+        return stored[place.rows, : place.kv_length].transpose(1, 2)
 
     def get_seq_length(self) -> int:
         return 0
@@ -100,6 +101,11 @@ class SlotLayer(CacheLayerMixin):
         raise RuntimeError("a slot cache needs an explicit attention mask")
 
 
+_TOGETHER = 16
+"""Keys or values of so many layers are one block of memory: few, so that a row is moved with few
+operations; several, so that growing takes little more than what is grown."""
+
+
 class SlotCache(Cache):
     """All layers' rows. Rows and capacity grow by doubling; nothing is allocated ahead of need."""
 
@@ -109,6 +115,7 @@ class SlotCache(Cache):
         self.slots = slots
         self.capacity = capacity
         self._rows = [SlotLayer(self) for _ in range(layers)]
+        self._blocks: list[Tensor] = []
         super().__init__(layers=list(self._rows))
 
     @property
@@ -116,44 +123,59 @@ class SlotCache(Cache):
         """Places of a row: those of its tokens, and one more for a token that counts nothing."""
         return self.capacity + 1
 
+    @property
+    def together(self) -> bool:
+        """Whether what is stored is in few blocks; `grow` sees to it, of the same size too."""
+        return bool(self._blocks) or not self._stored()
+
     def grow(self, slots: int, capacity: int) -> None:
         """Make room for `slots` rows of `capacity` tokens, keeping what is stored."""
         old_slots, old_capacity = self.slots, self.capacity
         self.slots, self.capacity = slots, capacity
-
-        def grown(old: Tensor) -> Tensor:
-            new = old.new_zeros(slots, self.width, *old.shape[2:])
-            new[:old_slots, :old_capacity] = old[:, :old_capacity]
-            return new
-
-        for layer in self._rows:
-            if layer.keys is not None and layer.values is not None:
-                layer.keys = grown(layer.keys)
-                layer.values = grown(layer.values)
+        self._blocks = []
+        for layers in self._stored():
+            old = getattr(*layers[0])
+            block = old.new_zeros(len(layers), slots, self.width, *old.shape[2:])
+            for new, (layer, name) in zip(block, layers, strict=True):
+                new[:old_slots, :old_capacity] = getattr(layer, name)[:, :old_capacity]
+                setattr(layer, name, new)
+            self._blocks.append(block)
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of one row to another."""
-        for stored in self._stored():
-            stored[target, :length].copy_(stored[source, :length])
+        for block in self._parts():
+            block[:, target, :length].copy_(block[:, source, :length])
 
     def swap(self, one: int, other: int, length: int) -> None:
         """Exchange the first `length` tokens of two rows."""
-        for stored in self._stored():
-            kept = stored[one, :length].clone()
-            stored[one, :length] = stored[other, :length]
-            stored[other, :length] = kept
+        for block in self._parts():
+            kept = block[:, one, :length].clone()
+            block[:, one, :length] = block[:, other, :length]
+            block[:, other, :length] = kept
 
     def clear(self) -> None:
         """Forget everything, so that not even a NaN of earlier weights is left behind."""
-        for stored in self._stored():
-            stored.zero_()
+        for block in self._parts():
+            block.zero_()
 
-    def _stored(self) -> list[Tensor]:
+    def _parts(self) -> list[Tensor]:
+        """All that is stored, shape [layers, slots, width, kv_heads, head_dim] each."""
+        return self._blocks or [
+            getattr(layer, name)[None] for layers in self._stored() for layer, name in layers
+        ]
+
+    def _stored(self) -> list[list[tuple[SlotLayer, str]]]:
+        """Keys and values that are stored, those of one shape and dtype together."""
+        alike: dict[Any, list[tuple[SlotLayer, str]]] = {}
+        for layer in self._rows:
+            for name in ("keys", "values"):
+                states = getattr(layer, name)
+                if states is not None:
+                    alike.setdefault((states.shape, states.dtype), []).append((layer, name))
         return [
-            stored
-            for layer in self._rows
-            for stored in (layer.keys, layer.values)
-            if stored is not None
+            layers[at : at + _TOGETHER]
+            for layers in alike.values()
+            for at in range(0, len(layers), _TOGETHER)
         ]
 
 
@@ -314,7 +336,7 @@ def rows_agree(model: PreTrainedModel, windows: dict[str, int | None]) -> str | 
             stop = places[-1][-1] + 1
             rows = torch.arange(first, 2, device=device)[:, None]
             target = (rows * cache.width + positions).flatten()
-            cache.placement = Placement(first, 2, stop, target, None)
+            cache.placement = Placement(slice(first, 2), stop, target, None)
             masks = {k: attention_mask(positions, stop, w, dtype) for k, w in windows.items()}
             output = model(
                 input_ids=ids[positions],

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from tuner.engines.base import EngineStats
 from tuner.engines.request import Request, sample_next
 from tuner.engines.sampling import SamplingBatch
-from tuner.engines.transformers.graphs import DecodeGraphs
+from tuner.engines.transformers.graphs import PassGraphs
 from tuner.engines.transformers.kv_cache import Placement, SlotCache, attention_mask
 from tuner.engines.transformers.solo import forward_options
 from tuner.engines.transformers.weights import WeightsGuard
@@ -36,7 +36,7 @@ _FIRST_CAPACITY = 128
 _MASK_ELEMENTS = 1 << 24
 """Upper limit of the elements of one prefill mask."""
 _PASS_STEPS = 5
-"""Recorded decode steps that take about as long as a pass over prompts, which is not recorded."""
+"""Recorded decode steps that take about as long as a pass over prompts that is not recorded."""
 _LONGEST_WAIT = 24
 """Recorded decode steps for which a request waits at most where others are decoded."""
 _WORTH_WAITING = 16
@@ -99,9 +99,12 @@ class SlotRunner:
         self._clock = 0
         self._batch: SamplingBatch | None = None
         self._waited = 0
-        self._graphs: DecodeGraphs | None = None
+        self._pass_steps = (
+            _PASS_STEPS  # decode steps that a pass over prompts takes, by the last one
+        )
+        self._graphs: PassGraphs | None = None
         if self._device.type == "cuda" and not enforce_eager:
-            self._graphs = DecodeGraphs(self._pass, self._cache, self._device)
+            self._graphs = PassGraphs(self._pass, self._cache, self._device)
             self._graphs.forget(self._guard.places())
 
     def tokens_ahead(self) -> int:
@@ -137,9 +140,7 @@ class SlotRunner:
         """Run one forward pass and sample; returns the requests that are finished."""
         if self._decoding == len(self.active) and self._admits():
             self._admit()
-        if self._decoding < len(self.active):
-            return self._prefill(version)
-        return self._decode(version) if self.active else []
+        return self._advance(version) if self.active else []
 
     # Admission
 
@@ -151,7 +152,7 @@ class SlotRunner:
         soon as they have waited as long as the others would stand still.
         """
         self._waited = self._waited + 1 if self.waiting and self.active else 0
-        due = _PASS_STEPS * len(self.active)
+        due = self._pass_steps * len(self.active)
         if self._graphs is None or self._waited * len(self.waiting) >= due:
             return True
         return not self.active or self._waited >= _LONGEST_WAIT
@@ -204,8 +205,10 @@ class SlotRunner:
         """Make a row for `request` behind the active ones and copy the reused prefix into it."""
         self._reserve(self._rows, len(ids) + 1)
         row = len(self.active)
-        # Where a finished row holds this prefix and no more, nothing is lost by taking it over.
-        if source >= row and reused and self._computed[source] <= reused:
+        # Where a finished row holds this prefix and no more, nothing is lost by taking it over;
+        # where all rows are taken, less than another row holds is lost with some more.
+        spare = reused if self._rows == self._max_slots else 0
+        if source >= row and reused and self._computed[source] - reused <= spare:
             self._swap(source, row)
         else:
             source = self._vacate(row, source)
@@ -258,7 +261,7 @@ class SlotRunner:
             slots = min(2 * slots, self._max_slots)
         while capacity < min(length, self._max_model_len):
             capacity = min(2 * capacity, self._max_model_len)
-        if (slots, capacity) == self._tokens.shape:
+        if (slots, capacity) == self._tokens.shape and self._cache.together:
             return
         self._cache.grow(slots, capacity)
         if self._graphs is not None:
@@ -303,13 +306,14 @@ class SlotRunner:
 
     # Forward passes
 
-    def _prefill(self, version: int) -> list[Request]:
-        """Compute pending prompt tokens of the block [decoding, active), right-aligned.
+    def _advance(self, version: int) -> list[Request]:
+        """Compute what is left of the prompts in [decoding, active), or the newest token of all.
 
         Right-aligned, so that the last column holds the last token of every row and only its
         logits are computed. A single prompt that is too long for one pass is computed in parts.
         """
-        first, last = self._decoding, len(self.active)
+        prompts, last = self._decoding < len(self.active), len(self.active)
+        first = self._decoding if prompts else 0
         computed = self._computed[first:last]
         counts = self._length[first:last] - computed
         if last - first == 1:
@@ -322,37 +326,29 @@ class SlotRunner:
         # Padding repeats position 0, which exists and attends to itself, and is written nowhere.
         positions = np.where(real, columns + computed[:, None], 0)
         ids = np.take_along_axis(self._tokens[first:last], positions, axis=1)
-        target = (np.arange(first, last)[:, None] * self._cache.width + positions)[real]
-        source = None if real.all() else self._tensor(np.flatnonzero(real))
-        place = Placement(first, last, int(positions.max()) + 1, self._tensor(target), source)
-        logits = self._pass(self._tensor(ids), self._tensor(positions), place)
+        logits = None
+        if self._graphs is not None:
+            logits = self._graphs.logits(first, ids, positions, real)
+        if prompts:
+            self._pass_steps = _PASS_STEPS if logits is None else 1
+        if logits is None:
+            target = (np.arange(first, last)[:, None] * self._cache.width + positions)[real]
+            source = None if real.all() else self._tensor(np.flatnonzero(real))
+            reach = int(positions.max()) + 1
+            place = Placement(slice(first, last), reach, self._tensor(target), source)
+            logits = self._pass(self._tensor(ids), self._tensor(positions), place)
         if self._guard.changed():
             return []
         self._computed[first:last] += counts
-        self._stats.prompt_tokens_computed += int(counts.sum())
+        self._stats.prompt_tokens_computed += int(counts.sum()) if prompts else 0
         if self._computed[first] < self._length[first]:
             return []
         self._decoding = last
-        batch = SamplingBatch.of([r.sampling for r in self.active[first:last]], logits.device)
+        batch = None if prompts else self._batch
+        if batch is None:
+            batch = SamplingBatch.of([r.sampling for r in self.active[first:]], logits.device)
+        self._batch = None if prompts else batch
         return self._sample(first, last, batch, logits, version)
-
-    def _decode(self, version: int) -> list[Request]:
-        """Compute the newest token of every active row."""
-        count = len(self.active)
-        rows = np.arange(count)
-        positions = self._computed[:count].copy()
-        ids = self._tokens[rows, positions]
-        logits = self._graphs.logits(ids, positions) if self._graphs is not None else None
-        if logits is None:
-            target = self._tensor(rows * self._cache.width + positions)
-            place = Placement(0, count, int(positions.max()) + 1, target, None)
-            logits = self._pass(self._tensor(ids[:, None]), self._tensor(positions[:, None]), place)
-        if self._guard.changed():
-            return []
-        self._computed[:count] += 1
-        if self._batch is None:
-            self._batch = SamplingBatch.of([r.sampling for r in self.active], logits.device)
-        return self._sample(0, count, self._batch, logits, version)
 
     def _tensor(self, values: Ints) -> Tensor:
         return torch.from_numpy(values).to(self._device)
