@@ -5,6 +5,7 @@ import torch
 
 from tests.engines.models import make_model
 from tuner.assembly import placement
+from tuner.assembly.models import choose_dtype
 from tuner.assembly.placement import Machine, Needs, choose_placement, needs_of
 from tuner.config import load_config
 from tuner.errors import ConfigError
@@ -220,3 +221,15 @@ def test_what_a_run_needs_is_counted_from_its_model():
 def test_what_an_engine_cannot_do_is_refused_by_name(overrides, message):
     with pytest.raises(ConfigError, match=message):
         load_config(overrides=overrides)
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_weights_are_bfloat16_on_a_gpu_that_computes_with_it_unless_told_otherwise(
+    computes, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated: computes)
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert choose_dtype("auto", gpu) == (torch.bfloat16 if computes else torch.float32)
+    assert choose_dtype("auto", cpu) == torch.float32
+    assert choose_dtype("float32", gpu) == torch.float32
+    assert choose_dtype("bfloat16", cpu) == torch.bfloat16

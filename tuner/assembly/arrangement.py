@@ -106,13 +106,14 @@ def build_engine(
         config.tuner.engine.weights, _sides(config, placement, machine, needs.weights)
     )
     end_ids = end_ids_of(model.generation_config, tokenizer)
+    dtype = str(model.dtype).removeprefix("torch.")
     servers: Sequence[TokenServer]
     trained = None
     if config.explorer.rollout_model.engine_type == "sglang":
-        servers, check = _sglang_servers(config, max_model_len, end_ids), check_for_sglang
+        servers, check = _sglang_servers(config, dtype, max_model_len, end_ids), check_for_sglang
     else:
         rank = None if adapter is None else _rank(adapter)
-        settings = vllm_settings(config, max_model_len, end_ids, rank, placement, path)
+        settings = vllm_settings(config, dtype, max_model_len, end_ids, rank, placement, path)
         if settings.transfer is not None:  # weights that do not go as a checkpoint
             weights, size = partial(checkpoint_tensors, model), settings.tensor_parallel_size
             trained = TrainerWeights(settings.transfer, weights, model.device, size)
@@ -158,6 +159,7 @@ def _room() -> int:
 
 def vllm_settings(
     config: RunConfig,
+    dtype: str,
     max_model_len: int,
     end_ids: Iterable[int],
     rank: int | None,
@@ -167,7 +169,7 @@ def vllm_settings(
     """How vLLM is run; `rank` is that of the adapter, None where all weights are trained."""
     rollout_model, path = config.explorer.rollout_model, config.model.model_path
     return VllmSettings(
-        dtype=config.tuner.dtype,
+        dtype=dtype,
         max_model_len=max_model_len,
         max_slots=config.tuner.max_slots,
         end_ids=tuple(sorted(end_ids)),
@@ -185,9 +187,9 @@ def vllm_settings(
 
 
 def _sglang_servers(
-    config: RunConfig, max_model_len: int, end_ids: frozenset[int]
+    config: RunConfig, dtype: str, max_model_len: int, end_ids: frozenset[int]
 ) -> list[SglangServer]:
-    settings = SglangSettings(config.tuner.dtype, max_model_len, end_ids)
+    settings = SglangSettings(dtype, max_model_len, end_ids)
     key = os.environ.get(config.tuner.engine.api_key_env, "")
     return [SglangServer(url, key, settings) for url in config.tuner.engine.urls]
 

@@ -149,6 +149,15 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on a GPU that computes with it, else float32."""
+    if name == "auto":
+        computes = device.type == "cuda" and torch.cuda.is_bf16_supported(False)
+        name = "bfloat16" if computes else "float32"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
 def check_path(path: str, setting: str, *, what: str = "model") -> None:
     """Raises ModelLoadError where `path` can only be a folder and is none."""
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1

@@ -123,9 +123,9 @@ def needs_of(
     """
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     parameters = sum(p.numel() for p in model.parameters())
-    each = torch.finfo(getattr(torch, config.tuner.dtype)).bits // 8
+    each = torch.finfo(model.dtype).bits // 8
     moments = _ADAM if config.tuner.optimizer_state == "float32" else 4 + 1 + 1
-    masters = 4 if config.tuner.dtype != "float32" else 0
+    masters = 4 if model.dtype != torch.float32 else 0
     update = moments + masters
     # Gradients stay on the device.
     kept = 4 if config.trainer.optimizer_offload else update

@@ -20,6 +20,7 @@ from tuner.assembly.auxiliary import AuxiliaryModels
 from tuner.assembly.models import (
     check_same_vocabulary,
     choose_device,
+    choose_dtype,
     load_model,
     load_tokenizer,
     save_model,
@@ -162,7 +163,7 @@ def build_stack(
     """
     device = choose_device(config.tuner.device)
     path, lora, adapter = config.model.model_path, config.model.lora, None
-    dtype: torch.dtype = getattr(torch, config.tuner.dtype)
+    dtype = choose_dtype(config.tuner.dtype, device)
     if lora is None:
         setting = "model.model_path" if weights is None else "the checkpoint to go on from"
         model = load_model(str(weights or path), device=device, dtype=dtype, setting=setting)

@@ -161,10 +161,11 @@ class TunerSection(Section):
         "(`separate`). `auto` takes what fits and says why ([engines](engines.md)).",
     )
     engine: EngineSection = EngineSection()
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32",
-        description="Type of the weights of policy, engine and reference. With `bfloat16` the "
-        "optimizer keeps a float32 copy of the policy's.",
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto",
+        description="Type of the weights of policy, engine and reference. `auto` is `bfloat16` on "
+        "a GPU that computes with it, and `float32` elsewhere. With `bfloat16` the optimizer keeps "
+        "a float32 copy of the policy's.",
     )
     optimizer_state: Literal["float32", "8bit"] = Field(
         default="float32",
