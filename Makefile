@@ -80,7 +80,7 @@ $(VENV3)/.installed: pyproject.toml constraints-frameworks.txt
 	touch $@
 
 test-frameworks: $(VENV3)/.installed
-	$(BIN3)/pytest tests/integration/frameworks
+	$(BIN3)/pytest tests/integration/frameworks "tests/templates/test_init.py::test_a_template_trains[langgraph]"
 
 $(VENV4)/.installed: constraints-trinity.txt
 	$(INSTALL) $(VENV4) --no-deps --requirement constraints-trinity.txt --editable .

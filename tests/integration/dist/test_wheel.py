@@ -75,6 +75,13 @@ def test_the_command_is_there(installed: Path, tmp_path: Path) -> None:
     assert run(installed, "tuner", "--version", folder=tmp_path) == f"agentscope-tuner {version}\n"
 
 
+def test_a_folder_begins_with_the_templates_of_the_wheel(installed: Path, tmp_path: Path) -> None:
+    printed = run(installed, "tuner", "init", "agent", "--template", "queue", folder=tmp_path)
+    assert printed.endswith("Begin with: python agent/main.py\n")
+    assert (tmp_path / "agent" / "data" / "train.jsonl").is_file()
+    assert "MathEnvironment" in (tmp_path / "agent" / "config.yaml").read_text("utf-8")
+
+
 def wheel_metadata(wheel: Path) -> dict[str, str]:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
