@@ -1,4 +1,4 @@
-"""`tuner init`: every template trains as it was copied, and nothing of the user's is overwritten."""
+"""`tuner init`: every template trains as it is copied, and nothing of the user's is overwritten."""
 
 import ast
 import importlib.util
