@@ -3,12 +3,14 @@
 import ast
 import importlib.util
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from tests import forked
 from tests.test_command_line import said
+from tuner import cli
 from tuner.errors import ConfigError
 from tuner.templates import Template, create
 
@@ -20,10 +22,14 @@ def main_of(template):
     return ROOT / "tuner" / "templates" / template.replace("-", "_") / "main.py"
 
 
-@pytest.mark.parametrize("template", Template)
-def test_a_template_trains(template, tmp_path):
-    if importlib.util.find_spec(needed := NEEDS.get(template, "tuner")) is None:
+@pytest.fixture(params=Template)
+def template(request):
+    if importlib.util.find_spec(needed := NEEDS.get(request.param, "tuner")) is None:
         pytest.skip(f"{needed} is not installed")
+    return request.param
+
+
+def test_a_template_trains(template, tmp_path):
     create(template, tmp_path)
     forked.script(tmp_path / "main.py", "buffer.total_steps=2", "algorithm.repeat_times=4")
     run = tmp_path / "checkpoints" / "my-agent" / "first"
@@ -31,6 +37,14 @@ def test_a_template_trains(template, tmp_path):
     assert result["outcomes"] == {"completed": 2 * 8 * 4}
     assert result["tokens"]["sampled"] > result["tokens"]["trained"] * 0.9 > 0
     assert result["eval_before"]["test"] != result["eval_after"]["test"]
+
+
+def test_its_file_names_its_functions(template, tmp_path):
+    create(template, tmp_path)
+    workflow, judge, backend = cli._functions(tmp_path / "config.yaml", [])
+    assert callable(workflow)
+    assert (judge is None) == (template is Template.QUEUE)  # whose environment judges
+    assert backend == "local"
 
 
 @pytest.mark.parametrize("template", Template)
@@ -62,6 +76,13 @@ def test_help_lists_the_templates(capsys, monkeypatch):
         assert f"{template}: " in output
         assert main_of(template).is_file()
     assert "Example: tuner init " in output
+
+
+def test_the_page_has_every_template_and_every_extra():
+    page = (ROOT / "docs" / "install.md").read_text()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for name in [*Template, *extras["optional-dependencies"]]:
+        assert f"`{name}`" in page, name
 
 
 def test_the_command_says_what_it_wrote_and_how_to_begin(capsys, monkeypatch, tmp_path):
