@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from tuner.errors import ConfigError, TrainingError, TunerError
-from tuner.templates import Template, create
+from tuner.templates import Template, create, missing
 
 try:
     __version__ = version("agentscope-tuner")
@@ -78,6 +78,8 @@ def init(
     """
     for file in create(template, folder):
         typer.echo(file)
+    if (requirement := missing(template)) is not None:
+        typer.echo(f"It needs: pip install {requirement}")
     typer.echo(f"Begin with: python {folder / 'main.py'}")
 
 

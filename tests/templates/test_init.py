@@ -1,7 +1,6 @@
 """`tuner init`: every template trains as it is copied, and nothing of the user's is overwritten."""
 
 import ast
-import importlib.util
 import json
 import tomllib
 from pathlib import Path
@@ -10,12 +9,11 @@ import pytest
 
 from tests import forked
 from tests.test_command_line import said
-from tuner import cli
+from tuner import cli, templates
 from tuner.errors import ConfigError
-from tuner.templates import Template, create
+from tuner.templates import Template, create, missing
 
 ROOT = Path(__file__).parents[2]
-NEEDS = {Template.LANGGRAPH: "langchain_openai", Template.REACT: "agentscope"}
 
 
 def main_of(template):
@@ -24,8 +22,8 @@ def main_of(template):
 
 @pytest.fixture(params=Template)
 def template(request):
-    if importlib.util.find_spec(needed := NEEDS.get(request.param, "tuner")) is None:
-        pytest.skip(f"{needed} is not installed")
+    if (requirement := missing(request.param)) is not None:
+        pytest.skip(f"not installed: {requirement}")
     return request.param
 
 
@@ -96,12 +94,19 @@ def test_the_command_says_what_it_wrote_and_how_to_begin(capsys, monkeypatch, tm
     assert (tmp_path / "agent/main.py").read_text() == main_of(Template.MULTI_AGENT).read_text()
 
 
+def test_what_is_not_installed_is_named(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(templates._NEEDS, Template.QUEUE, ("no_such_package", "'that[one]'"))
+    _, output, _ = said(capsys, monkeypatch, "init", str(tmp_path), "--template", "queue")
+    assert "It needs: pip install 'that[one]'\n" in output
+
+
 def test_what_is_there_is_not_overwritten(capsys, monkeypatch, tmp_path):
     (tmp_path / "config.yaml").write_text("mine")
     status, _, errors = said(capsys, monkeypatch, "init", str(tmp_path))
     assert status == 2
     assert errors == (
-        f"ConfigError: {tmp_path}/config.yaml exists already: name another folder, or remove it\n"
+        f"ConfigError: would overwrite {tmp_path}/config.yaml: "
+        "name another folder, or move what is there\n"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
     assert (tmp_path / "config.yaml").read_text() == "mine"

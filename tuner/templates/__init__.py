@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from enum import StrEnum
 from pathlib import Path
@@ -22,6 +23,19 @@ class Template(StrEnum):
     MULTI_AGENT = "multi-agent"
 
 
+# What a template imports that tuner does not bring, and how it is installed.
+_NEEDS = {
+    Template.REACT: ("agentscope", "'agentscope-tuner[agentscope1]'"),
+    Template.LANGGRAPH: ("langchain_openai", "langchain langchain-openai"),
+}
+
+
+def missing(template: Template) -> str | None:
+    """What `pip install` would still have to bring, in its words; None where nothing is missing."""
+    package, requirement = _NEEDS.get(template, ("tuner", None))
+    return requirement if importlib.util.find_spec(package) is None else None
+
+
 def create(template: Template, folder: Path) -> list[Path]:
     """Copy a template's files into a folder, which is made where it is not there.
 
@@ -37,7 +51,9 @@ def create(template: Template, folder: Path) -> list[Path]:
         inside = (path for path in source.rglob("*") if path.is_file() and path.suffix != ".pyc")
         files |= {folder / path.relative_to(source): path for path in inside}
     if there := sorted(str(file) for file in files if file.exists()):
-        raise ConfigError(f"{', '.join(there)} exists already: name another folder, or remove it")
+        raise ConfigError(
+            f"would overwrite {', '.join(there)}: name another folder, or move what is there"
+        )
     try:
         for file, source in files.items():
             file.parent.mkdir(parents=True, exist_ok=True)
