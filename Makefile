@@ -9,6 +9,8 @@
 # make test-chaos   kills, a fault at each file operation, wrong requests, sessions, a soak of half an hour
 # make test-nightly   all of these, and in them what CI has no time for
 # make test-sglang   the tests that run SGLang's server on a CPU, in an environment of its own (11 GB)
+# make dist   sdist and wheel in dist/, as PyPI takes them
+# make test-dist   installs that wheel and runs the README's lines in an empty folder
 # make audit  known weaknesses of the packages in constraints.txt, by pip-audit; needs PyPI's own service
 # make bench  every benchmark; prints tables and writes benchmarks/results/*.json
 # make gpu    what needs a GPU, in slices of 8 minutes; ARGS=--rehearse runs all of it on a CPU
@@ -26,6 +28,8 @@ BIN4 := $(VENV4)/bin
 VENV5 := .venv-vllm
 BIN5 := $(VENV5)/bin
 VENV6 := .venv-sglang
+VENV7 := .venv-dist
+BIN7 := $(VENV7)/bin
 
 # Otherwise each process that imports PyTorch compiles it anew: half of what a short one does.
 unexport PYTHONDONTWRITEBYTECODE
@@ -36,7 +40,7 @@ SELECT := -m "not nightly"
 TOGETHER := --numprocesses 2 --dist loadfile
 
 .PHONY: demo test test-agentscope2 test-browser test-frameworks test-trinity test-vllm test-models test-chaos \
-	test-nightly test-sglang audit bench gpu install environments clean
+	test-nightly test-sglang dist test-dist audit bench gpu install environments clean
 
 install: $(VENV)/.installed
 
@@ -76,7 +80,7 @@ $(VENV3)/.installed: pyproject.toml constraints-frameworks.txt
 	touch $@
 
 test-frameworks: $(VENV3)/.installed
-	$(BIN3)/pytest tests/integration/frameworks
+	$(BIN3)/pytest tests/integration/frameworks "tests/templates/test_init.py::test_a_template_trains[langgraph]"
 
 $(VENV4)/.installed: constraints-trinity.txt
 	$(INSTALL) $(VENV4) --no-deps --requirement constraints-trinity.txt --editable .
@@ -129,6 +133,7 @@ environments:
 	-$(MAKE) $(VENV3)/.installed
 	-$(MAKE) $(VENV4)/.installed
 	-$(MAKE) $(VENV5)/.installed
+	-$(MAKE) $(VENV7)/.installed
 
 # Its server runs there; the tests run in the first environment. It pins its own dependencies.
 $(VENV6)/.installed:
@@ -156,9 +161,22 @@ GPU_PYTHON := $(BIN)/python
 gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.installed-dev)
 	$(GPU_PYTHON) -m benchmarks.gpu $(if $(SLICE),--slice $(SLICE)) $(ARGS)
 
+$(VENV7)/.installed:
+	$(INSTALL) $(VENV7) build==1.6.1 hatchling==1.33.0 twine==7.0.0
+	touch $@
+
+# The wheel is built of the sdist, so that nothing is missing in that.
+dist: $(VENV7)/.installed
+	rm -rf dist
+	$(BIN7)/python -m build --no-isolation
+	$(BIN7)/twine check --strict dist/*
+
+test-dist: $(VENV)/.installed-dev dist
+	TUNER_DIST=$(CURDIR)/dist $(BIN)/pytest tests/integration/dist
+
 # Where the service cannot be reached it fails, and does not pass for a clean bill.
 audit: install
 	.venv-uv/bin/uv tool run pip-audit --strict --no-deps --disable-pip --requirement constraints.txt
 
 clean:
-	rm -rf .venv .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-* dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

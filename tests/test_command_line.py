@@ -42,11 +42,11 @@ def test_what_cannot_be_read_is_one_sentence(arguments, wanted, capsys, monkeypa
 def test_alone_it_says_what_there_is(capsys, monkeypatch):
     status, output, _ = said(capsys, monkeypatch)
     assert status == 2
-    for name in ("run", "check", "view", "replay", "--version", "--install-completion"):
+    for name in ("init", "run", "check", "view", "replay", "--version", "--install-completion"):
         assert name in output
 
 
-@pytest.mark.parametrize("command", ["run", "check", "view", "replay"])
+@pytest.mark.parametrize("command", ["init", "run", "check", "view", "replay"])
 def test_help_has_an_example(command, capsys, monkeypatch):
     status, output, _ = said(capsys, monkeypatch, command, "--help")
     assert not status

@@ -27,7 +27,7 @@ ORDER = [
     {"loop"},
     {"settings"},
     {"tune"},
-    {"areal", "trinity", "viewer", "check"},
+    {"areal", "trinity", "viewer", "check", "templates"},
     {"cli"},
     {"__main__"},
 ]
@@ -43,6 +43,8 @@ PARALLEL = {"client", "sampling"}
 def modules() -> dict[str, Path]:
     found = {}
     for path in sorted((ROOT / "tuner").rglob("*.py")):
+        if path.parent.parent.name == "templates":  # users' scripts, which `tuner init` copies
+            continue
         parts = path.relative_to(ROOT).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found

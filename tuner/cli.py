@@ -1,4 +1,4 @@
-"""The command line: `tuner run`, `check`, `view` and `replay`."""
+"""The command line: `tuner init`, `run`, `check`, `view` and `replay`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from tuner.errors import ConfigError, TrainingError, TunerError
+from tuner.templates import Template, create, missing
 
 try:
     __version__ = version("agentscope-tuner")
@@ -54,6 +55,32 @@ def _of_all(
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit(BAD_INPUT)
+
+
+@app.command(epilog="Example: tuner init my-agent --template react")
+def init(
+    folder: Annotated[Path, typer.Argument(help="Where it begins; made if need be.")] = Path(),
+    template: Annotated[
+        Template, typer.Option(help="What the agent is written with.")
+    ] = Template.OPENAI,
+) -> None:
+    """Begin a folder with an agent, data and settings that train within a minute on a CPU.
+
+    openai: the OpenAI client; needs nothing else
+
+    react: a ReAct agent of AgentScope 1.x, the extra agentscope1
+
+    langgraph: a LangGraph agent, the packages langchain and langchain-openai
+
+    queue: an agent and its environment with queues, as AReaL's users know them
+
+    multi-agent: two agents that share the model, each call with its own reward
+    """
+    for file in create(template, folder):
+        typer.echo(file)
+    if (requirement := missing(template)) is not None:
+        typer.echo(f"It needs: pip install {requirement}")
+    typer.echo(f"Begin with: python {folder / 'main.py'}")
 
 
 @app.command(epilog="Example: tuner run config.yaml buffer.total_steps=10 name=first-try")

@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 logger = logging.getLogger("tuner")
 
-TINY_MODEL = Path(__file__).resolve().parent.parent / "models" / "tiny_math"
+_PACKAGE = Path(__file__).resolve().parent
+# Inside the package where a wheel was installed, beside it in a checkout.
+TINY_MODEL = (_PACKAGE if (_PACKAGE / "models").is_dir() else _PACKAGE.parent) / "models/tiny_math"
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def tune(
             `buffer.trainer_input.experience_buffer`.
         eval_dataset: One dataset or a dict of them by name; replaces the file's. One dataset is
             named "eval", or as the only one in the file.
-        model: The model to train. None: the file's, else the tiny model of the repository.
+        model: The model to train. None: the file's, else the tiny model that comes with tuner.
         auxiliary_models: Frozen models by name: a `TunerModelConfig` to be served here, or a
             `RemoteModel` (or its fields as a dict) behind an OpenAI-compatible URL.
         algorithm: Settings of the algorithm.
@@ -254,7 +256,7 @@ def _check_functions_are_there(
 
 
 def with_default_model(config: RunConfig) -> RunConfig:
-    """The configuration with the repository's tiny model where no model is named.
+    """The configuration with tuner's own tiny model where no model is named.
 
     Raises:
         ConfigError: The tiny model is not here either.

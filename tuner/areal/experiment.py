@@ -64,7 +64,7 @@ class OptimizerConfig:
 class PPOActorConfig(_Part):
     """`actor`: the model and how it is trained."""
 
-    path: str = setting("", "folder or Hub name of the model; empty: the repository's tiny one")
+    path: str = setting("", "folder or Hub name of the model; empty: tuner's tiny one")
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     eps_clip: float = setting(0.2, "how far the ratio may fall below 1, and rise above it")
     eps_clip_higher: float | None = setting(None, "how far it may rise, where that differs")

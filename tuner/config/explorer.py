@@ -229,7 +229,7 @@ class ModelSection(Section):
     model_path: str = Field(
         default="",
         description="Folder or Hub name of a Hugging Face causal language model. Not set: the tiny "
-        "model that is shipped with the repository.",
+        "model that comes with tuner.",
     )
     critic_model_path: str = Field(
         default="",
