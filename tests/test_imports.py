@@ -27,7 +27,7 @@ ORDER = [
     {"loop"},
     {"settings"},
     {"tune"},
-    {"areal", "trinity", "viewer", "check"},
+    {"areal", "trinity", "viewer", "check", "commands"},
     {"cli"},
     {"__main__"},
 ]

@@ -1,4 +1,4 @@
-"""The command line: `tuner run`, `check`, `view` and `replay`."""
+"""The command line: each command checks what it was given and calls what does it."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ RunDirectoryPath = Annotated[
     Path,
     typer.Argument(metavar="RUN", help="Run directory: <checkpoint_root_dir>/<project>/<name>."),
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -90,6 +91,60 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
         verdict = outside_event_loop(lambda: check_run(run))
     typer.echo(verdict.text)
     if not verdict.ready:
+        raise typer.Exit(FAILED)
+
+
+@app.command(
+    "eval",
+    epilog="Example: tuner eval config.yaml -k 4 -c models/tiny_math -c checkpoints/p/run",
+)
+def evaluate(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    candidates: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--candidate",
+            "-c",
+            metavar="PATH",
+            help="A run (its newest checkpoint), a checkpoint, a model or an adapter; several are "
+            "compared with the first. None: the file's model, and its run's newest checkpoint.",
+        ),
+    ] = None,
+    k: Annotated[
+        int | None, typer.Option("-k", min=1, help="Rollouts of each task; as the sets say.")
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="As the sets say; with k above 1, model.temperature where they say 0."
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Take only the first tasks of each set.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="New folder for traces, evaluation.json and .html.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Try models, checkpoints and runs on the evaluation sets: means, pass@k, differences."""
+    from tuner.commands.evaluation import evaluate
+
+    workflow, judge, _ = _functions(config, overrides or [])
+    result = evaluate(
+        workflow,
+        judge,
+        candidates=candidates or (),
+        k=k,
+        temperature=temperature,
+        limit=limit,
+        output=output,
+        config_path=config,
+        overrides=overrides or [],
+    )
+    typer.echo(result.model_dump_json(indent=2) if as_json else result)
+    if not any(one.reward for scores in result.candidates for one in scores.sets.values()):
         raise typer.Exit(FAILED)
 
 

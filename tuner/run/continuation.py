@@ -48,6 +48,7 @@ MAY_CHANGE_HERE = (  # on the local backend
     "tuner.layout",
     "tuner.max_slots",
     "tuner.max_tool_seconds",
+    "tuner.pass_reward",
     "tuner.placement",
     "tuner.signal_patience",
     "tuner.trinity",

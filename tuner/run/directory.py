@@ -76,12 +76,12 @@ class RunDirectory:
             if not (folder / MANIFEST).exists():
                 say(f"{folder} has no {MANIFEST}, so it goes unchecked: of an earlier version")
                 return step
-            if not (damage := _damage(folder)):
+            if not (found := damage(folder)):
                 return step
             aside = free_name(folder.with_name(f"{folder.name}.damaged"))
             os.replace(folder, aside)
             say(
-                f"{folder} is damaged ({damage}): it is now {aside.name}, and the run goes on from "
+                f"{folder} is damaged ({found}): it is now {aside.name}, and the run goes on from "
                 "the checkpoint before, or its beginning; what follows is trained again from traces"
             )
         return None
@@ -140,7 +140,7 @@ def _checksums(folder: Path) -> dict[str, str]:
         return dict(threads.map(checksum, files))
 
 
-def _damage(folder: Path) -> str:
+def damage(folder: Path) -> str:
     """What of a checkpoint is not as its manifest says; empty where all is. More files may be
     there."""
     try:
