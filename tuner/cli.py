@@ -148,6 +148,25 @@ def evaluate(
         raise typer.Exit(FAILED)
 
 
+@app.command(epilog="Example: tuner compare checkpoints/p/small-lr checkpoints/p/large-lr")
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Two or more.")],
+    split: Annotated[
+        str | None,
+        typer.Option(
+            help="Whose tasks: train, or an evaluation set. None: all sets they have in common."
+        ),
+    ] = None,
+    tasks: Annotated[int, typer.Option(min=0, help="How many tasks of a split are shown.")] = 10,
+    as_json: AsJson = False,
+) -> None:
+    """Runs side by side: settings that differ, curves, and the rewards of the same tasks."""
+    from tuner.commands.comparison import compare
+
+    found = compare(runs, split=split)
+    typer.echo(found.model_dump_json(indent=2) if as_json else found.text(tasks))
+
+
 @app.command(epilog="Example: tuner view checkpoints/AgentScope/GSM8K-tiny")
 def view(
     run: RunDirectoryPath,
