@@ -167,6 +167,17 @@ def compare(
     typer.echo(found.model_dump_json(indent=2) if as_json else found.text(tasks))
 
 
+@app.command(epilog="Example: tuner doctor")
+def doctor(as_json: AsJson = False) -> None:
+    """Python, GPU, libraries and extras: what works here, why not, and what would mend it."""
+    from tuner.commands.doctor import examine
+
+    found = examine()
+    typer.echo(found.model_dump_json(indent=2) if as_json else found)
+    if not found.well:
+        raise typer.Exit(FAILED)
+
+
 @app.command(epilog="Example: tuner view checkpoints/AgentScope/GSM8K-tiny")
 def view(
     run: RunDirectoryPath,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tuner.assembly.models import ADAPTER_CONFIG, check_path
 from tuner.config.source import lookup
@@ -92,7 +91,7 @@ def _of_folder(folder: Path, run: RunDirectory | None) -> Candidate:
     if not (folder / ADAPTER_CONFIG).is_file():
         return candidate
     base = (
-        lookup(stored_config(run), "model.model_path") if run is not None else None
+        lookup(run.stored_config(), "model.model_path") if run is not None else None
     ) or candidate.recorded_base
     if not base:
         raise TunerError(
@@ -100,13 +99,3 @@ def _of_folder(folder: Path, run: RunDirectory | None) -> Candidate:
             f"base_model_name_or_path into {ADAPTER_CONFIG}"
         )
     return Candidate(name, str(folder), str(base), run, step)
-
-
-def stored_config(run: RunDirectory) -> dict[str, Any]:
-    """The effective configuration of a run as it is on disk; empty where there is none."""
-    import yaml
-
-    if not run.config.is_file():
-        return {}
-    found = yaml.safe_load(run.config.read_text(encoding="utf-8"))
-    return found if isinstance(found, dict) else {}

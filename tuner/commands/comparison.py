@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from tuner.commands.candidates import stored_config
 from tuner.data.dataset import row_text
 from tuner.errors import TunerError
 from tuner.run.continuation import leaves
@@ -168,7 +167,7 @@ def _run(path: Path) -> RunDirectory:
 def _settings(run: RunDirectory) -> dict[str, Any]:
     """What the run was started with, by dotted key, and what tells its rows from others."""
     found = {
-        key: value for key, value in leaves(stored_config(run), lists=True) if key not in _PLACE
+        key: value for key, value in leaves(run.stored_config(), lists=True) if key not in _PLACE
     }
     data = run.path / "data.json"
     rows = (

@@ -49,6 +49,15 @@ class RunDirectory:
         """Whether anything was recorded here; a start that failed before that leaves nothing."""
         return self.metrics.exists() or any(self.traces.glob("*.jsonl"))
 
+    def stored_config(self) -> dict[str, Any]:
+        """The effective configuration as it is on disk, unchecked; empty where there is none."""
+        import yaml
+
+        if not self.config.is_file():
+            return {}
+        found = yaml.safe_load(self.config.read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+
     def create(self) -> None:
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         for leftover in self.checkpoints.glob(".step_*/"):
