@@ -178,6 +178,34 @@ def doctor(as_json: AsJson = False) -> None:
         raise typer.Exit(FAILED)
 
 
+@app.command(epilog="Example: tuner export checkpoints/AgentScope/GSM8K-tiny my-model --merge")
+def export(
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run is its newest checkpoint.")
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder.")],
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Add an adapter to its model; a LoRA run's alone.")
+    ] = False,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; as it is, if not given.")
+    ] = None,
+    push: Annotated[
+        str | None, typer.Option(metavar="OWNER/NAME", help="Upload to this repository of the Hub.")
+    ] = None,
+    public: Annotated[
+        bool, typer.Option("--public", help="A repository that is made is not private.")
+    ] = False,
+) -> None:
+    """Write a checkpoint as a folder that vLLM, SGLang and transformers load, with a model card."""
+    from tuner.commands.export import export
+
+    where, address = export(source, folder, merge=merge, dtype=dtype, push=push, public=public)
+    typer.echo(f"{where} is ready: its README.md says how it is loaded")
+    if address is not None:
+        typer.echo(address)
+
+
 @app.command(epilog="Example: tuner view checkpoints/AgentScope/GSM8K-tiny")
 def view(
     run: RunDirectoryPath,

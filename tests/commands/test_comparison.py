@@ -1,14 +1,12 @@
 """`tuner compare` on run directories made by hand."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.viewer.stored import small, store_run
-from tuner import cli
 from tuner.commands.comparison import compare, sparkline
 from tuner.errors import TunerError
 from tuner.traces import Outcome, RolloutId
@@ -101,16 +99,8 @@ def test_curves_are_on_one_scale_and_one_axis():
     assert len(sparkline(long, (0, 399), (0.0, 399.0))) == 40
 
 
-def said(capsys, monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["tuner", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    output = capsys.readouterr()
-    return ended.value.code, output.out, output.err
-
-
-def test_the_command_prints_tables_or_json(runs, capsys, monkeypatch):
-    status, output, _ = said(capsys, monkeypatch, "compare", *runs, "--tasks", "1")
+def test_the_command_prints_tables_or_json(runs, said):
+    status, output, _ = said("compare", *runs, "--tasks", "1")
     assert not status
     for text in (
         "algorithm.optimizer.lr",
@@ -122,7 +112,7 @@ def test_the_command_prints_tables_or_json(runs, capsys, monkeypatch):
     ):
         assert text in output, output
     assert "task 0" not in output
-    _, output, _ = said(capsys, monkeypatch, "compare", *runs, "--json")
+    _, output, _ = said("compare", *runs, "--json")
     assert json.loads(output)["curves"]["reward/mean"][0] == [[0, 0.0], [1, 0.5], [2, 1.0]]
 
 

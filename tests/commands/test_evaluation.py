@@ -1,7 +1,6 @@
 """`tuner eval` and `tuner.evaluate()`: real rollouts of a random model and of checkpoints of it."""
 
 import json
-import sys
 from itertools import chain
 from statistics import fmean
 
@@ -10,10 +9,8 @@ import pytest
 import tuner
 from tests.builders import trace
 from tests.loop import runs
-from tuner import cli
 from tuner.commands.scores import scores_of
 from tuner.errors import ConfigError, DatasetError, TunerError
-from tuner.loop import run_local
 from tuner.traces import Outcome, read_traces
 
 TASKS = [{"question": f"question {i}"} for i in range(3)]
@@ -38,33 +35,6 @@ def evaluate(model, *overrides, workflow=runs.workflow, judge=runs.judge, tasks=
         ],
         **given,
     )
-
-
-@pytest.fixture(scope="module")
-def trained(random_model_path, tmp_path_factory):
-    """A run of two steps on all weights, and one on an adapter."""
-    root = tmp_path_factory.mktemp("runs")
-    for name, overrides in (
-        ("whole", ()),
-        ("adapter", ("model.lora_configs=[{lora_rank: 2}]", "algorithm.optimizer.lr=0.1")),
-    ):
-        run_local(
-            runs.config(
-                random_model_path,
-                root,
-                "tuner.deterministic=false",
-                "buffer.total_steps=2",
-                "explorer.eval_on_startup=false",
-                "buffer.explorer_input.eval_tasksets=[]",
-                *overrides,
-                name=name,
-            ),
-            workflow=runs.workflow,
-            judge=runs.judge,
-            train_tasks=runs.TRAIN,
-            eval_tasks={},
-        )
-    return root / "p"
 
 
 def test_candidates_are_tried_on_the_same_tasks_and_compared_task_by_task(
@@ -220,26 +190,16 @@ def project(random_model_path, tmp_path):
     return tmp_path
 
 
-def said(capsys, monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["tuner", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    output = capsys.readouterr()
-    return ended.value.code, output.out, output.err
-
-
-def test_the_command_takes_the_file_of_a_run(project, capsys, monkeypatch):
-    status, output, errors = said(capsys, monkeypatch, "eval", project / "config.yaml", "-k", "2")
+def test_the_command_takes_the_file_of_a_run(project, said):
+    status, output, errors = said("eval", project / "config.yaml", "-k", "2")
     assert not status, errors
     assert "held: 2 tasks x 2 rollouts, temperature 1" in output
     for row in ("reward", "pass@1", "pass@2", "pass^2", "without a reward", "tokens per rollout"):
         assert row in output
 
 
-def test_json_is_all_of_the_output_and_failures_alone_are_status_1(project, capsys, monkeypatch):
+def test_json_is_all_of_the_output_and_failures_alone_are_status_1(project, said):
     status, output, errors = said(
-        capsys,
-        monkeypatch,
         "eval",
         project / "config.yaml",
         "--json",
