@@ -108,7 +108,7 @@ def test_the_command_prints_tables_or_json(runs, said):
         "held: 3 tasks in every run, after step 4, 2",
         "... 2 more that differ less",
         "b against a: 1 better, 1 worse, 1 the same; reward -0.083",
-        "b has 1 tasks that not every run has",
+        "b: 1 more, which not every run has",
     ):
         assert text in output, output
     assert "task 0" not in output

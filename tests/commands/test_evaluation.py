@@ -210,3 +210,11 @@ def test_json_is_all_of_the_output_and_failures_alone_are_status_1(project, said
     assert scores["sets"]["held"]["failed"] == {"workflow_error": 1}
     assert scores["sets"]["held"]["reward"] is None
     assert "LookupError: no such tool" in errors
+
+
+def test_a_script_that_evaluates_when_it_is_imported_is_told_to_guard(project, said):
+    with (project / "main.py").open("a") as file:
+        file.write("\nimport tuner\ntuner.evaluate(workflow, judge, [{'question': 'one'}])\n")
+    status, _, errors = said("eval", project / "config.yaml")
+    assert status == 2
+    assert "calls evaluate() when it is imported for its functions: put the call under" in errors

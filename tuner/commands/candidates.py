@@ -86,7 +86,8 @@ def _of_folder(folder: Path, run: RunDirectory | None) -> Candidate:
         raise TunerError(f"{folder} is damaged ({found}): take another checkpoint")
     number = folder.name.rpartition("_")[2]
     step = int(number) if run is not None and number.isdecimal() else None
-    name = folder.name if run is None or step is None else f"{run.path.name} step {step}"
+    name = folder.name if run is None else run.path.name
+    name = name if step is None else f"{name} step {step}"
     candidate = Candidate(name, str(folder), None, run, step)
     if not (folder / ADAPTER_CONFIG).is_file():
         return candidate

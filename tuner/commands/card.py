@@ -10,6 +10,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from tuner.commands.candidates import Candidate
+from tuner.config.explorer import DEFAULT_RANK
 from tuner.config.source import lookup
 from tuner.run.directory import read_metrics
 
@@ -66,14 +67,14 @@ def _short(path: Any) -> str:
 
 
 def _introduction(candidate: Candidate, base: Any) -> Iterator[str]:
-    tuner = "[agentscope-tuner](https://pypi.org/project/agentscope-tuner/)"
     what = "A LoRA adapter" if candidate.base else "All weights"
     if candidate.run is None:
-        yield f"{what} of a checkpoint, exported with {tuner}."
+        yield f"{what} of a checkpoint, exported with agentscope-tuner."
     else:
+        step = "" if candidate.step is None else f", step {candidate.step}"
         yield (
-            f"{what} of `{_short(base)}`, trained with {tuner} inside an agent: run "
-            f"`{candidate.run.path.name}`, step {candidate.step}."
+            f"{what} of `{_short(base)}`, trained with agentscope-tuner inside an agent: run "
+            f"`{candidate.run.path.name}`{step}."
         )
 
 
@@ -126,7 +127,7 @@ def _training(config: Mapping[str, Any]) -> Iterator[str]:
         "rollouts per task": None if recorded else of("algorithm.repeat_times"),
         "temperature": None if recorded else of("model.temperature"),
         "context": of("model.max_model_len"),
-        "LoRA": ", ".join(f"rank {one.get('lora_rank') or 'default'}" for one in lora),
+        "LoRA": ", ".join(f"rank {one.get('lora_rank') or DEFAULT_RANK}" for one in lora),
         "workflow": _function(of("tuner.workflow")),
         "judge": _function(of("tuner.judge")),
         "thinking": of("model.enable_thinking"),

@@ -46,7 +46,8 @@ class SplitTasks(BaseModel):
         steps: The latest step of each run.
         common: Tasks that every run has, those first whose rewards differ most.
         others: How many tasks each run has beyond these.
-        differences: Mean over the tasks of the reward in each run less that in the first.
+        differences: Mean over the tasks of the reward in each run less that in the first; None for
+            the first itself.
     """
 
     steps: list[int]
@@ -118,7 +119,7 @@ class Comparison(BaseModel):
                     f"{counts[0]} the same; reward {found.text('+.3f')}"
                 )
             if tasks.others[number]:
-                yield f"{run} has {tasks.others[number]} tasks that not every run has"
+                yield f"{run}: {tasks.others[number]} more, which not every run has"
 
 
 def compare(paths: Sequence[Path], *, split: str | None = None) -> Comparison:
@@ -217,7 +218,9 @@ def _tasks(files: Sequence[Sequence[tuple[int, Path]]]) -> SplitTasks:
         others=[len(one) - len(keys) for one in found],
         differences=[
             estimate([new - old for old, new in pair if old is not None and new is not None])
-            for pair in pairs
+            if number
+            else None
+            for number, pair in enumerate(pairs)
         ],
     )
 

@@ -80,7 +80,7 @@ def _check(candidate: Candidate, *, merge: bool, dtype: str | None, push: str | 
         raise ConfigError(f"dtype is {dtype!r}: give {', '.join(PRECISIONS)}, or leave it out")
     if not Path(candidate.path).is_dir():
         raise ConfigError(
-            f"{candidate.path} is a name on the Hub: give the folder of a run or of a checkpoint"
+            f"there is no folder {candidate.path}: give that of a run or of a checkpoint"
         )
     if merge and candidate.base is None:
         raise ConfigError(
@@ -122,7 +122,7 @@ def _merged(candidate: Candidate, dtype: str | None) -> PreTrainedModel:
     assert candidate.base is not None
     model = load_model(candidate.base, device=_cpu(), dtype=_dtype("float32"))
     merged: Any = PeftModel.from_pretrained(model, candidate.path).merge_and_unload()
-    own = load_settings(candidate.base).get_text_config().dtype
+    own = load_settings(candidate.base).get_text_config().dtype or _dtype("float32")
     whole: PreTrainedModel = merged.to(own if dtype is None else _dtype(dtype))
     return whole
 
