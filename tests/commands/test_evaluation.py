@@ -74,7 +74,7 @@ def test_candidates_are_tried_on_the_same_tasks_and_compared_task_by_task(
         == found
     )
     assert "adapter step 2" in (tmp_path / "out/evaluation.html").read_text()
-    stored = tmp_path / "out/whole-step-2/traces/held-out_step_000000.jsonl"
+    stored = tmp_path / "out/2-whole-step-2/traces/held-out_step_000000.jsonl"
     assert sorted(t.reward for t in read_traces(stored)) == sorted(chain(*scores[1].rewards))
 
 

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -65,9 +66,14 @@ def test_the_card_says_what_was_trained_and_shows_no_path_of_this_machine(
 
 
 def test_an_earlier_checkpoint_has_the_rewards_up_to_it(trained, tmp_path):
-    run = trained / "whole"
+    run = shutil.copytree(trained / "whole", tmp_path / "whole")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "eval/held-out/reward": 9.0, "reward/mean": 8.0}\n')
     export(run / "checkpoints/step_000002", tmp_path / "out")
-    assert "step 2" in card(tmp_path / "out").text
+    text = card(tmp_path / "out").text
+    assert "9.000" not in text
+    assert "8.000" not in text
+    assert "run `whole`, step 2" in text
 
 
 def test_an_adapter_stays_one_or_becomes_a_model(trained, tmp_path, random_model_path):

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from tuner.assembly.models import ADAPTER_CONFIG, check_path
-from tuner.config.source import lookup
+from tuner.config.source import check_path, lookup
 from tuner.errors import TunerError
-from tuner.run.directory import MANIFEST, RunDirectory, damage, read_json
+from tuner.run.directory import ADAPTER_CONFIG, MANIFEST, RunDirectory, damage, read_json
 
 _DAMAGED = "delete it, and what it says is found without it"
 

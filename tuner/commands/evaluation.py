@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tuner.commands.candidates import Candidate, find_candidate
 from tuner.commands.scores import (
     CandidateScores,
     Evaluation,
@@ -35,8 +36,7 @@ from tuner.settings import TunerModelConfig
 from tuner.traces import TraceStore
 from tuner.tune import Run, outside_event_loop, prepare_evaluation
 
-if TYPE_CHECKING:
-    from tuner.commands.candidates import Candidate
+_FILE = re.compile(r"[^\w.-]+")
 
 
 def evaluate(
@@ -93,12 +93,13 @@ def evaluate(
     config = _asked(run.config, k, temperature)
     tasks = {name: rows[:limit] for name, rows in run.eval_tasks.items()}
     run = replace(run, config=config, eval_tasks=tasks)
-    folder = None if output is None else _new_folder(Path(output))
-    from tuner.commands.candidates import find_candidate  # imports PyTorch
-
     given = [candidates] if isinstance(candidates, str | Path) else candidates
     chosen = _distinct([find_candidate(one) for one in given] or _of_configuration(config))
-    scores = outside_event_loop(lambda: [_scores(run, one, folder) for one in chosen])
+    folder = None if output is None else _new_folder(Path(output))
+    # Names may differ in what no folder can be called.
+    folders = [folder and folder / f"{n}-{_FILE.sub('-', c.name)}" for n, c in enumerate(chosen, 1)]
+    tried = zip(chosen, folders, strict=True)
+    scores = outside_event_loop(lambda: [_scores(run, one, own) for one, own in tried])
     result = Evaluation(
         pass_reward=config.tuner.pass_reward,
         sets={
@@ -150,8 +151,6 @@ def _asked(config: RunConfig, k: int | None, temperature: float | None) -> RunCo
 
 def _of_configuration(config: RunConfig) -> list[Candidate]:
     """The weights that its run begins with, and its newest checkpoint if there is one."""
-    from tuner.commands.candidates import find_candidate
-
     model, lora = config.model.model_path, config.model.lora
     found = [find_candidate(model)]
     if lora is not None and lora.path is not None:
@@ -193,8 +192,8 @@ def _scores(run: Run, candidate: Candidate, folder: Path | None) -> CandidateSco
     config = _config_of(run.config, candidate)
     store = None
     if folder is not None:
-        own = RunDirectory(folder / re.sub(r"[^\w.-]+", "-", candidate.name).strip("-."))
-        make_private(own.path)
+        own = RunDirectory(folder)
+        make_private(folder)
         write_atomically(own.config, config.to_yaml())
         store = TraceStore(own.traces)
     with deterministic_torch(config.tuner.deterministic):

@@ -25,6 +25,7 @@ from tuner.errors import ConfigError, TunerError
 from tuner.traces.store import complete_lines
 
 TRAINER_STATE = "trainer_state.pt"
+ADAPTER_CONFIG = "adapter_config.json"  # peft's
 MANIFEST = "manifest.json"  # of a checkpoint: the sha256 of each of its other files
 # Leaves a report of a run, which stopped for a reason, or None where it came to its end; says where
 # the report is, if it could be written.
