@@ -46,7 +46,9 @@ def test_alone_it_says_what_there_is(capsys, monkeypatch):
         assert name in output
 
 
-@pytest.mark.parametrize("command", ["init", "run", "check", "view", "replay"])
+@pytest.mark.parametrize(
+    "command", ["init", "run", "check", "eval", "compare", "doctor", "export", "view", "replay"]
+)
 def test_help_has_an_example(command, capsys, monkeypatch):
     status, output, _ = said(capsys, monkeypatch, command, "--help")
     assert not status

@@ -27,7 +27,7 @@ ORDER = [
     {"loop"},
     {"settings"},
     {"tune"},
-    {"areal", "trinity", "viewer", "check", "templates"},
+    {"areal", "trinity", "viewer", "check", "commands", "templates"},
     {"cli"},
     {"__main__"},
 ]

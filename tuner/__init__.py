@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tuner.chat_models import require_agentscope1, require_agentscope2
+    from tuner.commands.evaluation import evaluate
+    from tuner.commands.scores import Evaluation
     from tuner.config import RemoteModel, RunConfig
     from tuner.data.dataset import Dataset, DatasetConfig
     from tuner.errors import (
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 _MODULES = {
     "tuner.chat_models": ("require_agentscope1", "require_agentscope2"),
     "tuner.cli": ("__version__",),
+    "tuner.commands.evaluation": ("evaluate",),
+    "tuner.commands.scores": ("Evaluation",),
     "tuner.config": ("RemoteModel", "RunConfig"),
     "tuner.data.dataset": ("Dataset", "DatasetConfig"),
     "tuner.functions.calling": ("check_judge_function", "check_workflow_function"),
@@ -54,6 +58,7 @@ __all__ = [
     "Dataset",
     "DatasetConfig",
     "DatasetError",
+    "Evaluation",
     "FunctionError",
     "JudgeOutput",
     "JudgeType",
@@ -70,6 +75,7 @@ __all__ = [
     "WorkflowType",
     "check_judge_function",
     "check_workflow_function",
+    "evaluate",
     "require_agentscope1",
     "require_agentscope2",
     "tune",

@@ -1,4 +1,4 @@
-"""The command line: `tuner init`, `run`, `check`, `view` and `replay`."""
+"""The command line: each command checks what it was given and calls what does it."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ RunDirectoryPath = Annotated[
     Path,
     typer.Argument(metavar="RUN", help="Run directory: <checkpoint_root_dir>/<project>/<name>."),
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -118,6 +119,118 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
     typer.echo(verdict.text)
     if not verdict.ready:
         raise typer.Exit(FAILED)
+
+
+@app.command(
+    "eval",
+    epilog="Example: tuner eval config.yaml -k 4 -c models/tiny_math -c checkpoints/p/run",
+)
+def evaluate(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    candidates: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--candidate",
+            "-c",
+            metavar="PATH",
+            help="A run (its newest checkpoint), a checkpoint, a model or an adapter; several are "
+            "compared with the first. None: the file's model, and its run's newest checkpoint.",
+        ),
+    ] = None,
+    k: Annotated[
+        int | None, typer.Option("-k", min=1, help="Rollouts of each task; as the sets say.")
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="As the sets say; with k above 1, model.temperature where they say 0."
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Take only the first tasks of each set.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="New folder for traces, evaluation.json and .html.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Try models, checkpoints and runs on the evaluation sets: means, pass@k, differences."""
+    from tuner.commands.evaluation import evaluate
+
+    workflow, judge, _ = _functions(config, overrides or [])
+    result = evaluate(
+        workflow,
+        judge,
+        candidates=candidates or (),
+        k=k,
+        temperature=temperature,
+        limit=limit,
+        output=output,
+        config_path=config,
+        overrides=overrides or [],
+    )
+    typer.echo(result.model_dump_json(indent=2) if as_json else result)
+    if not any(one.reward for scores in result.candidates for one in scores.sets.values()):
+        raise typer.Exit(FAILED)
+
+
+@app.command(epilog="Example: tuner compare checkpoints/p/small-lr checkpoints/p/large-lr")
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Two or more.")],
+    split: Annotated[
+        str | None,
+        typer.Option(
+            help="Whose tasks: train, or an evaluation set. None: all sets they have in common."
+        ),
+    ] = None,
+    tasks: Annotated[int, typer.Option(min=0, help="How many tasks of a split are shown.")] = 10,
+    as_json: AsJson = False,
+) -> None:
+    """Runs side by side: settings that differ, curves, and the rewards of the same tasks."""
+    from tuner.commands.comparison import compare
+
+    found = compare(runs, split=split)
+    typer.echo(found.model_dump_json(indent=2) if as_json else found.text(tasks))
+
+
+@app.command(epilog="Example: tuner doctor")
+def doctor(as_json: AsJson = False) -> None:
+    """Python, GPU, libraries and extras: what works here, why not, and what would mend it."""
+    from tuner.commands.doctor import examine
+
+    found = examine()
+    typer.echo(found.model_dump_json(indent=2) if as_json else found)
+    if not found.well:
+        raise typer.Exit(FAILED)
+
+
+@app.command(epilog="Example: tuner export checkpoints/AgentScope/GSM8K-tiny my-model --merge")
+def export(
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run is its newest checkpoint.")
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder.")],
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Add an adapter to its model; a LoRA run's alone.")
+    ] = False,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; as it is, if not given.")
+    ] = None,
+    push: Annotated[
+        str | None, typer.Option(metavar="OWNER/NAME", help="Upload to this repository of the Hub.")
+    ] = None,
+    public: Annotated[
+        bool, typer.Option("--public", help="A repository that is made is not private.")
+    ] = False,
+) -> None:
+    """Write a checkpoint as a folder that vLLM, SGLang and transformers load, with a model card."""
+    from tuner.commands.export import export
+
+    where, address = export(source, folder, merge=merge, dtype=dtype, push=push, public=public)
+    typer.echo(f"{where} is ready: its README.md says how it is loaded")
+    if address is not None:
+        typer.echo(address)
 
 
 @app.command(epilog="Example: tuner view checkpoints/AgentScope/GSM8K-tiny")

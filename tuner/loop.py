@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -37,11 +37,12 @@ from tuner.errors import TrainingError
 from tuner.gateway import SamplingDefaults
 from tuner.result import TuneResult
 from tuner.rollout import Rollouts, StepPlan
+from tuner.run.console import ConsoleMonitor
 from tuner.run.directory import TRAINER_STATE, Report, reported
 from tuner.run.metrics import evaluation_metrics
 from tuner.run.record import RunRecord, finished_result, open_directory
 from tuner.sources import RolloutSource, RowSource, Source, read_examples
-from tuner.traces import TraceStore
+from tuner.traces import Trace, TraceStore
 from tuner.training import Batch, PolicyTrainer, RecordedBatch, recorded_update
 
 logger = logging.getLogger("tuner")
@@ -220,21 +221,47 @@ async def _evaluate(
     if not tasks:
         return {}
     assert rollouts is not None, "prepare() lets no evaluation be without a workflow"
-    console, metrics = record.console, dict[str, float]()
-    settings = {t.name: t for t in config.buffer.explorer_input.eval_tasksets}
+    metrics, threshold = dict[str, float](), config.tuner.pass_reward
     with record.timeline.span("evaluation", step=step):
         for name, rows in tasks.items():
-            defaults = SamplingDefaults(**config.rollout_args(settings[name]).model_dump())
-            plan = StepPlan(split=name, step=step, tasks=rows, repeat=1, defaults=defaults)
-            console.begin(f"evaluation {name}", len(rows), step=step)
-            traces = await rollouts.run(
-                plan.wanted,
-                defaults,
-                known=rollouts.known(name, step),
-                on_trace=lambda trace: console.rollout_done(trace) if trace.final else None,
-            )
-            metrics |= evaluation_metrics(name, traces)
+            traces = await evaluate_set(config, name, rows, rollouts, record.console, step=step)
+            metrics |= evaluation_metrics(name, traces, pass_reward=threshold)
     return metrics
+
+
+async def evaluate_set(
+    config: RunConfig,
+    name: str,
+    tasks: Sequence[Task],
+    rollouts: Rollouts,
+    console: ConsoleMonitor,
+    *,
+    step: int,
+) -> list[Trace]:
+    """Every attempt at the rollouts of an evaluation set, of each task as many as it says.
+
+    Args:
+        config: The effective configuration, which has a set of this name.
+        tasks: Its rows.
+        rollouts: Runs them; what its store has of this step is not run again.
+        console: Is told of what begins and ends.
+        step: The step that it is done after.
+    """
+    taskset = next(t for t in config.buffer.explorer_input.eval_tasksets if t.name == name)
+    plan = StepPlan(
+        split=name,
+        step=step,
+        tasks=tasks,
+        repeat=taskset.repeat_times,
+        defaults=SamplingDefaults(**config.rollout_args(taskset).model_dump()),
+    )
+    console.begin(f"evaluation {name}", len(plan.ids), step=step)
+    return await rollouts.run(
+        plan.wanted,
+        plan.defaults,
+        known=rollouts.known(name, step),
+        on_trace=lambda trace: console.rollout_done(trace) if trace.final else None,
+    )
 
 
 @contextmanager

@@ -190,6 +190,37 @@ def prepare(
     return _prepared(layers, workflow_func, judge_func, train_dataset, given.get("eval_dataset"))
 
 
+def prepare_evaluation(
+    workflow_func: Callable[..., Any] | None,
+    judge_func: Callable[..., Any] | None = None,
+    **given: Unpack[Given],
+) -> Run:
+    """What `tuner.evaluate()` runs: as `prepare()`, but there need be nothing to train on.
+
+    Raises:
+        FunctionError: There is no workflow, or a function cannot be called.
+        ConfigError: As `tune()`, or the configuration is for another backend.
+        DatasetError: There is nothing to evaluate on, or it cannot be read.
+    """
+    layers = _resolved(workflow_func, judge_func, None, **given)
+    if layers.backend == "trinity":
+        raise ConfigError(
+            "this configuration is for Trinity-RFT on Ray, and evaluations are run by the local "
+            "backend: set tuner.backend to local, or `mode: bench`, which evaluates there"
+        )
+    config = with_default_model(checked(layers))
+    if workflow_func is None:
+        raise FunctionError("there is no workflow to evaluate with: pass workflow_func")
+    check_settings(workflow_func, config)
+    tasks = _eval_tasks(config, given.get("eval_dataset"))
+    if not tasks:
+        raise DatasetError(
+            "there is nothing to evaluate on: pass eval_dataset, or set "
+            "buffer.explorer_input.eval_tasksets"
+        )
+    return Run(config, workflow_func, judge_func, [], tasks)
+
+
 def _resolved(
     workflow_func: Callable[..., Any] | None,
     judge_func: Callable[..., Any] | None,

@@ -372,6 +372,11 @@ def test_evaluation_is_greedy_unless_said_otherwise(write):
         ),
         (["buffer.explorer_input.eval_tasksets=[{}, {}]"], "eval_tasksets.1.name is 'eval'"),
         (["buffer.explorer_input.eval_tasksets=[{name: train}]"], "which is taken"),
+        (
+            ["buffer.explorer_input.eval_tasksets=[{repeat_times: 4}]"],
+            "eval_tasksets.0.repeat_times is 4, but buffer.explorer_input.eval_tasksets.0."
+            "rollout_args.temperature is 0",
+        ),
         (["buffer.explorer_input.taskset.rollout_args.temperature=0"], "nothing to learn from"),
     ],
 )

@@ -351,3 +351,28 @@ def test_a_run_with_another_algorithm_trains_and_accounts_for_every_token(
     assert all(row["train/stale_fraction"] == 0 for row in trained)
     assert all(row["train/logprob_mismatch_mean"] < 1e-4 for row in trained)
     assert ("not_best_of_group" in result.tokens.dropped) == ("raft" in overrides[0])
+
+
+def test_evaluation_sets_are_repeated_and_say_how_often_one_and_all_pass(
+    random_model_path, tmp_path
+):
+    result = tune(
+        random_model_path,
+        tmp_path,
+        "buffer.total_steps=1",
+        "explorer.eval_on_startup=false",
+        "tuner.pass_reward=0.5",
+        "buffer.explorer_input.eval_tasksets=[{name: held-out, repeat_times: 3, "
+        "rollout_args: {temperature: null}}]",
+    )
+    traces = list(read_traces(tmp_path / "p/run/traces/held-out_step_000001.jsonl"))
+    passed = [
+        [trace.reward >= 0.5 for trace in traces if trace.id.task == task] for task in range(2)
+    ]
+    assert [len(of_task) for of_task in passed] == [3, 3]
+    row = result.history[-1]
+    assert row["eval/held-out/pass_at_3"] == sum(map(any, passed)) / 2
+    assert row["eval/held-out/pass_hat_3"] == sum(map(all, passed)) / 2
+    assert result.eval_after == {
+        "held-out": pytest.approx(sum(trace.reward for trace in traces) / 6)
+    }

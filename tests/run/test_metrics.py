@@ -8,6 +8,7 @@ from tests.builders import call, trace
 from tuner.run.metrics import (
     batch_metrics,
     diagnosis,
+    evaluation_metrics,
     has_signal,
     rollout_metrics,
     time_split,
@@ -128,3 +129,31 @@ def test_diagnosis_names_the_most_frequent_failure():
 def test_diagnosis_of_equal_rewards_says_what_to_change():
     assert "the same reward, 0:" in diagnosis(group(0, [0.0, 0.0]), 3)
     assert "repeat_times" in diagnosis([*group(0, [0.0, 0.0]), *group(1, [1.0, 1.0])], 3)
+
+
+def held_out(task, rewards):
+    return [replace(one, id=replace(one.id, split="held")) for one in group(task, rewards)]
+
+
+def test_an_evaluation_of_repeated_tasks_says_how_often_one_and_all_pass():
+    traces = [*held_out(0, [1.0, 0.0]), *held_out(1, [1.0, 1.0]), *held_out(2, [0.0, 0.0])]
+    assert evaluation_metrics("held", traces) == {
+        "eval/held/reward": 0.5,
+        "eval/held/pass_at_2": pytest.approx(2 / 3),
+        "eval/held/pass_hat_2": pytest.approx(1 / 3),
+        "eval/held/failed": 0,
+    }
+    assert evaluation_metrics("held", traces, pass_reward=2.0)["eval/held/pass_at_2"] == 0
+    # One of task 1 failed: one reward says nothing of two tries, and the mean is over tasks.
+    traces[3] = failed(1, 1)
+    assert evaluation_metrics("held", traces) == {
+        "eval/held/reward": 0.5,
+        "eval/held/pass_at_2": 0.5,
+        "eval/held/pass_hat_2": 0.0,
+        "eval/held/failed": 1,
+    }
+
+
+def test_an_evaluation_without_repeats_has_the_mean_alone():
+    traces = [*held_out(0, [1.0]), *held_out(1, [0.5])]
+    assert evaluation_metrics("held", traces) == {"eval/held/reward": 0.75, "eval/held/failed": 0}

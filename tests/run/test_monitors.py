@@ -86,6 +86,8 @@ def test_evaluation_before_training_is_the_start_line():
     assert printed(5, [lambda m: m.log(0, {"eval/test/reward": 0.25, "time/step": 1.0})]) == (
         "start  test 0.250\n"
     )
+    repeated = {"eval/test/reward": 0.25, "eval/test/pass_at_4": 0.5, "time/step": 1.0}
+    assert printed(5, [lambda m: m.log(0, repeated)]) == "start  test 0.250  test pass_at_4 0.500\n"
 
 
 def test_jsonl_starts_again_from_the_rows_of_the_interrupted_run(tmp_path):

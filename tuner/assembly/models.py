@@ -14,12 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tuner.config.explorer import LoraSection
+from tuner.config.source import check_path
 from tuner.errors import ConfigError, ModelLoadError
+from tuner.run.directory import ADAPTER_CONFIG
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-
-ADAPTER_CONFIG = "adapter_config.json"
 
 
 def load_model(
@@ -156,16 +156,6 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
         name = "bfloat16" if computes else "float32"
     dtype: torch.dtype = getattr(torch, name)
     return dtype
-
-
-def check_path(path: str, setting: str, *, what: str = "model") -> None:
-    """Raises ModelLoadError where `path` can only be a folder and is none."""
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
-    if looks_local and not Path(path).expanduser().is_dir():
-        raise ModelLoadError(
-            f"{setting} = {path!r}: there is no such folder; give the folder of a Hugging Face "
-            f"{what}, or a hub id of the form 'organisation/name'"
-        )
 
 
 def _named(path: str, setting: str) -> str:

@@ -139,6 +139,12 @@ class EvalTasksetSection(_TasksetBase):
     split: str = Field(
         default="test", min_length=1, description="Split: `test` means `test.jsonl`."
     )
+    repeat_times: int = Field(
+        default=1,
+        ge=1,
+        description="Rollouts of each task, n. From 2 on the metrics have `pass_at_<n>` and "
+        "`pass_hat_<n>` too, and the temperature must not be 0 ([commands](commands.md)).",
+    )
     rollout_args: EvalRolloutArgs = EvalRolloutArgs()
 
 

@@ -151,6 +151,14 @@ def _sampling(config: RunConfig) -> Iterator[str]:
             f"{path} is 0: all rollouts of a group would be the same and there would be nothing to "
             "learn from; set it above 0"
         )
+    for index, taskset in enumerate(config.buffer.explorer_input.eval_tasksets):
+        if taskset.repeat_times > 1 and config.rollout_args(taskset).temperature == 0:
+            path = f"buffer.explorer_input.eval_tasksets.{index}"
+            yield (
+                f"{path}.repeat_times is {taskset.repeat_times}, but {path}.rollout_args."
+                "temperature is 0 (as where it is not set): all rollouts of a task would be the "
+                "same; set it above 0, or to null for model.temperature"
+            )
 
 
 def _agents(config: RunConfig) -> Iterator[str]:

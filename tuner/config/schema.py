@@ -194,6 +194,12 @@ class TunerSection(Section):
     )
     algorithm: AlgorithmExtras = AlgorithmExtras()
     critic: CriticSection = CriticSection()
+    pass_reward: float = Field(
+        default=1.0,
+        allow_inf_nan=False,
+        description="A rollout of an evaluation has passed with at least this reward: for "
+        "`pass_at_<n>` and `pass_hat_<n>`, which change nothing that is trained.",
+    )
     signal_patience: int = Field(
         default=3, ge=1, description="Steps without anything to learn from before the run stops."
     )

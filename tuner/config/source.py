@@ -15,7 +15,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tuner.errors import ConfigError
+from tuner.errors import ConfigError, ModelLoadError
 
 
 @dataclass(frozen=True)
@@ -297,3 +297,13 @@ def path_or_name(value: str, folder: Path) -> str:
 
 
 DATA_FILES = (".json", ".jsonl", ".csv", ".parquet")
+
+
+def check_path(path: str, setting: str, *, what: str = "model") -> None:
+    """Raises ModelLoadError where `path` can only be a folder and is none."""
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
+    if looks_local and not Path(path).expanduser().is_dir():
+        raise ModelLoadError(
+            f"{setting} = {path!r}: there is no such folder; give the folder of a Hugging Face "
+            f"{what}, or a hub id of the form 'organisation/name'"
+        )

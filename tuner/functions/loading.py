@@ -20,15 +20,18 @@ _LOADING: ContextVar[str | None] = ContextVar("loading", default=None)
 """What is being imported for its functions."""
 
 
-def require_nothing_loads() -> None:
-    """Refuse to train because a script is imported, whose functions are all that is asked for.
+def require_nothing_loads(called: str = "tune()") -> None:
+    """Refuse to begin because a script is imported, whose functions are all that is asked for.
+
+    Args:
+        called: What would begin, as the message names it.
 
     Raises:
         ConfigError: It is called from the top of a module that is being loaded.
     """
     if (module := _LOADING.get()) is not None:
         raise ConfigError(
-            f"{module} calls tune() when it is imported for its functions: put the call under "
+            f"{module} calls {called} when it is imported for its functions: put the call under "
             '`if __name__ == "__main__":`'
         )
 

@@ -115,6 +115,8 @@ def _evaluations(metrics: Mapping[str, float]) -> list[str]:
     for name, value in metrics.items():
         if name.startswith("eval/") and name.endswith("/reward"):
             parts.append(f"{name.removeprefix('eval/').removesuffix('/reward')} {value:.3f}")
+        elif name.startswith("eval/") and "/pass_" in name:
+            parts.append(f"{name.removeprefix('eval/').replace('/', ' ')} {value:.3f}")
         elif name.startswith("eval/") and name.endswith("/failed") and value:
             what = name.removeprefix("eval/").removesuffix("/failed")
             parts.append(f"{what}: {value:.0f} failed")

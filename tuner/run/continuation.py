@@ -48,6 +48,7 @@ MAY_CHANGE_HERE = (  # on the local backend
     "tuner.layout",
     "tuner.max_slots",
     "tuner.max_tool_seconds",
+    "tuner.pass_reward",
     "tuner.placement",
     "tuner.signal_patience",
     "tuner.trinity",
@@ -79,7 +80,7 @@ def check_same_run(
     Raises:
         ConfigError: A setting or dataset that decides what is learned has changed; names them.
     """
-    old, new = dict(_leaves(before, lists)), dict(_leaves(now, lists))
+    old, new = dict(leaves(before, lists)), dict(leaves(now, lists))
     if (new.get(_SCHEDULE) or "constant") == "constant":
         may_change = (*may_change, *_LENGTH)
     changes = [
@@ -110,7 +111,8 @@ def check_same_run(
         )
 
 
-def _leaves(tree: Any, lists: bool, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(tree: Any, lists: bool, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested settings by dotted key; the items of lists are settings of their own with `lists`."""
     if isinstance(tree, Mapping) and tree:
         items: Iterable[tuple[Any, Any]] = tree.items()
     elif lists and isinstance(tree, list) and tree:
@@ -119,4 +121,4 @@ def _leaves(tree: Any, lists: bool, prefix: str = "") -> Iterator[tuple[str, Any
         yield prefix.removesuffix("."), tree
         return
     for name, value in items:
-        yield from _leaves(value, lists, f"{prefix}{name}.")
+        yield from leaves(value, lists, f"{prefix}{name}.")

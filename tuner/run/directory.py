@@ -25,6 +25,7 @@ from tuner.errors import ConfigError, TunerError
 from tuner.traces.store import complete_lines
 
 TRAINER_STATE = "trainer_state.pt"
+ADAPTER_CONFIG = "adapter_config.json"  # peft's
 MANIFEST = "manifest.json"  # of a checkpoint: the sha256 of each of its other files
 # Leaves a report of a run, which stopped for a reason, or None where it came to its end; says where
 # the report is, if it could be written.
@@ -48,6 +49,15 @@ class RunDirectory:
     def has_begun(self) -> bool:
         """Whether anything was recorded here; a start that failed before that leaves nothing."""
         return self.metrics.exists() or any(self.traces.glob("*.jsonl"))
+
+    def stored_config(self) -> dict[str, Any]:
+        """The effective configuration as it is on disk, unchecked; empty where there is none."""
+        import yaml
+
+        if not self.config.is_file():
+            return {}
+        found = yaml.safe_load(self.config.read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
 
     def create(self) -> None:
         self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -76,12 +86,12 @@ class RunDirectory:
             if not (folder / MANIFEST).exists():
                 say(f"{folder} has no {MANIFEST}, so it goes unchecked: of an earlier version")
                 return step
-            if not (damage := _damage(folder)):
+            if not (found := damage(folder)):
                 return step
             aside = free_name(folder.with_name(f"{folder.name}.damaged"))
             os.replace(folder, aside)
             say(
-                f"{folder} is damaged ({damage}): it is now {aside.name}, and the run goes on from "
+                f"{folder} is damaged ({found}): it is now {aside.name}, and the run goes on from "
                 "the checkpoint before, or its beginning; what follows is trained again from traces"
             )
         return None
@@ -140,7 +150,7 @@ def _checksums(folder: Path) -> dict[str, str]:
         return dict(threads.map(checksum, files))
 
 
-def _damage(folder: Path) -> str:
+def damage(folder: Path) -> str:
     """What of a checkpoint is not as its manifest says; empty where all is. More files may be
     there."""
     try:

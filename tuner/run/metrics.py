@@ -9,6 +9,7 @@ from statistics import fmean
 import torch
 
 from tuner.algorithms.spec import ADVANTAGES, AdvantageName
+from tuner.run.estimates import passes, rewards_by_task
 from tuner.traces import Outcome, TokenTree, Trace
 from tuner.training import Batch, Row
 from tuner.training.scoring import call_returns, row_rewards
@@ -52,18 +53,30 @@ def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
     return metrics
 
 
-def evaluation_metrics(name: str, traces: Sequence[Trace]) -> dict[str, float]:
+def evaluation_metrics(
+    name: str, traces: Sequence[Trace], *, pass_reward: float = 1.0
+) -> dict[str, float]:
     """Mean reward on an evaluation set, and how many rollouts failed, which have none.
+
+    The mean is over the tasks, of the mean of each. Where tasks are repeated, n times, there are
+    `pass_at_<n>` and `pass_hat_<n>` too, over the tasks of which no rollout failed.
 
     Args:
         name: The set's.
         traces: Of its rollouts; none where it was not evaluated.
+        pass_reward: A rollout has passed that has at least so much.
     """
     final = [trace for trace in traces if trace.final]
-    rewards = [trace.reward for trace in final if trace.reward is not None]
+    rewards = [of_task for of_task in rewards_by_task(final).values() if of_task]
     metrics: dict[str, float] = {}
     if rewards:
-        metrics[f"eval/{name}/reward"] = _mean(rewards)
+        metrics[f"eval/{name}/reward"] = _mean([_mean(of_task) for of_task in rewards])
+    repeat = max(Counter(trace.id.task for trace in final).values(), default=0)
+    if repeat > 1:
+        found = passes(rewards, repeat, pass_reward)
+        for what, values in zip(("pass_at", "pass_hat"), found, strict=True):
+            if values:
+                metrics[f"eval/{name}/{what}_{repeat}"] = _mean(values)
     if final:
         failed = sum(trace.outcome is not Outcome.COMPLETED for trace in final)
         metrics[f"eval/{name}/failed"] = failed

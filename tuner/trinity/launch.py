@@ -134,6 +134,7 @@ class _Run:
             evaluations=[t.name for t in config.buffer.explorer_input.eval_tasksets],
             compared=config.algorithm.algorithm_type in COMPARE_GROUPS,
             penalty=failure.penalize if isinstance(failure, Penalize) else None,
+            pass_reward=settings.tuner.pass_reward,
         )
         self._logs = folder / "log"
         self._kept = self._logs / "ray"  # what Ray's workers printed is copied there

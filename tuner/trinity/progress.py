@@ -120,6 +120,7 @@ class Progress:
         evaluations: Names of the evaluation sets.
         compared: Whether rewards teach by their differences inside groups.
         penalty: The reward of failed rollouts, or None where they are left out.
+        pass_reward: A rollout of an evaluation has passed that has at least so much.
     """
 
     def __init__(
@@ -131,7 +132,9 @@ class Progress:
         evaluations: list[str],
         compared: bool = True,
         penalty: float | None = None,
+        pass_reward: float = 1.0,
     ) -> None:
+        self._pass_reward = pass_reward
         self._directory = directory
         self._reports = {
             role: _Report(report_file(directory.path, name))
@@ -212,7 +215,8 @@ class Progress:
             row["signal"] = float(self.signal(traces))
             row |= _times(traces, explorer, trainer)
         for name in self._evaluations:
-            row |= evaluation_metrics(name, TraceStore(self._directory.traces).read(name, step))
+            traces = TraceStore(self._directory.traces).read(name, step)
+            row |= evaluation_metrics(name, traces, pass_reward=self._pass_reward)
         row |= {f"explorer/{name}": value for name, value in explorer.items()}
         row |= {f"trainer/{name}": value for name, value in trainer.items()}
         return row

@@ -1,0 +1,296 @@
+"""`tuner compare`: runs side by side: settings that differ, curves, and the same tasks."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+
+from tuner.data.dataset import row_text
+from tuner.errors import TunerError
+from tuner.run.continuation import leaves
+from tuner.run.directory import RunDirectory, read_json, read_metrics
+from tuner.run.estimates import Estimate, estimate
+from tuner.traces import Trace, read_traces
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_PLACE = ("project", "name", "checkpoint_root_dir", "continue_from_checkpoint")
+"""Settings that say where a run is, and not what it does."""
+_SHOWN = ("reward/mean", "calls/completion_tokens", "train/entropy", "train/kl", "time/step")
+"""Curves beside those of evaluations."""
+_BARS = "▁▂▃▄▅▆▇█"
+_WIDTH, _TEXT = 40, 60
+_TRAIN = "train"
+_LATEST = 10**9
+
+
+class TaskRewards(BaseModel):
+    """One task, and the mean reward of its rollouts in each run; None where none has one."""
+
+    task: dict[str, Any]
+    rewards: list[float | None]
+
+
+class SplitTasks(BaseModel):
+    """The tasks of one split, from the latest step of each run in which they were.
+
+    Attributes:
+        steps: The latest step of each run.
+        common: Tasks that every run has, those first whose rewards differ most.
+        others: How many tasks each run has beyond these.
+        differences: Mean over the tasks of the reward in each run less that in the first; None for
+            the first itself.
+    """
+
+    steps: list[int]
+    common: list[TaskRewards]
+    others: list[int]
+    differences: list[Estimate | None]
+
+
+class Comparison(BaseModel):
+    """Runs side by side; lists have an item for each run, in their order.
+
+    Attributes:
+        runs: Their names.
+        settings: By key, what differs; None where a run does not have it.
+        curves: By metric the (step, value) of each run.
+        tasks: By split.
+    """
+
+    runs: list[str]
+    settings: dict[str, list[Any]]
+    curves: dict[str, list[list[tuple[int, float]]]]
+    tasks: dict[str, SplitTasks]
+
+    def text(self, most: int) -> str:
+        """The tables, with at most so many tasks of each split."""
+        from rich.console import Console
+
+        console = Console(file=io.StringIO(), record=True, width=100, highlight=False)
+        console.print(*self._tables(most), sep="\n\n", markup=False)
+        return console.export_text().rstrip()
+
+    def _tables(self, most: int) -> Iterator[Table | str]:
+        yield _table("settings that differ", ["", *self.runs], self._settings())
+        if self.curves:
+            columns = ["", "run", "first", "last", "highest", "over the steps"]
+            yield _table("curves, of one metric on one scale", columns, self._curves())
+        for split, tasks in self.tasks.items():
+            steps = ", ".join(map(str, tasks.steps))
+            title = f"{split}: {len(tasks.common)} tasks in every run, after step {steps}"
+            yield _table(title, ["task", *self.runs], _task_rows(tasks, most))
+            yield "\n".join(self._changes(tasks))
+
+    def _settings(self) -> Iterator[list[str]]:
+        for key, values in self.settings.items():
+            yield [key, *("-" if value is None else str(value) for value in values)]
+
+    def _curves(self) -> Iterator[list[str]]:
+        for metric, curves in self.curves.items():
+            points = [point for curve in curves for point in curve]
+            steps, values = zip(*points, strict=True)
+            for number, (run, curve) in enumerate(zip(self.runs, curves, strict=True)):
+                name = "" if number else metric
+                if not curve:
+                    yield [name, run, "-", "-", "-", ""]
+                    continue
+                own = [value for _, value in curve]
+                line = sparkline(curve, (min(steps), max(steps)), (min(values), max(values)))
+                shown = [f"{value:.4g}" for value in (own[0], own[-1], max(own))]
+                yield [name, run, *shown, line]
+
+    def _changes(self, tasks: SplitTasks) -> Iterator[str]:
+        for number, (run, found) in enumerate(zip(self.runs, tasks.differences, strict=True)):
+            if number and found is not None:
+                pairs = [(row.rewards[0], row.rewards[number]) for row in tasks.common]
+                both = [(old, new) for old, new in pairs if old is not None and new is not None]
+                counts = Counter((new > old) - (new < old) for old, new in both)
+                yield (
+                    f"{run} against {self.runs[0]}: {counts[1]} better, {counts[-1]} worse, "
+                    f"{counts[0]} the same; reward {found.text('+.3f')}"
+                )
+            if tasks.others[number]:
+                yield f"{run}: {tasks.others[number]} more, which not every run has"
+
+
+def compare(paths: Sequence[Path], *, split: str | None = None) -> Comparison:
+    """Read runs, which may still go on.
+
+    Args:
+        paths: Their directories, two or more, or folders of an evaluation's candidates.
+        split: Whose tasks are compared; None: those of all evaluation sets that every run has, or
+            the training tasks where there is none.
+
+    Raises:
+        TunerError: A path is no run, is there twice, or a run has no traces of the split.
+    """
+    runs = [_run(path) for path in paths]
+    if len({run.path for run in runs}) < max(2, len(runs)):
+        raise TunerError("name two or more runs, each once")
+    names = Counter(run.path.name for run in runs)
+    found = [_files(run) for run in runs]
+    splits = [one for one in found[0] if all(one in other for other in found)]
+    if split is not None:
+        for run, files in zip(runs, found, strict=True):
+            if split not in files:
+                there = ", ".join(files) or "none"
+                raise TunerError(f"{run.path} has no traces of split {split!r} (splits: {there})")
+        splits = [split]
+    elif len(splits) > 1:
+        splits = [one for one in splits if one != _TRAIN]
+    return Comparison(
+        runs=[one.path.name if names[one.path.name] == 1 else str(one.path) for one in runs],
+        settings=_different([_settings(run) for run in runs]),
+        curves=_curves([read_metrics(run.metrics, up_to=_LATEST) for run in runs]),
+        tasks={one: _tasks([files[one] for files in found]) for one in splits},
+    )
+
+
+def _run(path: Path) -> RunDirectory:
+    run = RunDirectory(path.expanduser().resolve())
+    if not run.traces.is_dir() and not run.metrics.is_file():
+        raise TunerError(
+            f"{path} is not a run: it holds neither metrics.jsonl nor traces/. Give the folder "
+            "<checkpoint_root_dir>/<project>/<name>"
+        )
+    return run
+
+
+def _settings(run: RunDirectory) -> dict[str, Any]:
+    """What the run was started with, by dotted key, and what tells its rows from others."""
+    found = {
+        key: value for key, value in leaves(run.stored_config(), lists=True) if key not in _PLACE
+    }
+    data = run.path / "data.json"
+    rows = (
+        read_json(data, "delete it: it only tells other rows from these") if data.exists() else {}
+    )
+    return {**found, **{f"rows of {name}": digest[:8] for name, digest in rows.items()}}
+
+
+def _different(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    keys = dict.fromkeys(key for of_run in settings for key in of_run)
+    rows = {key: [of_run.get(key) for of_run in settings] for key in keys}
+    return {key: row for key, row in rows.items() if any(one != row[0] for one in row)}
+
+
+def _curves(
+    histories: Sequence[Sequence[Mapping[str, float]]],
+) -> dict[str, list[list[tuple[int, float]]]]:
+    there = dict.fromkeys(name for rows in histories for row in rows for name in row)
+    chosen = [name for name in there if name.startswith("eval/")]
+    return {
+        name: [[(int(row["step"]), row[name]) for row in rows if name in row] for rows in histories]
+        for name in (*chosen, *(name for name in _SHOWN if name in there))
+    }
+
+
+def _files(run: RunDirectory) -> dict[str, list[tuple[int, Path]]]:
+    """By split its files with their steps, the latest first."""
+    found: dict[str, list[tuple[int, Path]]] = {}
+    for path in sorted(run.traces.glob("*step_*.jsonl"), reverse=True):
+        split, _, number = path.stem.rpartition("step_")
+        if number.isdecimal():
+            found.setdefault(split.removesuffix("_") or _TRAIN, []).append((int(number), path))
+    return found
+
+
+def _tasks(files: Sequence[Sequence[tuple[int, Path]]]) -> SplitTasks:
+    found = [_latest(of_run) for of_run in files]
+    keys = [key for key in found[0] if all(key in other for other in found)]
+    common = [
+        TaskRewards(task=found[0][key][0].task, rewards=[_mean(one[key]) for one in found])
+        for key in keys
+    ]
+    pairs = [[(row.rewards[0], row.rewards[n]) for row in common] for n in range(len(files))]
+    return SplitTasks(
+        steps=[of_run[0][0] for of_run in files],
+        common=sorted(common, key=_spread, reverse=True),
+        others=[len(one) - len(keys) for one in found],
+        differences=[
+            estimate([new - old for old, new in pair if old is not None and new is not None])
+            if number
+            else None
+            for number, pair in enumerate(pairs)
+        ],
+    )
+
+
+def _latest(files: Sequence[tuple[int, Path]]) -> dict[str, list[Trace]]:
+    """The rollouts of each task in the latest step that had it; evaluations have all in each."""
+    found: dict[str, list[Trace]] = {}
+    for step, path in files:
+        for trace in read_traces(path):
+            of_task = found.setdefault(row_text(trace.task), [])
+            if trace.final and (not of_task or of_task[0].id.step == step):
+                of_task.append(trace)
+        if files[0][1].name.partition("step_")[0]:  # an evaluation
+            break
+    return {key: traces for key, traces in found.items() if traces}
+
+
+def _mean(traces: Sequence[Trace]) -> float | None:
+    rewards = [trace.reward for trace in traces if trace.reward is not None]
+    return fmean(rewards) if rewards else None
+
+
+def _spread(row: TaskRewards) -> float:
+    rewards = [reward for reward in row.rewards if reward is not None]
+    return max(rewards) - min(rewards) if rewards else 0.0
+
+
+def sparkline(
+    curve: Sequence[tuple[int, float]], steps: tuple[int, int], values: tuple[float, float]
+) -> str:
+    """A curve as a line of bars; the mean where steps share one, a space where there is none.
+
+    Args:
+        curve: (step, value).
+        steps: The first and last step of the line, that of other curves too.
+        values: What the lowest and the highest bar stand for.
+    """
+    (first, last), (low, high) = steps, values
+    width = min(_WIDTH, last - first + 1)
+    places: dict[int, list[float]] = {}
+    for step, value in curve:
+        places.setdefault((step - first) * width // (last - first + 1), []).append(value)
+    scale = (len(_BARS) - 1) / ((high - low) or 1.0)
+    return "".join(
+        _BARS[round((fmean(places[n]) - low) * scale)] if n in places else " " for n in range(width)
+    )
+
+
+def _task_rows(tasks: SplitTasks, most: int) -> Iterator[list[str]]:
+    for row in tasks.common[:most]:
+        shown = ["no reward" if one is None else f"{one:.3f}" for one in row.rewards]
+        yield [_text(row.task), *shown]
+    if len(tasks.common) > most:
+        yield [f"... {len(tasks.common) - most} more that differ less", *("" for _ in tasks.steps)]
+
+
+def _text(task: Mapping[str, Any]) -> str:
+    """The first text of a row, shortened."""
+    texts = [value for value in task.values() if isinstance(value, str)]
+    text = " ".join((texts[0] if texts else json.dumps(task)).split())
+    return text if len(text) <= _TEXT else f"{text[: _TEXT - 3]}..."
+
+
+def _table(title: str, columns: Sequence[str], rows: Iterator[list[str]]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table

@@ -1,0 +1,314 @@
+"""`tuner doctor`: what is installed, which engines and backends work here, what would mend it.
+
+Read from the metadata of what is installed and from `nvidia-smi`, so that it answers in a second
+and where importing a library fails. Whether an installed library imports is therefore not known.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from pydantic import BaseModel
+
+DISTRIBUTION = "agentscope-tuner"
+# What needs each extra; others are for working on tuner itself.
+_USES = {
+    "agentscope1": "agents of AgentScope 1.x",
+    "agentscope": "agents of AgentScope 2.x",
+    "lora": "model.lora_configs",
+    "gpu": "tuner.optimizer_state: 8bit",
+    "gymnasium": "environments of gymnasium",
+    "wandb": "monitor.monitor_type: wandb",
+    "mlflow": "monitor.monitor_type: mlflow",
+    "swanlab": "monitor.monitor_type: swanlab",
+    "math": "formulas as answers, in tuner.rewards",
+    "examples": "examples/search_agent, examples/multi_turn_math",
+}
+_SMI = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+_SMI_SECONDS = 10
+_HIDES = "CUDA_VISIBLE_DEVICES"
+
+
+class Finding(BaseModel):
+    """One thing that was looked at.
+
+    Attributes:
+        area: "system", "extras", "engines" or "backends".
+        name: What it is.
+        state: "ok"; "missing" where it is not here and nothing asks for it; "broken" where it
+            must be mended.
+        found: What is there, or why it would not work.
+        mend: A command that mends it, or None.
+    """
+
+    area: str
+    name: str
+    state: Literal["ok", "missing", "broken"]
+    found: str
+    mend: str | None = None
+
+
+class Examination(BaseModel):
+    """All findings. `well` is whether runs of the local backend can begin."""
+
+    well: bool
+    findings: list[Finding]
+
+    def __str__(self) -> str:
+        lines: list[str] = []
+        marks = {"ok": "ok", "missing": "-", "broken": "!!"}
+        width = max(len(one.name) for one in self.findings)
+        area = None
+        for one in self.findings:
+            if one.area != area:
+                lines += ["", one.area.upper()] if lines else [one.area.upper()]
+                area = one.area
+            lines.append(f"  {marks[one.state]:<2}  {one.name:<{width}}  {one.found}")
+            if one.mend is not None:
+                lines.append(f"      {'':<{width}}  {one.mend}")
+        broken = [one.name for one in self.findings if one.state == "broken"]
+        verdict = f"to be mended: {', '.join(broken)}" if broken else "nothing is to be mended"
+        return "\n".join([*lines, "", verdict])
+
+
+def examine() -> Examination:
+    """Look at this machine and this environment. Raises nothing; what cannot be read is said."""
+    try:
+        there = metadata.distribution(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        there = None
+    gpus = _gpus()
+    has_gpu = any(one.name == "GPU 0" for one in gpus) and _visible()
+    findings = [_python(there), _tuner(there), *gpus, _torch(has_gpu)]
+    if there is not None:
+        requirements = [Requirement(line) for line in there.requires or ()]
+        findings.insert(2, _base(_of_extra(requirements, "")))
+        findings += _extras(requirements)
+        findings += _engines(requirements, has_gpu)
+        findings += _backends(requirements, has_gpu)
+    return Examination(well=all(one.state != "broken" for one in findings), findings=findings)
+
+
+def _python(there: metadata.Distribution | None) -> Finding:
+    version = platform.python_version()
+    system = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+    found = f"{version}, {sys.executable} ({system})"
+    said = {} if there is None else there.metadata.json
+    wanted = SpecifierSet(str(said.get("requires_python", "")))
+    if not wanted.contains(version, prereleases=True):
+        found = f"{found}, and {wanted} is needed"
+        return Finding(area="system", name="Python", state="broken", found=found)
+    return Finding(area="system", name="Python", state="ok", found=found)
+
+
+def _tuner(there: metadata.Distribution | None) -> Finding:
+    place = Path(__file__).resolve().parents[1]
+    if there is None:
+        return Finding(
+            area="system",
+            name=DISTRIBUTION,
+            state="broken",
+            found=f"{place} is on the path and not installed: what it needs is not known",
+            mend=f"pip install -e '{place.parent}'",
+        )
+    return Finding(area="system", name=DISTRIBUTION, state="ok", found=f"{there.version}, {place}")
+
+
+def _base(requirements: list[Requirement]) -> Finding:
+    wrong = [text for one in requirements if (text := _lack(one)) is not None]
+    lacking = [str(one) for one in requirements if _lack(one) is not None]
+    return Finding(
+        area="system",
+        name="its libraries",
+        state="broken" if wrong else "ok",
+        found="; ".join(wrong) or f"all {len(requirements)} in versions that work",
+        mend=f"pip install {' '.join(map(repr, lacking))}" if lacking else None,
+    )
+
+
+def _lack(requirement: Requirement) -> str | None:
+    """What is wrong with what is installed of a requirement; None where it is fulfilled."""
+    version = _version(requirement.name)
+    if version is None:
+        return f"{requirement.name} is not installed"
+    if not requirement.specifier.contains(version, prereleases=True):
+        return f"{requirement.name} is {version}, and {requirement.specifier} is needed"
+    return None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _gpus() -> list[Finding]:
+    """A finding for each GPU, or one that says why there is none."""
+
+    def one(name: str, state: Literal["ok", "missing", "broken"], found: str) -> Finding:
+        return Finding(area="system", name=name, state=state, found=found)
+
+    if shutil.which(_SMI[0]) is None:
+        return [one("GPU", "missing", "there is no nvidia-smi: runs are computed on the CPU")]
+    try:
+        said = subprocess.run(_SMI, capture_output=True, text=True, timeout=_SMI_SECONDS)
+    except (OSError, subprocess.SubprocessError) as error:
+        return [one("GPU", "broken", f"nvidia-smi does not answer: {type(error).__name__}")]
+    lines = [line for line in said.stdout.splitlines() if line.count(",") == 2]
+    if said.returncode or not lines:
+        why = (said.stdout + said.stderr).strip().splitlines() or ["it says nothing"]
+        return [one("GPU", "broken", f"nvidia-smi: {why[0]}")]
+    found = []
+    for index, line in enumerate(lines):
+        name, memory, driver = (part.strip() for part in line.split(","))
+        found.append(one(f"GPU {index}", "ok", f"{name}, {memory}, driver {driver}"))
+    if _HIDES in os.environ:
+        shown = "runs see these alone" if _visible() else "runs see no GPU"
+        found.append(one(_HIDES, "ok", f"is {os.environ[_HIDES]!r}: {shown}"))
+    return found
+
+
+def _visible() -> bool:
+    return os.environ.get(_HIDES, "0").strip() not in ("", "-1")
+
+
+def _torch(has_gpu: bool) -> Finding:
+    """Whether PyTorch was built for the GPU that is there, by its `version.py` alone."""
+    version = _version("torch")
+    if version is None:
+        return Finding(
+            area="system",
+            name="PyTorch",
+            state="broken",
+            found="it is not installed",
+            mend="pip install torch",
+        )
+    built = _cuda_of_torch()
+    text = f"{version}, {f'built for CUDA {built}' if built else 'built for the CPU'}"
+    if has_gpu and not built:
+        return Finding(
+            area="system",
+            name="PyTorch",
+            state="broken",
+            found=f"{text}, so the GPU is not used",
+            mend="pip install --force-reinstall torch  (https://pytorch.org has the index)",
+        )
+    driver = _cuda_of_driver() if has_gpu else None
+    if built and driver and int(built.partition(".")[0]) > int(driver.partition(".")[0]):
+        return Finding(
+            area="system",
+            name="PyTorch",
+            state="broken",
+            found=f"{text}, and the driver goes up to CUDA {driver}: the GPU is not used",
+            mend="a newer driver, or a PyTorch for that CUDA  (https://pytorch.org has the index)",
+        )
+    return Finding(area="system", name="PyTorch", state="ok", found=text)
+
+
+def _cuda_of_driver() -> str | None:
+    """The latest CUDA that the driver knows, as the head of nvidia-smi's table says it."""
+    try:
+        said = subprocess.run(_SMI[:1], capture_output=True, text=True, timeout=_SMI_SECONDS)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    match = re.search(r"CUDA Version:\s*([\d.]+)", said.stdout)
+    return None if match is None else match[1]
+
+
+def _cuda_of_torch() -> str | None:
+    try:
+        spec = find_spec("torch")
+        assert spec is not None
+        assert spec.origin is not None
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    except (AssertionError, ImportError, OSError, ValueError):
+        return None
+    match = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    return None if match is None else match[1]
+
+
+def _of_extra(requirements: list[Requirement], extra: str) -> list[Requirement]:
+    """What an extra installs beside the libraries of "", those that are always needed."""
+    return [
+        one
+        for one in requirements
+        if (one.marker is None or one.marker.evaluate({"extra": extra}))
+        and (not extra or (one.marker is not None and not one.marker.evaluate({"extra": ""})))
+    ]
+
+
+def _command(extra: str) -> str:
+    """How an extra is installed here: from the checkout where tuner is installed as one."""
+    try:
+        told = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
+        where = json.loads(told or "{}")
+    except (metadata.PackageNotFoundError, ValueError):
+        where = {}
+    if where.get("dir_info", {}).get("editable"):
+        return f"pip install -e '{where['url'].removeprefix('file://')}[{extra}]'"
+    return f"pip install '{DISTRIBUTION}[{extra}]'"
+
+
+def _needing(area: str, name: str, use: str, extra: str, wanted: list[Requirement]) -> Finding:
+    """Whether what an extra installs is here."""
+    wrong = [text for one in wanted if (text := _lack(one)) is not None]
+    if not wrong:
+        versions = ", ".join(f"{one.name} {_version(one.name)}" for one in wanted)
+        return Finding(area=area, name=name, state="ok", found=f"{versions} (for {use})")
+    found, mend = f"{'; '.join(wrong)} (for {use})", _command(extra)
+    if extra.startswith("agentscope") and _version("agentscope") is not None:
+        found += "; an environment holds one of AgentScope 1.x and 2.x"
+        mend = f"{mend}  (in another environment)"
+    return Finding(area=area, name=name, state="missing", found=found, mend=mend)
+
+
+def _extras(requirements: list[Requirement]) -> Iterator[Finding]:
+    for extra, use in _USES.items():
+        if wanted := _of_extra(requirements, extra):
+            yield _needing("extras", extra, use, extra, wanted)
+
+
+def _engines(requirements: list[Requirement], has_gpu: bool) -> Iterator[Finding]:
+    place = "on the GPU" if has_gpu else "on the CPU"
+    yield Finding(area="engines", name="transformers", state="ok", found=f"the default, {place}")
+    use = "explorer.rollout_model.engine_type: vllm"
+    vllm = _needing("engines", "vllm", use, "vllm", _of_extra(requirements, "vllm"))
+    if platform.system() != "Linux":
+        vllm = vllm.model_copy(
+            update={"state": "missing", "found": "vLLM runs on Linux", "mend": None}
+        )
+    elif vllm.state == "ok" and not has_gpu and "cpu" not in (_version("vllm") or ""):
+        found = f"{vllm.found}: built for GPUs, and none is here"
+        vllm = vllm.model_copy(update={"state": "missing", "found": found})
+    yield vllm
+    server = _needing("", "", "", "sglang", _of_extra(requirements, "sglang"))
+    can_serve = "and can run here" if server.state == "ok" else f"to run one: {server.mend}"
+    yield Finding(
+        area="engines",
+        name="sglang",
+        state="ok",
+        found=f"a run connects to servers (tuner.engine.urls); {can_serve}",
+    )
+
+
+def _backends(requirements: list[Requirement], has_gpu: bool) -> Iterator[Finding]:
+    yield Finding(area="backends", name="local", state="ok", found="in one process, the default")
+    use = "tuner.backend: trinity"
+    if not has_gpu:
+        use += "; without a GPU it checks configurations, and trains with Tinker's service"
+    wanted = _of_extra(requirements, "trinity")
+    yield _needing("backends", "trinity", use, "trinity", wanted)

@@ -1,0 +1,108 @@
+"""What a few rollouts say of a model: means with intervals, and how often k tries solve a task."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from math import comb
+from statistics import fmean
+
+import numpy as np
+from pydantic import BaseModel
+
+from tuner.traces import Trace
+
+CONFIDENCE = 0.95
+RESAMPLES = 10_000
+_SEED = 0
+_AT_ONCE = 1 << 22
+"""Draws of the bootstrap that are in memory together."""
+
+
+class Estimate(BaseModel):
+    """A mean over tasks, and the interval that holds the true one in 95 of 100 evaluations.
+
+    Attributes:
+        mean: Over the tasks.
+        low, high: Ends of the interval; None for a single task, which says nothing of others.
+        tasks: How many it is over.
+    """
+
+    mean: float
+    low: float | None
+    high: float | None
+    tasks: int
+
+    def text(self, form: str = ".3f") -> str:
+        """`0.512 [0.430, 0.590]`"""
+        if self.low is None or self.high is None:
+            return f"{self.mean:{form}}"
+        return f"{self.mean:{form}} [{self.low:{form}}, {self.high:{form}}]"
+
+
+def estimate(values: Sequence[float]) -> Estimate | None:
+    """The mean of one value per task with its bootstrap interval; None of no values.
+
+    Tasks are drawn again, with replacement, and not rollouts: those of one task resemble each
+    other, and other tasks are what the mean is asked of. The interval is the percentile bootstrap's
+    (Efron 1979), with a fixed seed: it needs no shape of the rewards and never leaves their range.
+    It is too narrow by about sqrt((n - 1) / n) for n tasks, so below 20 tasks take it for a hint;
+    where all values agree it has no width, whatever is true elsewhere.
+
+    Args:
+        values: A number per task; for two candidates the difference of each task.
+    """
+    if not values:
+        return None
+    mean, count = fmean(values), len(values)
+    if count == 1:
+        return Estimate(mean=mean, low=None, high=None, tasks=1)
+    random, array = np.random.default_rng(_SEED), np.asarray(values, dtype=np.float64)
+    means: list[float] = []
+    while len(means) < RESAMPLES:
+        drawn = min(RESAMPLES - len(means), max(1, _AT_ONCE // count))
+        means.extend(array[random.integers(count, size=(drawn, count))].mean(axis=1))
+    low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return Estimate(mean=mean, low=float(low), high=float(high), tasks=count)
+
+
+def pass_at_k(tries: int, passed: int, k: int) -> float:
+    """The chance that one of k tries passes: 1 - C(n - c, k) / C(n, k), unbiased for n >= k.
+
+    Chen et al. 2021 (arXiv 2107.03374), equation 1.
+    """
+    return 1 - comb(tries - passed, k) / comb(tries, k)
+
+
+def pass_hat_k(tries: int, passed: int, k: int) -> float:
+    """The chance that all of k tries pass: C(c, k) / C(n, k), unbiased for n >= k.
+
+    Yao et al. 2024 (tau-bench, arXiv 2406.12045), section 4.
+    """
+    return comb(passed, k) / comb(tries, k)
+
+
+def passes(
+    rewards: Iterable[Sequence[float]], k: int, pass_reward: float
+) -> tuple[list[float], list[float]]:
+    """pass@k and pass^k of each task that has k rewards or more; the others cannot tell.
+
+    Args:
+        rewards: Of each task those of its rollouts that have one.
+        pass_reward: A rollout has passed that has at least so much.
+    """
+    counts = [
+        (len(of_task), sum(reward >= pass_reward for reward in of_task))
+        for of_task in rewards
+        if len(of_task) >= k
+    ]
+    return [pass_at_k(n, c, k) for n, c in counts], [pass_hat_k(n, c, k) for n, c in counts]
+
+
+def rewards_by_task(traces: Iterable[Trace]) -> Mapping[int, list[float]]:
+    """The rewards of each task's rollouts, by its number; of a task where all failed none."""
+    found: defaultdict[int, list[float]] = defaultdict(list)
+    for trace in traces:
+        if trace.final:
+            found[trace.id.task] += [] if trace.reward is None else [trace.reward]
+    return found
