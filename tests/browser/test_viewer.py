@@ -48,6 +48,9 @@ def test_curves_outcomes_and_the_split_of_time_are_drawn(page, link):
     time_split = card(page, "Time per step")
     expect(time_split.locator("rect")).to_have_count(12 * 4)
     expect(time_split.locator(".legend")).to_have_text("generationagentjudgetrainingsync")
+    parts = time_split.locator(".legend i")
+    colours = parts.evaluate_all("all => all.map((one) => getComputedStyle(one).backgroundColor)")
+    assert len(set(colours)) == len(colours) == 5
     expect(page.locator("#outcomes")).to_have_text("completed180timeout12")
     expect(page.locator("#balance")).to_have_text("12,000 sampled = 11,520 trained + 480 timeout")
     box = reward.locator("svg").bounding_box()

@@ -15,9 +15,19 @@ from tuner.run.directory import write_atomically
 from tuner.viewer.follow import Causes, TraceRow, causes
 from tuner.viewer.reader import RunReader, to_json
 
-TEMPLATE = Path(__file__).with_name("page.html")
+ASSETS = Path(__file__).with_name("assets")
+# In the order in which they are read: later ones use earlier ones.
+SCRIPTS = ("base", "charts", "metrics", "list", "trace", "start")
 # Inside a script element these could end it or begin a comment; in JSON they may all be escaped.
 _ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
+
+
+def template() -> str:
+    """The page without data: `%NONCE%` and `%DATA%` stand for what is put in."""
+    html = (ASSETS / "page.html").read_text(encoding="utf-8")
+    style = (ASSETS / "page.css").read_text(encoding="utf-8")
+    script = "".join((ASSETS / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
+    return html.replace("%STYLE%", style).replace("%SCRIPT%", script)
 
 
 def page(data: dict[str, Any]) -> str:
@@ -27,10 +37,9 @@ def page(data: dict[str, Any]) -> str:
         data: `{"mode": "live"}` to fetch everything from the server that served the page, or
             what `tuner.viewer.page.report_data` gives.
     """
-    template = TEMPLATE.read_text(encoding="utf-8")
     # The nonce comes first: data might hold the text of the placeholder.
-    template = template.replace("%NONCE%", secrets.token_urlsafe(16))
-    return template.replace("%DATA%", to_json(data).translate(_ESCAPES))
+    html = template().replace("%NONCE%", secrets.token_urlsafe(16))
+    return html.replace("%DATA%", to_json(data).translate(_ESCAPES))
 
 
 NAME = "report.html"
