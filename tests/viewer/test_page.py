@@ -130,7 +130,7 @@ def test_failures_and_both_ends_are_chosen_before_the_rest(tmp_path):
     run = store_run(tmp_path, traces)
     reader = RunReader(run)
     reader.traces.refresh()
-    chosen = list(selection(reader.traces.rows))
+    chosen = list(selection(reader.traces.rows()))
     assert len(chosen) == len({row.key for row in chosen}) == 16
     assert {row.step for row in chosen[:7]} == {1, 3, 5}
     assert "timeout" in {row.outcome for row in chosen[:3]}

@@ -1,9 +1,10 @@
 "use strict";
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const LIVE = DATA.mode === "live";
-const POLL_MS = 3000, ROW = 28, PROMPT_TAIL = 60;
+const POLL_MS = 3000, ROW = 69, PROMPT_TAIL = 60;
 const $ = (id) => document.getElementById(id);
-const state = { run: null, metrics: [], metricsGeneration: 0, traces: [], tracesGeneration: 0, problems: [], causes: [], causesGeneration: 0, causeProblems: [], shown: [], open: null, failure: "" };
+const state = { run: null, chosen: "", metrics: [], generation: 0, listed: "", complete: true, counted: 0, problems: [], open: null, failure: "",
+  summary: { splits: [], steps: [], outcomes: [], causes: [], tables: [], curves: [], branches: { traces: 0, looked_at: 0, counts: {} } } };
 
 function el(tag, attributes, ...children) {
   const node = document.createElement(tag);
@@ -35,6 +36,10 @@ function duration(seconds) {
   return h ? `${h} h ${m} min` : m ? `${m} min ${s} s` : `${s} s`;
 }
 const sum = (rows, name) => rows.reduce((total, row) => total + (isNumber(row[name]) ? row[name] : 0), 0);
+
+function table(head, rows) {
+  return el("table", {}, el("thead", {}, el("tr", {}, ...head.map((name) => el("th", { scope: "col" }, name)))), el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map((cell) => el("td", { class: "num" }, cell))))));
+}
 
 /* ---- tooltip ---- */
 function tip(text, x, y) {

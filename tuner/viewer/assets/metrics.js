@@ -58,14 +58,48 @@ function bars(node, entries) {
 }
 /* Of training traces; in a report of all of them, also those that are not in the file. */
 function renderCauses() {
-  const rows = state.traces.filter((row) => row.split === "train" && row.final), known = rows.filter((row) => row.causes), counts = {};
-  for (const row of known) for (const [cause, n] of Object.entries(row.causes)) counts[cause] = (counts[cause] || 0) + n;
-  const all = LIVE ? { traces: rows.length, looked_at: known.length, counts } : DATA.all_causes;
+  const all = state.summary.branches;
   const entries = Object.entries(all.counts).sort((a, b) => b[1] - a[1]), total = entries.reduce((t, [, n]) => t + n, 0);
-  const choose = (cause) => ({ title: `${CAUSES[cause]?.[1] ?? ""} Click to list these traces.`, act: () => { $("f-cause").value = cause; $("list").scrollTop = 0; filterTraces(); } });
+  const choose = (cause) => ({ title: `${CAUSES[cause]?.[1] ?? ""} Click to list these traces.`, act: () => filterBy("cause", cause) });
   bars($("causes"), entries.map(([cause, n]) => [causeName(cause), n, choose(cause)]));
   if (!total && all.looked_at) $("causes").replaceChildren(el("span", { class: "dim" }, "none did"));
   $("branched").textContent = `${fmt(total)} branches in ` + (all.looked_at < all.traces ? `${fmt(all.looked_at)} of ${fmt(all.traces)} traces` + (LIVE ? " so far" : "") : `${fmt(all.traces)} traces`);
+}
+function filterBy(name, value) {
+  $(`f-${name}`).value = value;
+  $("list").scrollTop = 0;
+  refreshList();
+  $("traces").scrollIntoView({ block: "nearest" });
+}
+/* What only the traces know: how roles and tools change. */
+function renderParts() {
+  const { curves } = state.summary, keys = [...new Set(curves.flatMap((row) => Object.keys(row)))];
+  const of = (prefix) => keys.filter((key) => key.startsWith(prefix)).sort().slice(0, COLOURS).map((key) => ({ key, name: key.slice(prefix.length) }));
+  const charts = [["Reward by role, mean of its calls", of("role/")], ["Completion tokens per call by role", of("tokens/")], ["Share of tool calls that failed", of("tool/")]];
+  $("parts").replaceChildren(...charts.filter(([, series]) => series.length).map(([title, series]) => chart(title, series, { from: curves, small: true })));
+}
+function renderTables() {
+  const split = $("t-split").value, sums = { outcome: new Map(), tool: new Map(), role: new Map() };
+  for (const row of state.summary.tables) {
+    if (split && row.split !== split) continue;
+    const total = sums[row.kind].get(row.name) ?? { name: row.name, n: 0, failures: 0, tokens: 0, seconds: 0, timed: 0, reward: 0, rewarded: 0 };
+    for (const key of Object.keys(total)) if (key !== "name") total[key] += row[key];
+    sums[row.kind].set(row.name, total);
+  }
+  const each = (total, count) => count ? fmt(Number((total / count).toPrecision(3))) : "–", share = (part, all) => `${fmt(part)} (${fmt(Number((100 * part / all).toPrecision(3)))} %)`;
+  const rows = (kind) => [...sums[kind].values()].sort((a, b) => b.n - a.n), rollouts = rows("outcome").reduce((n, row) => n + row.n, 0);
+  const outcome = (name) => el("button", { type: "button", title: "List these traces.", on: { click: () => filterBy("outcome", name) } }, name.replace("_", " "));
+  const named = rows("role").some((row) => row.name);
+  const found = [
+    ["Rollouts by outcome", ["outcome", "rollouts", "tokens each", "seconds each", "mean reward"], rows("outcome").map((row) => [outcome(row.name), share(row.n, rollouts), each(row.tokens, row.n), each(row.seconds, row.timed), each(row.reward, row.rewarded)])],
+    ["Calls of tools", ["tool", "calls", "failed", "seconds each", "seconds in all", "mean reward"], rows("tool").map((row) => [row.name, fmt(row.n), share(row.failures, row.n), each(row.seconds, row.timed), row.timed ? fmt(Number(row.seconds.toPrecision(3))) : "–", each(row.reward, row.rewarded)])],
+    ["Calls of the model by role", ["role", "calls", "cut at the limit", "tokens each", "seconds each", "mean reward"], named ? rows("role").map((row) => [row.name || "(no role)", fmt(row.n), share(row.failures, row.n), each(row.tokens, row.n), each(row.seconds, row.timed), each(row.reward, row.rewarded)]) : []],
+  ].filter(([, , lines]) => lines.length);
+  $("tables").replaceChildren(...found.map(([title, head, lines]) => el("div", { class: "card" }, el("h3", {}, title), el("div", { class: "scroll" }, table(head, lines)))));
+  if (!found.length) $("tables").replaceChildren(el("span", { class: "dim" }, "no rollouts yet"));
+}
+function renderSummary() {
+  renderFilters(); renderCauses(); renderParts(); renderTables();
 }
 function renderHeader() {
   const run = state.run;
@@ -80,7 +114,7 @@ function renderHeader() {
   const ago = Date.now() / 1000 - run.updated;
   $("updated").textContent = !run.updated ? "" : LIVE && left ? `last write ${duration(Math.max(0, ago))} ago` : `last write ${new Date(run.updated * 1000).toLocaleString()}`;
   $("settings").textContent = Object.entries(run.settings).filter(([, v]) => v !== null).map(([k, v]) => `${k}: ${v}`).join("   ·   ");
-  const problems = [...state.problems, ...state.causeProblems];
+  const { problems } = state;
   const notes = [...(DATA.stopped ? [`The run stopped before its end: ${DATA.stopped}`] : []), ...problems.slice(0, 5), ...(problems.length > 5 ? [`… and ${problems.length - 5} more lines that are no trace`] : []), ...(state.failure ? [state.failure] : [])];
   $("notes").replaceChildren(...notes.map((text) => el("div", { class: "note bad" }, text)));
 }

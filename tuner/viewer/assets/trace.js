@@ -1,24 +1,34 @@
 /* ---- one trace ---- */
-async function openTrace(row) {
+async function openTrace(row, position = null) {
   const key = keyOf(row);
   state.open = key;
-  history.replaceState(null, "", `#trace=${encodeURIComponent(key)}`);
+  if (position !== null) list.at = position;
+  history.replaceState(null, "", `#${new URLSearchParams({ ...(state.chosen && { run: state.chosen }), trace: key })}`);
+  document.querySelector(".browser").classList.add("reading");
+  if (matchMedia("(max-width: 900px)").matches) document.querySelector(".pane").scrollIntoView();
   renderList();
-  let body;
-  try {
-    body = LIVE ? await get("api/trace", { file: row.file, offset: row.offset }) : { ...DATA.bodies[key], vocabulary: DATA.vocabulary };
-  } catch (error) {
-    body = { error: error.message };
-  }
+  const body = await bodyOf(key);
   if (state.open !== key) return;
-  $("detail").replaceChildren(...(body.error ? [el("div", { class: "note bad" }, body.error)] : traceView(body)));
+  $("detail").replaceChildren(...(body.error ? [el("div", { class: "note bad" }, body.error)] : traceView(body, key)));
+}
+/* A trace with the text of its tokens; or why there is none. */
+async function bodyOf(key, run = "") {
+  if (!LIVE) return key in DATA.bodies ? { ...DATA.bodies[key], vocabulary: DATA.vocabulary } : { error: `The trace of this link, ${key}, is not in this file; \`tuner view\` shows all.` };
+  const [file, offset] = splitKey(key);
+  try { return await get("api/trace", [["file", file], ["offset", offset], ...(run ? [["run", run]] : [])]); }
+  catch (error) { return { error: error.message }; }
+}
+function closeTrace() {
+  document.querySelector(".browser").classList.remove("reading");
+  renderList();
+  if (list.at !== null) reveal(list.at);
 }
 function facts(entries) {
   return el("div", { class: "facts" }, ...entries.filter(([, v]) => v !== null && v !== undefined && v !== "").map(([name, value]) => el("span", {}, el("span", { class: "dim" }, name + " "), el("b", { class: "num" }, typeof value === "object" ? JSON.stringify(value) : fmt(value)))));
 }
 const json = (value) => typeof value === "string" ? value : JSON.stringify(value, null, 2);
 const fold = (title, ...content) => el("details", {}, el("summary", {}, title), ...content);
-function traceView(body) {
+function traceView(body, key) {
   const trace = unpack(body.trace), id = trace.id, nodes = [];
   nodes.push(el("h3", {}, `${id.split}, step ${id.step}, task ${id.task}, rollout ${id.rollout}`));
   nodes.push(facts([["outcome", trace.outcome], ["reward", trace.reward], ["attempt", trace.attempt], ["calls", trace.calls.length],
@@ -26,6 +36,7 @@ function traceView(body) {
   if (trace.error) nodes.push(el("div", { class: "note bad" }, trace.error));
   if (!trace.final) nodes.push(el("div", { class: "note" }, "A retry replaced this attempt: its tokens are never trained."));
   if (body.no_text && trace.calls.length) nodes.push(el("div", { class: "note" }, body.no_text));
+  nodes.push(el("button", { type: "button", on: { click: () => openTask(key, id) } }, "this task in other rollouts, side by side"));
   nodes.push(fold("task", el("pre", {}, json(trace.task))));
   if (trace.response) nodes.push(fold("response of the workflow", el("pre", { class: "text" }, trace.response)));
   trace.calls.forEach((call, i) => nodes.push(callView(trace, i, body)));
