@@ -67,7 +67,7 @@ def test_without_a_response_the_last_answer_of_the_model_is_shown():
 
 
 def test_search_knows_neither_case_nor_line_breaks_nor_half_characters():
-    assert folded("Der GROẞE\n  Preis \ud83d") == "der grosse preis ?"
+    assert folded("Der GROẞE\n  Preis \ud83d") == b"der grosse preis ?"
 
 
 @pytest.mark.parametrize(

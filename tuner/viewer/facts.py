@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from tuner.traces.packing import is_one_path
 
-Json = Mapping[str, Any]
+Json = dict[str, Any]
 
 # What a list shows of a text or an error, and what a search looks through; the trace has all of it.
 SHOWN = 160
@@ -78,7 +78,9 @@ def row(file: str, offset: int, size: int, trace: Json) -> TraceRow:
         offset=offset,
         size=size,
         split=clean(trace["id"]["split"]),
-        **{part: int(trace["id"][part]) for part in ("step", "task", "rollout")},
+        step=int(trace["id"]["step"]),
+        task=int(trace["id"]["task"]),
+        rollout=int(trace["id"]["rollout"]),
         attempt=int(trace["attempt"]),
         final=bool(trace["final"]),
         outcome=clean(trace["outcome"]),
@@ -110,9 +112,9 @@ def clean(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def folded(text: str) -> str:
-    """One line in small letters: what is searched, and what is searched for."""
-    return " ".join(clean(text).split()).casefold()
+def folded(text: str) -> bytes:
+    """One line in small letters, as UTF-8: what is searched, and what is searched for."""
+    return " ".join(text.split()).casefold().encode("utf-8", "replace")
 
 
 @dataclass

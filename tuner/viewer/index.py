@@ -48,7 +48,7 @@ _SCHEMA = f"""
 CREATE TABLE born (token TEXT);
 CREATE TABLE files (name TEXT PRIMARY KEY, offset INTEGER, tail BLOB, stamp TEXT) WITHOUT ROWID;
 CREATE TABLE problems (text TEXT);
-CREATE TABLE texts (id INTEGER PRIMARY KEY, hash BLOB UNIQUE, shown TEXT, folded TEXT);
+CREATE TABLE texts (id INTEGER PRIMARY KEY, hash BLOB UNIQUE, shown TEXT, folded BLOB);
 CREATE TABLE traces (
     id INTEGER PRIMARY KEY, {", ".join(_COLUMNS)}, asked INTEGER, answered INTEGER, counted INTEGER
 );
@@ -69,6 +69,13 @@ _ADD = f"""
 INSERT INTO tallies VALUES ({", ".join("?" * (4 + len(SUMS)))})
 ON CONFLICT (kind, name, split, step) DO UPDATE SET
 {", ".join(f"{column} = {column} + excluded.{column}" for column in SUMS)}
+"""
+# A cache may be lost with the machine. The tables are those that `fill` fills.
+_SETTINGS = """
+PRAGMA synchronous = OFF;
+PRAGMA cache_size = -65536;
+CREATE TEMP TABLE hit (id INTEGER PRIMARY KEY);
+CREATE TEMP TABLE change (asked INTEGER, split, by, PRIMARY KEY (asked, split)) WITHOUT ROWID;
 """
 _ROWS = f"""
 SELECT {", ".join(f"traces.{name}" for name in _COLUMNS)}, task.shown, answer.shown, traces.asked
@@ -95,13 +102,13 @@ class TraceIndex:
     def _open(self, name: str) -> sqlite3.Connection:
         """A database of this version; a temporary one, which is what "" names, if need be."""
         self._name = name
+        self._filled: dict[str, tuple[str, tuple[Any, ...], str]] = {}
         connection: sqlite3.Connection | None = None
         try:
             connection = sqlite3.connect(
                 name, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
             )
-            # A cache may be lost with the machine.
-            connection.executescript("PRAGMA synchronous = OFF; PRAGMA cache_size = -65536")
+            connection.executescript(_SETTINGS)
             connection.execute("BEGIN IMMEDIATE")
             if connection.execute("PRAGMA user_version").fetchone() != (VERSION,):
                 _make(connection)
@@ -150,6 +157,15 @@ class TraceIndex:
                 f"{self._name or 'the temporary index of traces'} cannot be read ({error}); delete "
                 "it and start again: it is made anew from the traces"
             ) from error
+
+    def fill(self, table: str, query: str, values: Sequence[Any] = ()) -> None:
+        """Let a table of what is looked up for one question, `hit` or `change`, hold a query's."""
+        what = query, tuple(values), self.state
+        if self._filled.get(table) == what:
+            return
+        self._connection.execute(f"DELETE FROM {table}")
+        self._connection.execute(f"INSERT INTO {table} {query}", values)
+        self._filled[table] = what
 
     def rows(self, numbers: Sequence[int] | None = None) -> list[TraceRow]:
         """The traces of these numbers, in their order; all by default."""

@@ -20,7 +20,7 @@ KEPT = 8
 
 # Tasks whose reward is known in at least two steps, and by how much it changed.
 _CHANGES = """
-SELECT last.split AS split, last.asked AS asked, last.reward / last.n - first.reward / first.n AS by
+SELECT last.asked, last.split, last.reward / last.n - first.reward / first.n
 FROM (
     SELECT split, asked, MIN(step) AS first, MAX(step) AS last FROM tasks
     GROUP BY split, asked HAVING MIN(step) < MAX(step)
@@ -63,8 +63,8 @@ class Wanted:
     text: str = ""
     order: str = ""
 
-    def condition(self) -> tuple[str, list[Any]]:
-        """As SQL, with the values of its marks."""
+    def condition(self, traces: TraceIndex) -> tuple[str, list[Any]]:
+        """As SQL of an index, with the values of its marks."""
         parts: list[tuple[str, list[Any]]] = []
         if self.split:
             parts.append(("traces.split = ?", [self.split]))
@@ -87,8 +87,9 @@ class Wanted:
         if self.high is not None:
             parts.append(("reward <= ?", [self.high]))
         if needle := folded(self.text):
-            found = "IN (SELECT id FROM texts WHERE INSTR(folded, ?))"
-            parts.append((f"(traces.asked {found} OR answered {found})", [needle, needle]))
+            # By itself, or the texts would be looked through twice.
+            traces.fill("hit", "SELECT id FROM texts WHERE INSTR(folded, ?)", [needle])
+            parts.append(("(traces.asked IN hit OR answered IN hit)", []))
         condition = " AND ".join(part for part, _ in parts)
         return condition, [value for _, values in parts for value in values]
 
@@ -120,14 +121,16 @@ class Finder:
     def _find(self, wanted: Wanted) -> Sequence[int]:
         if wanted == Wanted():
             return range(1, self.traces.total + 1)
-        condition, values = wanted.condition()
-        changes = (
-            f"LEFT JOIN ({_CHANGES}) AS change ON change.split = traces.split "
-            "AND change.asked = traces.asked"
-        )
+        condition, values = wanted.condition(self.traces)
+        joined = ""
+        if wanted.order == "changed":
+            self.traces.fill("change", _CHANGES)
+            joined = (
+                "LEFT JOIN change ON (change.asked, change.split) = (traces.asked, traces.split)"
+            )
+        where = f"WHERE {condition}" if condition else ""
         found = self.traces.ask(
-            f"SELECT id FROM traces {changes if wanted.order == 'changed' else ''} "
-            f"{f'WHERE {condition}' if condition else ''} ORDER BY {_ORDERS[wanted.order]}",
+            f"SELECT traces.id FROM traces {joined} {where} ORDER BY {_ORDERS[wanted.order]}",
             values,
         )
         return [number for (number,) in found]
@@ -138,7 +141,7 @@ def changes(traces: TraceIndex) -> dict[tuple[str, int], float]:
 
     By split and the `same` of its traces.
     """
-    return {(split, same): by for split, same, by in traces.ask(_CHANGES)}
+    return {(split, same): by for same, split, by in traces.ask(_CHANGES)}
 
 
 def number_of(traces: TraceIndex, file: str, offset: int) -> int | None:

@@ -89,7 +89,7 @@ function renderList() {
     const row = list.rows.get(i);
     if (!row) { loadBlock(Math.floor(i / BLOCK)); continue; }
     const chosen = keyOf(row) === state.open, ended = row.outcome.replace("_", " ") + (row.final ? "" : ", retried");
-    const change = list.query.order === "changed" && isNumber(row.change) ? `task ${row.change < 0 ? "−" : "+"}${fmt(Math.abs(row.change))}` : "";
+    const change = list.query.order === "changed" && isNumber(row.change) ? `task ${row.change < 0 ? "" : "+"}${fmt(row.change)}` : "";
     const node = el("div", { class: "row", role: "option", id: `row-${i}`, "aria-selected": String(chosen), "aria-setsize": list.total, "aria-posinset": i + 1, title: row.error, on: { click: () => openTrace(row, i) } },
       el("div", { class: "top" }, el("span", { class: "num" }, `${row.split === "train" ? "" : row.split + " "}${row.step}-${row.task}-${row.rollout}`), el("span", { class: "num" }, fmt(row.reward)),
         el("span", { class: row.outcome === "completed" ? "dim" : "bad" }, change || ended), el("span", { class: "num dim" }, fmt(row.tokens))),
