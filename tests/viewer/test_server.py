@@ -122,6 +122,61 @@ def test_a_wrong_question_is_answered_with_a_sentence(client, query):
     assert answer.json()["error"]
 
 
+@pytest.fixture
+def runs(tmp_path):
+    """A folder of two projects; `p/a` and `p/b` had a task in common, with other settings."""
+    for name, reward in (("p/a", 0.0), ("p/b", 1.0), ("q/c", 0.5)):
+        metrics = [{"step": 1, "reward/mean": reward}]
+        made = store_run(tmp_path / name, [small(0, 0, reward)], metrics=metrics)
+        (made / "config.yaml").write_text(f"name: {made.name}\nalgorithm: {{lr: {reward}}}\n")
+    return tmp_path
+
+
+def opened(path):
+    return TestClient(viewer_app(path, TOKEN), base_url=f"http://127.0.0.1/{TOKEN}/")
+
+
+def test_beside_a_run_those_of_its_folder_can_be_chosen(runs):
+    client = opened(runs / "p/b")
+    assert client.get("api/runs").json() == {"runs": ["a", "b"], "first": "b"}
+    assert client.get("api/run").json()["rows"][0]["reward/mean"] == 1.0
+    other = {"run": "a"}
+    assert client.get("api/run", params=other).json()["rows"][0]["reward/mean"] == 0.0
+    assert client.get("api/list", params=other).json()["rows"][0]["reward"] == 0.0
+    store_run(runs / "p/later", [])
+    assert client.get("api/run", params={"run": "later"}).status_code == 200
+
+
+def test_in_a_folder_of_projects_the_runs_of_all_can_be_chosen(runs):
+    client = opened(runs)
+    assert client.get("api/runs").json() == {"runs": ["p/a", "p/b", "q/c"], "first": "p/a"}
+    assert client.get("api/run", params={"run": "q/c"}).json()["run"]["name"] == "c"
+    for name in ("../p/a", "/etc", "p", str(runs / "p/a")):
+        assert client.get("api/run", params={"run": name}).status_code == 400
+
+
+def test_a_folder_without_runs_is_refused(tmp_path):
+    with pytest.raises(TunerError, match="is not a run"):
+        viewer_app(tmp_path, TOKEN)
+
+
+def test_runs_are_compared_by_settings_curves_and_rollouts_of_a_task(runs):
+    client = opened(runs / "p/a")
+    compared = client.get("api/compare", params={"with": ["a", "b"]}).json()
+    assert compared["settings"] == {"algorithm.lr": [0.0, 1.0]}
+    assert [(run["name"], run["rows"][0]["reward/mean"]) for run in compared["runs"]] == [
+        ("a", 0.0),
+        ("b", 1.0),
+    ]
+    client.get("api/run")
+    query = {"file": "step_000001.jsonl", "offset": 0, "with": "b"}
+    task = client.get("api/task", params=query).json()["runs"]
+    assert {name: [row["reward"] for row in rows] for name, rows in task.items()} == {
+        "a": [0.0],
+        "b": [1.0],
+    }
+
+
 def test_a_taken_port_is_named(run):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
