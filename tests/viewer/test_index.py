@@ -233,3 +233,11 @@ def test_texts_that_a_database_cannot_hold_are_listed_all_the_same(tmp_path):
     run = store_run(tmp_path, [small(0, 0, 1.0, response="half \ud83d of it", error="\ud83d")])
     (row,) = indexed(run).rows()
     assert (row.answered, row.error) == ("half ? of it", "?")
+
+
+def test_a_temporary_index_that_cannot_be_written_is_an_error_that_says_so(tmp_path):
+    run = store_run(tmp_path, [small(0, 0, 1.0)])
+    index = TraceIndex(run / "traces")
+    index._connection.execute("PRAGMA query_only = ON")
+    with pytest.raises(TunerError, match=r"traces cannot be written \(.*\); make room"):
+        index.refresh()

@@ -333,8 +333,13 @@ class TraceIndex:
         except BaseException as error:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
-            if not (isinstance(error, sqlite3.OperationalError) and self._name):
+            if not isinstance(error, sqlite3.OperationalError):
                 raise
+            if not self._name:
+                raise TunerError(
+                    f"the index of the traces in {self.folder} cannot be written ({error}); make "
+                    "room there, or in the folder for temporary files"
+                ) from error
             self._connection.close()
             self._connection = self._open("")
             return False

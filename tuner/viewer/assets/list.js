@@ -29,9 +29,12 @@ function findHere(wanted) {
   const found = DATA.traces.filter((row) => (!wanted.cause || hasCause(row)) && (!wanted.split || row.split === wanted.split) && (!wanted.step || row.step === Number(wanted.step)) &&
     (!wanted.outcome || row.outcome === wanted.outcome || (wanted.outcome === "not completed" && row.outcome !== "completed") || (wanted.outcome === "replaced by a retry" && !row.final)) &&
     (wanted.low === "" || row.reward !== null) && (wanted.high === "" || row.reward !== null) && (row.reward === null || (row.reward >= low && row.reward <= high)) && (!needle || textOf(row).includes(needle)));
-  const by = { new: () => found.reverse(), worst: (a, b) => (a.reward ?? -Infinity) - (b.reward ?? -Infinity), best: (a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity), long: (a, b) => b.tokens - a.tokens,
-    changed: (a, b) => Math.abs(b.change ?? 0) - Math.abs(a.change ?? 0) || a.same - b.same || (a.split < b.split ? -1 : a.split > b.split) }[wanted.order];
-  if (wanted.order === "new") by(); else if (by) found.sort((a, b) => by(a, b) || 0);
+  const rank = (row) => row.reward ?? -Infinity, moved = (row) => row.change === null ? -1 : Math.abs(row.change);
+  const orders = {
+    worst: (a, b) => rank(a) - rank(b), best: (a, b) => rank(b) - rank(a), long: (a, b) => b.tokens - a.tokens,
+    changed: (a, b) => moved(b) - moved(a) || a.same - b.same || a.split.localeCompare(b.split),
+  };
+  if (wanted.order === "new") found.reverse(); else if (wanted.order) found.sort(orders[wanted.order]);
   return found;
 }
 const searchable = (text) => text.toLowerCase().split(/\s+/).filter(Boolean).join(" ");
