@@ -12,7 +12,7 @@ from tests.browser.example_run import write_example
 from tuner.viewer import write_report
 
 PICTURE = Path(__file__).parents[2] / "docs/viewer.png"
-COLOURS = 128
+COLOURS = 256
 
 
 def main():
@@ -32,7 +32,7 @@ def main():
         )
         browser.close()
     # A page has few colours: with a palette the file is a third as large.
-    Image.open(BytesIO(taken)).quantize(COLOURS).save(PICTURE, optimize=True)
+    Image.open(BytesIO(taken)).quantize(COLOURS, Image.Quantize.MAXCOVERAGE).save(PICTURE, optimize=True)
     print(PICTURE)
 
 

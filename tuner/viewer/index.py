@@ -70,8 +70,10 @@ INSERT INTO tallies VALUES ({", ".join("?" * (4 + len(SUMS)))})
 ON CONFLICT (kind, name, split, step) DO UPDATE SET
 {", ".join(f"{column} = {column} + excluded.{column}" for column in SUMS)}
 """
-# A cache may be lost with the machine. The tables are those that `fill` fills.
+# A cache may be lost with the machine, and come with a run from somebody else. The tables are those
+# that `fill` fills.
 _SETTINGS = """
+PRAGMA trusted_schema = OFF;
 PRAGMA synchronous = OFF;
 PRAGMA cache_size = -65536;
 CREATE TEMP TABLE hit (id INTEGER PRIMARY KEY);
