@@ -235,7 +235,13 @@ def export(
 
 @app.command(epilog="Example: tuner view checkpoints/AgentScope/GSM8K-tiny")
 def view(
-    run: RunDirectoryPath,
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN",
+            help="Run directory: <checkpoint_root_dir>/<project>/<name>; or a folder of runs.",
+        ),
+    ],
     port: Annotated[int, typer.Option(help="Port on 127.0.0.1; 0 takes a free one.")] = 0,
     report: Annotated[
         bool, typer.Option("--report", help="Write report.html into the run and serve nothing.")

@@ -81,7 +81,7 @@ class Conversation:
                 messages=list(messages),
                 tools=list(tools),
                 response=answer,
-                started=1_763_000_000.0 + len(self.calls),
+                started=1_763_000_000.0 + 1.5 * len(self.calls),
                 seconds=0.8,
                 **fields,
             )
@@ -103,26 +103,30 @@ def agent(dice, kind, a, b):
     """The calls of one rollout.
 
     `plain` is one path; `reasoning` loses the reasoning of its first answer, `sub_agent` asks
-    another agent, `tools_changed` gets a tool more, `whitespace` strips its first answer.
+    another agent, `tools_changed` gets a tool more, `whitespace` strips its first answer, and its
+    tool fails.
     """
     talk = Conversation(dice)
     thought = f"<think>{a} and {b} must be added.</think>"
     question = {"role": "user", "content": f"Mia has {a} marbles and finds {b} more. How many?"}
     first = uses("add", {"a": a, "b": b}, "c1", thought if kind == "reasoning" else " Let me add. ")
-    history = talk.ask([SYSTEM, question], first)
+    history = talk.ask([SYSTEM, question], first, role="solver")
     if kind == "sub_agent":
         checker = {"role": "system", "content": "You check sums."}
         sum_ = {"role": "user", "content": f"Is {a} + {b} = {a + b}?"}
-        talk.ask([checker, sum_], {"role": "assistant", "content": "Yes."}, tools=())
+        talk.ask(
+            [checker, sum_], {"role": "assistant", "content": "Yes."}, tools=(), role="checker"
+        )
     if kind == "reasoning":
         history = [SYSTEM, question, {**first, "content": ""}]
     if kind == "whitespace":
         history = [SYSTEM, question, {**first, "content": "Let me add."}]
-    history = [*history, result("c1", str(a + b))]
+    failed = kind == "whitespace"
+    history = [*history, result("c1", "Error: add is busy" if failed else str(a + b))]
     answer = {"role": "assistant", "content": f"Mia has {a + b} marbles."}
     tools = (ADD, LOOK_UP) if kind == "tools_changed" else (ADD,)
     goes_on = kind in ("plain", "sub_agent")
-    talk.ask(history, answer, tools=tools, after=0 if goes_on else None)
+    talk.ask(history, answer, tools=tools, after=0 if goes_on else None, role="solver")
     return tuple(talk.calls)
 
 

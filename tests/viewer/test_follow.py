@@ -11,7 +11,8 @@ from tests.viewer.stored import small, store_run
 from tuner.errors import TunerError
 from tuner.traces import Outcome, RolloutId
 from tuner.traces.store import trace_to_json
-from tuner.viewer.follow import LineFollower, MetricsFollower, TraceIndex
+from tuner.viewer.follow import LineFollower, MetricsFollower
+from tuner.viewer.index import TraceIndex
 
 
 def lines_of(traces):
@@ -39,11 +40,10 @@ def test_torn_last_line_is_listed_when_it_is_complete(tmp_path):
     content = lines_of([small(0, 0, 1.0), small(0, 1, 0.0)])
     (tmp_path / "step_000001.jsonl").write_bytes(content[:-9])
     assert index.refresh()
-    assert [row.rollout for row in index.rows] == [0]
+    assert [row.rollout for row in index.rows()] == [0]
     (tmp_path / "step_000001.jsonl").write_bytes(content)
     index.refresh()
-    assert [row.rollout for row in index.rows] == [0, 1]
-    assert index.generation == 0
+    assert [row.rollout for row in index.rows()] == [0, 1]
     assert index.problems == []
 
 
@@ -55,8 +55,7 @@ def test_a_run_that_cuts_its_torn_line_and_goes_on_is_followed(tmp_path):
     index.refresh()
     store_run(tmp_path, [small(0, 1, 0.0)])
     index.refresh()
-    assert [row.rollout for row in index.rows] == [0, 1]
-    assert index.generation == 0
+    assert [row.rollout for row in index.rows()] == [0, 1]
 
 
 def test_rows_say_what_a_list_needs_and_lead_to_their_trace(tmp_path):
@@ -64,7 +63,7 @@ def test_rows_say_what_a_list_needs_and_lead_to_their_trace(tmp_path):
     run = store_run(tmp_path, [small(0, 0, 0.5), failed])
     index = TraceIndex(run / "traces")
     index.refresh()
-    first, second = index.rows
+    first, second = index.rows()
     assert (first.reward, first.tokens, first.calls, first.split) == (0.5, 1, 1, "train")
     assert (second.step, second.task, second.outcome) == (2, 3, "workflow_error")
     assert not second.final
@@ -77,7 +76,7 @@ def test_files_are_listed_by_step(tmp_path):
     run = store_run(tmp_path, [*(small(0, 0, 1.0, step=step) for step in (10, 3, 1)), evaluated])
     index = TraceIndex(run / "traces")
     index.refresh()
-    assert [row.step for row in index.rows] == [1, 2, 3, 10]
+    assert [row.step for row in index.rows()] == [1, 2, 3, 10]
 
 
 def test_reading_for_a_limited_time_goes_on_where_it_stopped(tmp_path):
@@ -87,7 +86,7 @@ def test_reading_for_a_limited_time_goes_on_where_it_stopped(tmp_path):
     while not index.refresh(seconds=0):
         rounds += 1
     assert rounds == 5
-    assert [row.rollout for row in index.rows] == [0, 1, 2, 3, 4]
+    assert [row.rollout for row in index.rows()] == [0, 1, 2, 3, 4]
 
 
 def test_a_replaced_file_begins_anew(tmp_path):
@@ -96,8 +95,7 @@ def test_a_replaced_file_begins_anew(tmp_path):
     index.refresh()
     (run / "traces/step_000001.jsonl").write_bytes(lines_of([small(7, 7, 0.0)]))
     index.refresh()
-    assert [row.task for row in index.rows] == [7]
-    assert index.generation == 1
+    assert [row.task for row in index.rows()] == [7]
 
 
 def test_metrics_that_a_resumed_run_rewrote_are_read_again(tmp_path):
@@ -117,7 +115,7 @@ def test_a_damaged_line_is_named_and_the_others_are_listed(tmp_path):
     (tmp_path / "step_000001.jsonl").write_bytes(b"{}\n" + lines_of([small(0, 0, 1.0)]))
     index = TraceIndex(tmp_path)
     index.refresh()
-    assert len(index.rows) == 1
+    assert len(index.rows()) == 1
     assert "step_000001.jsonl, byte 0" in index.problems[0]
 
 

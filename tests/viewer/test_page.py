@@ -14,7 +14,7 @@ from tests.viewer.stored import read_data, small, store_run
 from tuner.errors import TunerError
 from tuner.traces import Outcome
 from tuner.viewer import RunReader, write_report
-from tuner.viewer.page import TEMPLATE, page, selection
+from tuner.viewer.page import page, selection, template
 from tuner.viewer.reader import BEGINS_CHARACTER, Vocabulary, to_json
 
 TINY = Path(__file__).parents[2] / "models/tiny_math"
@@ -39,19 +39,19 @@ def test_what_a_model_wrote_cannot_become_html(tmp_path):
     )
     run = store_run(tmp_path, [hostile], metrics=[{"step": 1, HOSTILE: 0.5}])
     html = write_report(run).read_text(encoding="utf-8")
-    assert html.count("</script>") == TEMPLATE.read_text().count("</script>")
-    assert html.count("<script") == TEMPLATE.read_text().count("<script")
+    assert html.count("</script>") == template().count("</script>")
+    assert html.count("<script") == template().count("<script")
     assert "onerror=alert" not in html.replace("\\u003cimg src=x onerror=alert", "")
     (body,) = read_data(html)["bodies"].values()
     assert body["trace"]["response"] == HOSTILE
 
 
 def test_the_page_writes_text_only_and_asks_nobody_else():
-    template = TEMPLATE.read_text()
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", template)
-    without_namespace = template.replace("http://www.w3.org/2000/svg", "")
+    html = template()
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", html)
+    without_namespace = html.replace("http://www.w3.org/2000/svg", "")
     assert not re.search(r"https?://|@import|url\(", without_namespace)
-    assert "default-src 'none'" in template
+    assert "default-src 'none'" in html
 
 
 def test_each_page_has_a_nonce_of_its_own():
@@ -130,7 +130,7 @@ def test_failures_and_both_ends_are_chosen_before_the_rest(tmp_path):
     run = store_run(tmp_path, traces)
     reader = RunReader(run)
     reader.traces.refresh()
-    chosen = list(selection(reader.traces.rows))
+    chosen = list(selection(reader.traces.rows()))
     assert len(chosen) == len({row.key for row in chosen}) == 16
     assert {row.step for row in chosen[:7]} == {1, 3, 5}
     assert "timeout" in {row.outcome for row in chosen[:3]}

@@ -12,12 +12,24 @@ from typing import Any
 
 from tuner.errors import TunerError
 from tuner.run.directory import write_atomically
-from tuner.viewer.follow import Causes, TraceRow, causes
+from tuner.viewer.facts import TraceRow
+from tuner.viewer.index import causes
+from tuner.viewer.queries import changes, summary
 from tuner.viewer.reader import RunReader, to_json
 
-TEMPLATE = Path(__file__).with_name("page.html")
+ASSETS = Path(__file__).with_name("assets")
+# In the order in which they are read: later ones use earlier ones.
+SCRIPTS = ("base", "charts", "metrics", "list", "trace", "compare", "start")
 # Inside a script element these could end it or begin a comment; in JSON they may all be escaped.
 _ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
+
+
+def template() -> str:
+    """The page without data: `%NONCE%` and `%DATA%` stand for what is put in."""
+    html = (ASSETS / "page.html").read_text(encoding="utf-8")
+    style = (ASSETS / "page.css").read_text(encoding="utf-8")
+    script = "".join((ASSETS / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
+    return html.replace("%STYLE%", style).replace("%SCRIPT%", script)
 
 
 def page(data: dict[str, Any]) -> str:
@@ -27,10 +39,9 @@ def page(data: dict[str, Any]) -> str:
         data: `{"mode": "live"}` to fetch everything from the server that served the page, or
             what `tuner.viewer.page.report_data` gives.
     """
-    template = TEMPLATE.read_text(encoding="utf-8")
     # The nonce comes first: data might hold the text of the placeholder.
-    template = template.replace("%NONCE%", secrets.token_urlsafe(16))
-    return template.replace("%DATA%", to_json(data).translate(_ESCAPES))
+    html = template().replace("%NONCE%", secrets.token_urlsafe(16))
+    return html.replace("%DATA%", to_json(data).translate(_ESCAPES))
 
 
 NAME = "report.html"
@@ -66,14 +77,17 @@ def report_data(
     reader.traces.refresh()
     vocabulary: dict[int, str] = {}
     rows, bodies, size = [], {}, 0
-    counts: dict[str, Causes] = {}
+    counts: dict[str, Mapping[str, int]] = {}
     problems = list(reader.traces.problems)
+    listed = reader.traces.rows()
     deadline = time.monotonic() + CAUSE_SECONDS
-    for row in selection(reader.traces.rows):
+    for row in selection(listed):
         embedded = size + row.size <= trace_bytes
         if embedded or time.monotonic() < deadline:
             try:
-                counts[row.key] = causes(reader.traces, row)
+                counts[row.key] = (
+                    {} if row.one_path else causes(reader.traces, row.file, row.offset)
+                )
             except TunerError as error:
                 problems.append(str(error))
                 continue
@@ -88,24 +102,37 @@ def report_data(
         vocabulary |= body.pop("vocabulary")
         rows.append(row)
         bodies[row.key] = body
-    order = {row.key: position for position, row in enumerate(reader.traces.rows)}
+    order = {row.key: position for position, row in enumerate(listed)}
+    change = changes(reader.traces)
     rows.sort(key=lambda row: order[row.key])
     return {
         "mode": "report",
         "run": reader.info() | ({} if stopped is None else {"status": "stopped"}),
         "stopped": stopped,
         "metrics": reader.metrics.rows,
-        "traces": [row.to_json() for row in rows],
-        "causes": [counts[row.key] for row in rows],
-        "all_causes": _training_causes(reader.traces.rows, counts),
-        "total_traces": len(reader.traces.rows),
+        "traces": [
+            {
+                **row.to_json(),
+                "change": change.get((row.split, row.same)),
+                "causes": counts[row.key],
+            }
+            for row in rows
+        ],
+        "summary": summary(reader.traces)
+        | {
+            "causes": sorted({cause for row in rows for cause in counts[row.key]}),
+            "branches": _training_branches(listed, counts),
+        },
+        "total_traces": len(listed),
         "problems": problems,
         "bodies": bodies,
         "vocabulary": vocabulary,
     }
 
 
-def _training_causes(rows: Sequence[TraceRow], counts: Mapping[str, Causes]) -> dict[str, Any]:
+def _training_branches(
+    rows: Sequence[TraceRow], counts: Mapping[str, Mapping[str, int]]
+) -> dict[str, Any]:
     """Branches of the traces that were looked at and are trained, and how many traces that are."""
     trained = [row for row in rows if row.split == "train" and row.final]
     looked_at = [counts[row.key] for row in trained if row.key in counts]

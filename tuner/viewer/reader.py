@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from tuner.config.source import lookup
-from tuner.errors import TunerError
+from tuner.data.dataset import row_text
 from tuner.run.directory import RunDirectory
+from tuner.run.summary import check_is_run, read_settings
 from tuner.traces.packing import unpack
-from tuner.viewer.follow import CauseIndex, MetricsFollower, TraceIndex, branch_rows
+from tuner.viewer.follow import MetricsFollower, branch_rows
+from tuner.viewer.index import TraceIndex, identity
 
 FILE = "tokenizer.json"
 # What decoding gives for bytes that are only a part of a character.
@@ -114,28 +116,27 @@ class RunReader:
 
     Attributes:
         metrics: Rows of `metrics.jsonl`.
-        traces: One row per trace.
-        causes: Why they branch.
+        traces: What can be asked of its traces.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Raises:
-        TunerError: `path` is not a run directory.
+    def __init__(self, path: Path, *, keep: bool = False) -> None:
+        """
+        Args:
+            path: The run directory.
+            keep: Keep the index of its traces beside them, for the next time.
+
+        Raises:
+            TunerError: `path` is not a run directory.
         """
         self.directory = RunDirectory(path.resolve())
-        if not self.directory.traces.is_dir() and not self.directory.metrics.is_file():
-            raise TunerError(
-                f"{path} is not a run: it holds neither metrics.jsonl nor traces/. Give the "
-                "folder <checkpoint_root_dir>/<project>/<name>"
-            )
+        check_is_run(path)
         self.metrics = MetricsFollower(self.directory.metrics)
-        self.traces = TraceIndex(self.directory.traces)
-        self.causes = CauseIndex(self.traces)
+        self.traces = TraceIndex(self.directory.traces, keep=keep)
         self._vocabulary: Vocabulary | None = None
 
     def info(self) -> dict[str, Any]:
         """Name, status and the settings worth seeing; no secrets, so no whole configuration."""
-        config = self._config()
+        config = read_settings(self.directory)
         completed = self.directory.result.is_file()
         return {
             "name": self.directory.path.name,
@@ -184,22 +185,23 @@ class RunReader:
             "no_text": vocabulary.problem,
         }
 
+    def task_of(self, file: str, offset: int) -> tuple[str, bytes]:
+        """The split of a trace, and the identity of its task, in this run and in others.
+
+        Raises:
+            TunerError: No trace begins there.
+        """
+        stored = self.traces.read(file, offset)
+        return str(stored["id"]["split"]), identity(row_text(stored["task"]))
+
     def vocabulary(self) -> Vocabulary:
         """Of the newest checkpoint, else of the model that the run started from."""
         if self._vocabulary is None or self._vocabulary.problem is not None:
             steps = self.directory.checkpoint_steps() if self.directory.checkpoints.is_dir() else []
             folders: list[str | Path] = [self.directory.checkpoint(step) for step in steps[-1:]]
-            model = lookup(self._config(), "model.model_path")
+            model = lookup(read_settings(self.directory), "model.model_path")
             self._vocabulary = Vocabulary([*folders, *([model] if model else [])])
         return self._vocabulary
-
-    def _config(self) -> dict[str, Any]:
-        import yaml
-
-        if not self.directory.config.is_file():
-            return {}
-        config = yaml.safe_load(self.directory.config.read_text(encoding="utf-8"))
-        return config if isinstance(config, dict) else {}
 
     def _total_steps(self, config: dict[str, Any], completed: bool) -> int | None:
         """None where it follows from the length of the dataset, which is not in the directory."""

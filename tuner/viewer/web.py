@@ -10,62 +10,187 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from tuner.errors import TunerError
+from tuner.run.summary import check_is_run, differing_settings, find_runs, is_run, read_run
 from tuner.viewer.page import page
+from tuner.viewer.queries import Finder, Wanted, changes, number_of, same_task, summary
 from tuner.viewer.reader import RunReader, to_json
 
-# Rows of one answer, and how long one request may read traces: the page asks again for the rest.
-ROWS = 2000
-READING_SECONDS = 0.5
-# The same for the causes of branches; opening a trace may have to wait for this long.
-CAUSE_SECONDS = 0.2
+# Rows of one answer: more than a screen shows of a list.
+ROWS = 200
+# How long one request may read traces and look at their branches; the page asks again for the rest,
+# and what else it asks has to wait for this long.
+READING_SECONDS = 0.1
+# The same for another run, whose rollouts of a task are wanted.
+OTHER_SECONDS = 1.0
 _HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",  # the link holds the token
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
+Answer = Callable[[QueryParams], dict[str, Any]]
+
+
+class Runs:
+    """The runs that a page may choose from, each opened when it is asked for.
+
+    Attributes:
+        first: The name of the one that is shown first.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """
+        Args:
+            path: A run, which is shown beside those of its folder, or a folder that holds runs.
+
+        Raises:
+            TunerError: It is neither.
+        """
+        path = path.resolve()
+        self._folder = path.parent if is_run(path) else path
+        self._depth = 1 if is_run(path) else 2
+        self._readers: dict[str, tuple[RunReader, Finder]] = {}
+        names = self.names()
+        if not names:
+            check_is_run(path)
+        self.first = path.name if is_run(path) else names[0]
+
+    def names(self) -> list[str]:
+        """By folder; the runs may have become more."""
+        self._paths = {
+            path.relative_to(self._folder).as_posix(): path
+            for path in find_runs(self._folder, depth=self._depth)
+        }
+        return list(self._paths)
+
+    def path(self, name: str) -> Path:
+        """Raises:
+        TunerError: There is no run of this name.
+        """
+        if name not in self._paths and name not in self.names():
+            raise TunerError(f"there is no run {name!r} in {self._folder}")
+        return self._paths[name]
+
+    def open(self, name: str) -> tuple[RunReader, Finder]:
+        """Raises:
+        TunerError: There is no run of this name.
+        """
+        if name not in self._readers:
+            reader = RunReader(self.path(name), keep=True)
+            self._readers[name] = reader, Finder(reader.traces)
+        return self._readers[name]
+
+
+def answers(runs: Runs) -> dict[str, Answer]:
+    """What the page may ask, by path; `run` is in all of them, the first one by default.
+
+    `run?from=N&generation=G` reads on, gives the metrics from row N on (from 0 when G is not the
+    current generation), what the header shows, and how far the traces are read.
+    `list?split&step&outcome&cause&low&high&text&order&first=N&count=M` gives the traces N to N + M
+    of those that are wanted, how many these are, and with `key` where that trace is among them.
+    `summary` has tables and names to choose from, `trace?file=F&offset=B` one trace.
+    `task?file=F&offset=B&with=RUN` has all rollouts of a trace's task, also those of other runs.
+    `runs` are the names, and `compare?with=RUN&with=RUN` has settings and curves of some.
+    """
+
+    def opened(query: QueryParams) -> tuple[RunReader, Finder]:
+        return runs.open(query.get("run") or runs.first)
+
+    def run(query: QueryParams) -> dict[str, Any]:
+        reader, _ = opened(query)
+        reader.metrics.refresh()
+        traces = reader.traces
+        complete = traces.refresh(READING_SECONDS)
+        done = complete and traces.count_branches(READING_SECONDS)
+        rows, generation = reader.metrics.rows, reader.metrics.generation
+        first = _number(query, "from") if _number(query, "generation") == generation else 0
+        return {
+            "run": reader.info(),
+            "from": first,
+            "generation": generation,
+            "rows": rows[first:],
+            "state": traces.state,
+            "complete": complete,
+            "counted": traces.counted,
+            "more": not done,
+            "problems": traces.problems,
+        }
+
+    def list_(query: QueryParams) -> dict[str, Any]:
+        reader, finder = opened(query)
+        wanted = _wanted(query)
+        found = finder.find(wanted)
+        first, count = _number(query, "first"), min(_number(query, "count", ROWS), ROWS)
+        numbers = found[first : first + count]
+        change = changes(reader.traces) if wanted.order == "changed" else {}
+        rows = [
+            {**row.to_json(), "change": change.get((row.split, row.same))}
+            for row in reader.traces.rows(numbers)
+        ]
+        at = None
+        if query.get("key"):
+            file, _, offset = query["key"].rpartition(":")
+            at = number_of(reader.traces, file, int(offset) if offset.isdecimal() else -1)
+        return {
+            "state": reader.traces.state,
+            "total": len(found),
+            "all": reader.traces.total,
+            "first": first,
+            "rows": rows,
+            "at": found.index(at) if at in found else None,
+        }
+
+    def trace(query: QueryParams) -> dict[str, Any]:
+        reader, _ = opened(query)
+        return reader.trace(query.get("file", ""), _number(query, "offset"))
+
+    def task(query: QueryParams) -> dict[str, Any]:
+        reader, _ = opened(query)
+        split, identity = reader.task_of(query.get("file", ""), _number(query, "offset"))
+        found = {query.get("run") or runs.first: same_task(reader.traces, split, identity)}
+        for name in query.getlist("with"):
+            other, _ = runs.open(name)
+            other.traces.refresh(OTHER_SECONDS)
+            found[name] = same_task(other.traces, split, identity)
+        return {"runs": {name: [row.to_json() for row in rows] for name, rows in found.items()}}
+
+    def compare(query: QueryParams) -> dict[str, Any]:
+        names = query.getlist("with")
+        read = [read_run(runs.path(name)) for name in names]
+        return {
+            "runs": [
+                {"name": name, "rows": one.metrics} for name, one in zip(names, read, strict=True)
+            ],
+            "settings": differing_settings(read),
+        }
+
+    return {
+        "run": run,
+        "list": list_,
+        "summary": lambda query: summary(opened(query)[0].traces),
+        "trace": trace,
+        "task": task,
+        "runs": lambda query: {"runs": runs.names(), "first": runs.first},
+        "compare": compare,
+    }
 
 
 def viewer_app(run: Path, token: str) -> Starlette:
-    """The page at `/<token>/` and its data below; anything else is 404.
-
-    `api/metrics?from=N&generation=G` gives the rows from N on, and what the header shows;
-    `api/traces?from=N&generation=G` at most 2000 rows of the list; both begin anew at row 0 when
-    G is not the current generation. `api/causes?from=N&generation=G` follows the list with the
-    branches of each trace by cause. `api/trace?file=F&offset=B` gives one trace.
+    """The page at `/<token>/` and its data at `/<token>/api/`; anything else is 404.
 
     Raises:
-        TunerError: `run` is not a run directory.
+        TunerError: `run` is neither a run directory nor a folder that holds some.
     """
-    reader = RunReader(run)
     lock = threading.Lock()
 
-    def metrics(query: dict[str, str]) -> dict[str, Any]:
-        reader.metrics.refresh()
-        return {"run": reader.info(), **_rows(query, reader.metrics, reader.metrics.rows)}
-
-    def traces(query: dict[str, str]) -> dict[str, Any]:
-        complete = reader.traces.refresh(READING_SECONDS)
-        found = _rows(query, reader.traces, reader.traces.rows)
-        rows = [row.to_json() for row in found["rows"][:ROWS]]
-        more = not complete or len(found["rows"]) > ROWS
-        return {**found, "rows": rows, "more": more, "problems": reader.traces.problems}
-
-    def causes(query: dict[str, str]) -> dict[str, Any]:
-        complete = reader.causes.refresh(CAUSE_SECONDS)
-        found = _rows(query, reader.causes, reader.causes.counts)
-        return {**found, "more": not complete, "problems": reader.causes.problems}
-
-    def trace(query: dict[str, str]) -> dict[str, Any]:
-        return reader.trace(query.get("file", ""), _number(query, "offset"))
-
-    def answer(read: Callable[[dict[str, str]], dict[str, Any]]) -> Any:
-        def locked(query: dict[str, str]) -> dict[str, Any]:
+    def endpoint(read: Answer) -> Any:
+        def locked(query: QueryParams) -> dict[str, Any]:
             with lock:
                 return read(query)
 
@@ -73,7 +198,7 @@ def viewer_app(run: Path, token: str) -> Starlette:
             if not _allowed(request, token):
                 return _refusal()
             try:
-                data = await run_in_threadpool(locked, dict(request.query_params))
+                data = await run_in_threadpool(locked, request.query_params)
             except TunerError as error:
                 return _response(to_json({"error": str(error)}), "application/json", status=400)
             return _response(to_json(data), "application/json")
@@ -88,13 +213,11 @@ def viewer_app(run: Path, token: str) -> Starlette:
     async def nothing(_: Request) -> Response:
         return _refusal()
 
+    found = answers(Runs(run)).items()
     return Starlette(
         routes=[
             Route("/{token}/", index),
-            Route("/{token}/api/metrics", answer(metrics)),
-            Route("/{token}/api/traces", answer(traces)),
-            Route("/{token}/api/causes", answer(causes)),
-            Route("/{token}/api/trace", answer(trace)),
+            *(Route(f"/{{token}}/api/{name}", endpoint(read)) for name, read in found),
             Route("/{rest:path}", nothing),
         ]
     )
@@ -104,12 +227,13 @@ def serve(run: Path, *, port: int, announce: Callable[[str], None]) -> None:
     """Serve the page until it is interrupted.
 
     Args:
-        run: The run directory.
+        run: The run directory, or a folder that holds some.
         port: Port on 127.0.0.1; 0 takes a free one.
         announce: Receives the link.
 
     Raises:
-        TunerError: `run` is not a run directory, or the port is taken.
+        TunerError: `run` is neither a run directory nor a folder that holds some, or the port is
+            taken.
     """
     import uvicorn
 
@@ -154,14 +278,26 @@ def _response(text: str, kind: str, *, status: int = 200) -> Response:
     return Response(text, status_code=status, media_type=kind, headers=_HEADERS)
 
 
-def _rows(query: dict[str, str], source: Any, rows: list[Any]) -> dict[str, Any]:
-    """The rows that the asker has not; all of them if it knows those of a file that is gone."""
-    first = _number(query, "from") if _number(query, "generation") == source.generation else 0
-    return {"from": first, "generation": source.generation, "rows": rows[first:]}
+def _wanted(query: QueryParams) -> Wanted:
+    texts = ("split", "outcome", "cause", "text", "order")
+    return Wanted(
+        **{name: query.get(name, "") for name in texts},
+        step=_number(query, "step") if query.get("step") else None,
+        low=_real(query, "low"),
+        high=_real(query, "high"),
+    )
 
 
-def _number(query: dict[str, str], name: str) -> int:
-    value = query.get(name, "0")
+def _number(query: QueryParams, name: str, default: int = 0) -> int:
+    value = query.get(name) or str(default)
     if not (value.isascii() and value.isdecimal() and len(value) <= 18):
         raise TunerError(f"{name} is {value!r}: it must be a whole number, 0 or more")
     return int(value)
+
+
+def _real(query: QueryParams, name: str) -> float | None:
+    value = query.get(name)
+    try:
+        return float(value) if value else None
+    except ValueError:
+        raise TunerError(f"{name} is {value!r}: it must be a number") from None

@@ -1,0 +1,122 @@
+/* ---- the list of traces ---- */
+/* Its rows are asked for as they come into view: of the server, or of what is in this file. */
+const BLOCK = 100;
+const list = { query: {}, total: 0, all: 0, at: null, rows: new Map(), asked: new Set(), turn: 0 };
+const keyOf = (row) => `${row.file}:${row.offset}`;
+const FILTERS = ["text", "split", "step", "outcome", "cause", "low", "high", "order"];
+const query = () => Object.fromEntries(FILTERS.map((name) => [name, $(`f-${name}`).value.trim()]));
+
+function options(select, values, label, name = String) {
+  const before = select.value, all = values.join("\n");
+  if (select.dataset.values === all && select.options.length) return;
+  select.dataset.values = all;
+  select.replaceChildren(el("option", { value: "" }, label), ...values.map((v) => el("option", { value: v }, name(v))));
+  select.value = values.map(String).includes(before) ? before : "";
+}
+function renderFilters() {
+  const { splits, steps, outcomes, causes } = state.summary;
+  options($("f-split"), splits, "all");
+  options($("t-split"), splits, "all");
+  options($("f-step"), steps, "all");
+  options($("f-outcome"), [...outcomes, "not completed", "replaced by a retry"], "all");
+  options($("f-cause"), ["any", "none", ...Object.keys(CAUSES).filter((cause) => causes.includes(cause))], "all", (v) => ({ any: "any branch", none: "no branch" })[v] ?? causeName(v));
+}
+
+/* What the server does for `tuner view`, tuner/viewer/queries.py, of the traces in this file. */
+function findHere(wanted) {
+  const needle = searchable(wanted.text), low = wanted.low === "" ? -Infinity : Number(wanted.low), high = wanted.high === "" ? Infinity : Number(wanted.high);
+  const hasCause = (row) => { const n = Object.keys(row.causes).length; return wanted.cause === "any" ? n > 0 : wanted.cause === "none" ? n === 0 : wanted.cause in row.causes; };
+  const found = DATA.traces.filter((row) => (!wanted.cause || hasCause(row)) && (!wanted.split || row.split === wanted.split) && (!wanted.step || row.step === Number(wanted.step)) &&
+    (!wanted.outcome || row.outcome === wanted.outcome || (wanted.outcome === "not completed" && row.outcome !== "completed") || (wanted.outcome === "replaced by a retry" && !row.final)) &&
+    (wanted.low === "" || row.reward !== null) && (wanted.high === "" || row.reward !== null) && (row.reward === null || (row.reward >= low && row.reward <= high)) && (!needle || textOf(row).includes(needle)));
+  const rank = (row) => row.reward ?? -Infinity, moved = (row) => row.change === null ? -1 : Math.abs(row.change);
+  const orders = {
+    worst: (a, b) => rank(a) - rank(b), best: (a, b) => rank(b) - rank(a), long: (a, b) => b.tokens - a.tokens,
+    changed: (a, b) => moved(b) - moved(a) || a.same - b.same || a.split.localeCompare(b.split),
+  };
+  if (wanted.order === "new") found.reverse(); else if (wanted.order) found.sort(orders[wanted.order]);
+  return found;
+}
+const searchable = (text) => text.toLowerCase().split(/\s+/).filter(Boolean).join(" ");
+function textOf(row) {
+  if (row.searched === undefined) {
+    const trace = DATA.bodies[keyOf(row)].trace;
+    row.searched = searchable(`${row.asked} ${Object.values(trace.task).map(json).join(" ")} ${row.answered} ${trace.response}`);
+  }
+  return row.searched;
+}
+async function part(wanted, first) {
+  if (LIVE) return get("api/list", [...Object.entries(wanted).filter(([, value]) => value !== ""), ["first", first], ["count", BLOCK], ["key", state.open ?? ""]]);
+  const found = findHere(wanted), at = found.findIndex((row) => keyOf(row) === state.open);
+  return { total: found.length, all: DATA.traces.length, first, rows: found.slice(first, first + BLOCK), at: at < 0 ? null : at };
+}
+/* Other filters, or other traces: asked again, once for all that changes meanwhile. */
+let asking = false, again = false;
+async function refreshList() {
+  again = true;
+  if (asking) return;
+  asking = true;
+  try {
+    while (again) {
+      again = false;
+      const wanted = query(), block = Math.floor($("list").scrollTop / ROW / BLOCK), found = await part(wanted, block * BLOCK);
+      Object.assign(list, { query: wanted, rows: new Map(), asked: new Set([block]), turn: list.turn + 1 });
+      take(found);
+    }
+  } finally { asking = false; }
+}
+async function loadBlock(block) {
+  if (list.asked.has(block)) return;
+  list.asked.add(block);
+  const turn = list.turn;
+  try {
+    const found = await part(list.query, block * BLOCK);
+    if (turn === list.turn) take(found);
+  } catch (error) { list.asked.delete(block); state.failure = error.message; renderHeader(); }
+}
+function take(found) {
+  if (found.error) throw new Error(found.error);
+  found.rows.forEach((row, k) => list.rows.set(found.first + k, row));
+  Object.assign(list, { total: found.total, all: found.all, at: found.at });
+  const most = `${fmt(list.all)} traces`, cause = $("f-cause").value;
+  $("shown").textContent = (list.total === list.all ? most : `${fmt(list.total)} of ${most}`) + (state.complete ? "" : " so far");
+  if (cause && state.counted < list.all) $("shown").textContent += `; branches known of ${fmt(state.counted)} so far`;
+  renderList();
+}
+/* Only the rows in view are in the document. */
+function renderList() {
+  const box = $("list"), first = Math.max(0, Math.floor(box.scrollTop / ROW) - 3), last = Math.min(list.total, first + Math.ceil(box.clientHeight / ROW) + 6);
+  const filler = el("div", {}), rows = [];
+  filler.style.height = `${list.total * ROW}px`;
+  for (let i = first; i < last; i++) {
+    const row = list.rows.get(i);
+    if (!row) { loadBlock(Math.floor(i / BLOCK)); continue; }
+    const chosen = keyOf(row) === state.open, ended = row.outcome.replace("_", " ") + (row.final ? "" : ", retried");
+    const change = list.query.order === "changed" && isNumber(row.change) ? `task ${row.change < 0 ? "" : "+"}${fmt(row.change)}` : "";
+    const node = el("div", { class: "row", role: "option", id: `row-${i}`, "aria-selected": String(chosen), "aria-setsize": list.total, "aria-posinset": i + 1, title: row.error, on: { click: () => openTrace(row, i) } },
+      el("div", { class: "top" }, el("span", { class: "num" }, `${row.split === "train" ? "" : row.split + " "}${row.step}-${row.task}-${row.rollout}`), el("span", { class: "num" }, fmt(row.reward)),
+        el("span", { class: row.outcome === "completed" ? "dim" : "bad" }, change || ended), el("span", { class: "num dim" }, fmt(row.tokens))),
+      el("div", { class: "text" }, row.asked), el("div", { class: "text dim" }, row.answered || row.error ? `→ ${row.answered || row.error}` : ""));
+    node.style.top = `${i * ROW}px`;
+    rows.push(node);
+    if (chosen) box.setAttribute("aria-activedescendant", `row-${i}`);
+  }
+  box.replaceChildren(filler, ...rows);
+}
+async function listKeys(event) {
+  const moves = { ArrowDown: 1, ArrowUp: -1, PageDown: 10, PageUp: -10, Home: -1e9, End: 1e9 };
+  if (!(event.key in moves) || !list.total) return;
+  event.preventDefault();
+  const at = list.at === null && moves[event.key] > 0 ? -1 : list.at ?? 0;
+  list.at = Math.max(0, Math.min(list.total - 1, at + moves[event.key]));
+  const next = list.at;
+  reveal(next);
+  await loadBlock(Math.floor(next / BLOCK));
+  if (list.rows.has(next) && list.at === next) openTrace(list.rows.get(next), next);
+}
+function reveal(position) {
+  const box = $("list"), top = position * ROW;
+  if (top < box.scrollTop) box.scrollTop = top;
+  if (top + ROW > box.scrollTop + box.clientHeight) box.scrollTop = top + ROW - box.clientHeight;
+  renderList();
+}

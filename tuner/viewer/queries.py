@@ -1,0 +1,233 @@
+"""What the page asks of the index: which traces, in which order, and what they add up to."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tuner.errors import TunerError
+from tuner.viewer.facts import TraceRow, folded
+from tuner.viewer.index import SUMS, TraceIndex
+
+NOT_COMPLETED = "not completed"
+RETRIED = "replaced by a retry"
+# Traces of one task that are shown: of the first steps and of the last.
+SAME_TASK = 200
+# How many answers are kept; a page goes back and forth between a few.
+KEPT = 8
+
+# Tasks whose reward is known in at least two steps, and by how much it changed.
+_CHANGES = """
+SELECT last.asked, last.split, last.reward / last.n - first.reward / first.n
+FROM (
+    SELECT split, asked, MIN(step) AS first, MAX(step) AS last FROM tasks
+    GROUP BY split, asked HAVING MIN(step) < MAX(step)
+) AS ends
+JOIN tasks AS first ON (first.split, first.asked, first.step) = (ends.split, ends.asked, ends.first)
+JOIN tasks AS last ON (last.split, last.asked, last.step) = (ends.split, ends.asked, ends.last)
+"""
+_ORDERS = {
+    "": "id",
+    "new": "id DESC",
+    "worst": "reward IS NOT NULL, reward, id",
+    "best": "reward IS NULL, reward DESC, id",
+    "long": "tokens DESC, id",
+    "changed": "change.by IS NULL, ABS(change.by) DESC, traces.asked, traces.split, id",
+}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which traces, and in which order. What is empty or None chooses all.
+
+    Attributes:
+        split: "train", or the name of an evaluation set.
+        step: The step.
+        outcome: An outcome, or `NOT_COMPLETED`, or `RETRIED`.
+        cause: A cause of branches, "any" or "none"; of traces whose branches are known.
+        low: The lowest reward.
+        high: The highest.
+        text: What task or answer must hold; small and capital letters are the same.
+        order: One of `new`, `worst` (failures, then low rewards), `best`, `long`, and `changed`
+            (tasks whose mean reward differs most between their first and last step).
+    """
+
+    split: str = ""
+    step: int | None = None
+    outcome: str = ""
+    cause: str = ""
+    low: float | None = None
+    high: float | None = None
+    text: str = ""
+    order: str = ""
+
+    def condition(self, traces: TraceIndex) -> tuple[str, list[Any]]:
+        """As SQL of an index, with the values of its marks."""
+        parts: list[tuple[str, list[Any]]] = []
+        if self.split:
+            parts.append(("traces.split = ?", [self.split]))
+        if self.step is not None:
+            parts.append(("step = ?", [self.step]))
+        if self.outcome == NOT_COMPLETED:
+            parts.append(("outcome != 'completed'", []))
+        elif self.outcome == RETRIED:
+            parts.append(("NOT final", []))
+        elif self.outcome:
+            parts.append(("outcome = ?", [self.outcome]))
+        if self.cause == "none":
+            parts.append(("counted AND id NOT IN (SELECT trace FROM branches)", []))
+        elif self.cause == "any":
+            parts.append(("id IN (SELECT trace FROM branches)", []))
+        elif self.cause:
+            parts.append(("id IN (SELECT trace FROM branches WHERE cause = ?)", [self.cause]))
+        if self.low is not None:
+            parts.append(("reward >= ?", [self.low]))
+        if self.high is not None:
+            parts.append(("reward <= ?", [self.high]))
+        if needle := folded(self.text):
+            # By itself, or the texts would be looked through twice.
+            traces.fill("hit", "SELECT id FROM texts WHERE INSTR(folded, ?)", [needle])
+            parts.append(("(traces.asked IN hit OR answered IN hit)", []))
+        condition = " AND ".join(part for part, _ in parts)
+        return condition, [value for _, values in parts for value in values]
+
+
+@dataclass
+class Finder:
+    """Finds traces; an answer is kept until the index changes, so that it can be had in parts."""
+
+    traces: TraceIndex
+    _kept: dict[tuple[str, Wanted], Sequence[int]] = field(default_factory=dict)
+
+    def find(self, wanted: Wanted) -> Sequence[int]:
+        """The numbers of the traces that are wanted, in their order.
+
+        Raises:
+            TunerError: The order has no such name.
+        """
+        if wanted.order not in _ORDERS:
+            names = ", ".join(name for name in _ORDERS if name)
+            raise TunerError(f"order is {wanted.order!r}: it must be one of {names}, or empty")
+        # Whose branches are known matters to those who ask for branches.
+        counted = self.traces.counted if wanted.cause else 0
+        key = f"{self.traces.state}.{counted}", wanted
+        if key not in self._kept:
+            found = self._find(wanted)
+            self._kept = dict([*self._kept.items()][1 - KEPT :]) | {key: found}
+        return self._kept[key]
+
+    def _find(self, wanted: Wanted) -> Sequence[int]:
+        if wanted == Wanted():
+            return range(1, self.traces.total + 1)
+        condition, values = wanted.condition(self.traces)
+        joined = ""
+        if wanted.order == "changed":
+            self.traces.fill("change", _CHANGES)
+            joined = (
+                "LEFT JOIN change ON (change.asked, change.split) = (traces.asked, traces.split)"
+            )
+        where = f"WHERE {condition}" if condition else ""
+        found = self.traces.ask(
+            f"SELECT traces.id FROM traces {joined} {where} ORDER BY {_ORDERS[wanted.order]}",
+            values,
+        )
+        return [number for (number,) in found]
+
+
+def changes(traces: TraceIndex) -> dict[tuple[str, int], float]:
+    """By how much the mean reward of a task changed from its first step to its last.
+
+    By split and the `same` of its traces.
+    """
+    return {(split, same): by for same, split, by in traces.ask(_CHANGES)}
+
+
+def number_of(traces: TraceIndex, file: str, offset: int) -> int | None:
+    """The number of the trace whose line begins there; None where none is listed."""
+    found = traces.ask("SELECT id FROM traces WHERE file = ? AND offset = ?", (file, offset))
+    return int(found[0][0]) if found else None
+
+
+def same_task(traces: TraceIndex, split: str, identity: bytes) -> list[TraceRow]:
+    """Final attempts at one task in the order of steps, the middle left out if there are many.
+
+    Args:
+        traces: Of a run.
+        split: Whose tasks are looked at.
+        identity: Of the task: what `RunReader.task_of` gives, of this run or another.
+    """
+    found = traces.ask(
+        "SELECT id FROM traces WHERE asked = (SELECT id FROM texts WHERE hash = ?) "
+        "AND split = ? AND final ORDER BY step, id",
+        (identity, split),
+    )
+    numbers = [number for (number,) in found]
+    half = SAME_TASK // 2
+    return traces.rows(numbers if len(numbers) <= 2 * half else numbers[:half] + numbers[-half:])
+
+
+def summary(traces: TraceIndex) -> dict[str, Any]:
+    """What there is to choose from, what the traces add up to, and how that changed.
+
+    Returns:
+        `splits`, `steps`, `outcomes`, `causes`: names that traces have.
+        `tables`: rows of the tables, each with its `kind`, `name` and `split`, and the sums that
+        `Tally` has, over final attempts.
+        `curves`: for each training step `role/<name>`, the mean reward of a role's calls,
+        `tokens/<name>`, sampled tokens per call, and `tool/<name>`, the share of a tool's calls
+        that failed.
+        `branches`: of final training attempts: how many there are, of how many the branches were
+        looked at, and how many there are of each cause.
+    """
+    kinds = traces.ask("SELECT DISTINCT kind, name FROM tallies")
+    sums = ", ".join(f"SUM({name})" for name in SUMS)
+    tables = traces.ask(
+        f"SELECT kind, name, split, {sums} FROM tallies WHERE kind IN ('outcome', 'tool', 'role') "
+        "GROUP BY kind, name, split ORDER BY kind, SUM(n) DESC, name"
+    )
+    names = ("kind", "name", "split", *SUMS)
+    named = [dict(zip(names, found, strict=True)) for found in tables]
+    attempts = traces.ask("SELECT DISTINCT split, step FROM tallies WHERE kind = 'attempt'")
+    return {
+        "splits": sorted({split for split, _ in attempts}),
+        "steps": sorted({step for _, step in attempts}),
+        "outcomes": sorted(name for kind, name in kinds if kind == "attempt"),
+        "causes": sorted({cause for (cause,) in traces.ask("SELECT DISTINCT cause FROM branches")}),
+        "tables": named,
+        "curves": _curves(traces),
+        "branches": _training_branches(traces),
+    }
+
+
+def _curves(traces: TraceIndex) -> list[dict[str, float]]:
+    rows: dict[int, dict[str, float]] = defaultdict(dict)
+    for kind, name, step, n, failures, tokens, reward, rewarded in traces.ask(
+        "SELECT kind, name, step, n, failures, tokens, reward, rewarded FROM tallies "
+        "WHERE split = 'train' AND kind IN ('role', 'tool') ORDER BY step"
+    ):
+        row = rows[step]
+        row["step"] = step
+        if kind == "tool":
+            row[f"tool/{name}"] = failures / n
+        elif name:
+            row[f"tokens/{name}"] = tokens / n
+            if rewarded:
+                row[f"role/{name}"] = reward / rewarded
+    return list(rows.values())
+
+
+def _training_branches(traces: TraceIndex) -> dict[str, Any]:
+    sums: Mapping[tuple[str, str], int] = {
+        (kind, name): n
+        for kind, name, n in traces.ask(
+            "SELECT kind, name, SUM(n) FROM tallies WHERE split = 'train' "
+            "AND kind IN ('outcome', 'cause', 'counted') GROUP BY kind, name"
+        )
+    }
+    return {
+        "traces": sum(n for (kind, _), n in sums.items() if kind == "outcome"),
+        "looked_at": sums.get(("counted", ""), 0),
+        "counts": {name: n for (kind, name), n in sums.items() if kind == "cause"},
+    }
