@@ -17,6 +17,7 @@ from tuner.functions.calling import call_judge, call_workflow
 from tuner.functions.outputs import Rejected, text_of
 from tuner.gateway import Gateway, SamplingDefaults, Session, SessionLimits
 from tuner.rollout.limits import Ending, Exited, ToolTime, contained
+from tuner.rollout.watchdog import Running, Watchdog
 from tuner.traces import Outcome, RolloutId, Trace
 
 logger = logging.getLogger("tuner.rollout")
@@ -81,6 +82,9 @@ class RolloutRunner:
     auxiliary_models: Callable[[str, int], AbstractContextManager[Mapping[str, Any]]]
     settings: RolloutSettings
     _told: set[str] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        self._watchdog = Watchdog(self.settings.timeout)
 
     async def run(
         self,
@@ -194,6 +198,7 @@ class RolloutRunner:
         started = time.perf_counter()
         try:
             model = self.make_model(session)
+            sessions = _sessions(session, auxiliary)
             with limited:
                 work = call_workflow(
                     self.workflow,
@@ -201,8 +206,10 @@ class RolloutRunner:
                     model=model,
                     auxiliary_models=auxiliary,
                     logger=logger,
+                    apart=self._watchdog.apart,
                 )
-                output = await contained(work, session)
+                with self._watchdog.watching(Running("workflow", sessions, work)):
+                    output = await contained(work, session)
             if hasattr(model, "workflow_ended"):  # frameworks whose agents can stop half-way
                 model.workflow_ended()
         except asyncio.CancelledError:
@@ -263,8 +270,10 @@ class RolloutRunner:
                     response=state.response,
                     auxiliary_models=auxiliary,
                     logger=logger,
+                    apart=self._watchdog.apart,
                 )
-                verdict = await contained(work, session)
+                with self._watchdog.watching(Running("judge", _sessions(session, auxiliary), work)):
+                    verdict = await contained(work, session)
             except FunctionError:
                 raise
             except (Exception, asyncio.CancelledError) as error:
@@ -292,6 +301,12 @@ def _check_reward(state: _Attempt, *, judged: bool, needed: bool) -> None:
         who = "judge" if judged else "workflow"
         state.outcome = Outcome.INVALID_REWARD
         state.error = f"the {who} gave reward {state.reward}; a reward must be a finite number"
+
+
+def _sessions(session: Session, auxiliary: Mapping[str, Any]) -> list[Session]:
+    """An attempt's session, and those of its auxiliary models that are served here."""
+    found = (getattr(model, "session", None) for model in auxiliary.values())
+    return [session, *(other for other in found if isinstance(other, Session))]
 
 
 def _of_judge(error: BaseException) -> Outcome:
