@@ -151,12 +151,21 @@ def choose_device(name: str) -> torch.device:
 
 def check_path(path: str, setting: str, *, what: str = "model") -> None:
     """Raises ModelLoadError where `path` can only be a folder and is none."""
+    folder = Path(path).expanduser()
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
-    if looks_local and not Path(path).expanduser().is_dir():
+    if (looks_local or folder.parent.is_dir()) and not folder.is_dir():
         raise ModelLoadError(
-            f"{setting} = {path!r}: there is no such folder; give the folder of a Hugging Face "
-            f"{what}, or a hub id of the form 'organisation/name'"
+            f"{setting} = {path!r}: there is no such folder{_neighbours(folder)}; give the folder "
+            f"of a Hugging Face {what}, or a hub id of the form 'organisation/name'"
         )
+
+
+def _neighbours(folder: Path) -> str:
+    """What lies where a folder was looked for."""
+    if not folder.parent.is_dir():
+        return ""
+    names = sorted(path.name for path in folder.parent.iterdir() if path.is_dir())
+    return f" ({folder.parent.resolve()} has {', '.join(names[:5]) or 'no folders'})"
 
 
 def _named(path: str, setting: str) -> str:

@@ -290,6 +290,7 @@ def path_or_name(value: str, folder: Path) -> str:
         value.startswith((".", "/", "~"))
         or value.count("/") > 1
         or Path(value).suffix in DATA_FILES
+        or ("/" in value and (folder / value).parent.is_dir())
     )
     if looks_like_path or (folder / value).exists():
         return absolute(value, folder)

@@ -41,9 +41,7 @@ def outside_event_loop(call: Callable[[], T]) -> T:
         KeyboardInterrupt: It was interrupted here, and what it awaited by `run_async` has ended; a
             second interrupt does not wait for that.
     """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if not _in_event_loop():  # what `call` raises has nothing to do with that
         return call()
     future: Future[T] = Future()
     waited, context = _Waited(), contextvars.copy_context()
@@ -61,6 +59,14 @@ def outside_event_loop(call: Callable[[], T]) -> T:
     except KeyboardInterrupt:
         waited.interrupt()
         return future.result()
+
+
+def _in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
