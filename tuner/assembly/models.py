@@ -162,6 +162,8 @@ def check_path(path: str, setting: str, *, what: str = "model") -> None:
 
 def _neighbours(folder: Path) -> str:
     """What lies where a folder was looked for."""
+    if folder.exists():
+        return ": it is a file"
     if not folder.parent.is_dir():
         return ""
     names = sorted(path.name for path in folder.parent.iterdir() if path.is_dir())

@@ -78,7 +78,8 @@ def read_yaml(path: Path) -> YamlFile:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark is not None else 1
-        raise ConfigError(f"{path}:{line}: not valid YAML: {error.problem}") from None
+        tab = "; indent with spaces, not with tabs" if "\\t" in str(error.problem) else ""
+        raise ConfigError(f"{path}:{line}: not valid YAML: {error.problem}{tab}") from None
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
     except RecursionError:

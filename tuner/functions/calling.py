@@ -92,8 +92,11 @@ def check_function(func: Callable[..., Any], signature: Signature) -> None:
         FunctionError: It cannot; says where it is defined, what was found and what is expected.
     """
     if not callable(func):
+        called = (
+            " (pass the function itself, without calling it)" if inspect.isawaitable(func) else ""
+        )
         raise FunctionError(
-            f"the {signature.role} is {shown(func)}, not a function; expected: {signature}"
+            f"the {signature.role} is {shown(func)}, not a function{called}; expected: {signature}"
         )
     try:
         parameters = inspect.signature(func).parameters

@@ -17,7 +17,7 @@ from tuner.functions.calling import call_judge, call_workflow
 from tuner.functions.outputs import Rejected, text_of
 from tuner.gateway import Gateway, SamplingDefaults, Session, SessionLimits
 from tuner.rollout.limits import Ending, Exited, ToolTime, contained
-from tuner.rollout.watchdog import Running, Watchdog
+from tuner.rollout.watchdog import Running, Watchdog, raised_in
 from tuner.traces import Outcome, RolloutId, Trace
 
 logger = logging.getLogger("tuner.rollout")
@@ -228,6 +228,7 @@ class RolloutRunner:
             return
         except Exception as error:
             state.outcome, state.error = Outcome.WORKFLOW_ERROR, _describe(error, session)
+            self._say_where(error, state.error)
             logger.debug("%s failed", session.id, exc_info=True)
             return
         finally:
@@ -253,6 +254,13 @@ class RolloutRunner:
                 logger.warning(
                     "metric %r is %s: it is left out wherever it is not finite", name, value
                 )
+
+    def _say_where(self, error: BaseException, described: str) -> None:
+        """Warn of an error in the user's own code, once for each line."""
+        where = raised_in(error)
+        if where is not None and where not in described and where not in self._told:
+            self._told.add(where)
+            logger.warning("%s: %s", where, described)
 
     async def _run_judge(
         self,
@@ -282,6 +290,7 @@ class RolloutRunner:
                 if tries_left:
                     continue
                 state.outcome, state.error = _of_judge(error), _describe(error, None)
+                self._say_where(error, state.error)
             else:
                 state.reward = verdict.reward
                 self._note(state, verdict.metrics)
@@ -319,10 +328,18 @@ def _being_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
+# What an error of Python's own means here.
+_HINTS = {
+    "'coroutine' object": " (is an `await` missing?)",
+    "cannot be called from a running event loop": " (`await` the coroutine in place of that)",
+}
+
+
 def _describe(error: BaseException, session: Session | None) -> str:
     """One line for people. An error of the engine says more than what the client made of it."""
     cause = session.errors[-1] if session is not None and session.errors else error
     text = " ".join(text_of(cause, str).split())
+    text += next((hint for sign, hint in _HINTS.items() if sign in text), "")
     if isinstance(cause, Exited):
         return text
     return f"{type(cause).__name__}: {text}" if text else type(cause).__name__

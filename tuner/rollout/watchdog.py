@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -204,8 +205,16 @@ def _own(stack: Sequence[FrameType]) -> FrameType:
     return stack[0]
 
 
-def _place(frame: FrameType) -> str:
-    return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
+def _place(frame: FrameType, line: int | None = None) -> str:
+    return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{line or frame.f_lineno})"
+
+
+def raised_in(error: BaseException) -> str | None:
+    """Where in the user's own code an error came up; None where it did not."""
+    frames = reversed(list(traceback.walk_tb(error.__traceback__)))
+    own = ((f, line) for f, line in frames if not f.f_code.co_filename.startswith(_LIBRARIES))
+    found = next(own, None)
+    return None if found is None else _place(*found)
 
 
 def _waits_in(running: Running) -> str:
