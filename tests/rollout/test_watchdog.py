@@ -89,7 +89,7 @@ async def test_what_keeps_the_loop_longer_than_a_rollout_may_take_is_broken_off(
             raise
         return WorkflowOutput(reward=1.0)
 
-    first, second = await run(make_runner(workflow, timeout=0.3, retries=1))
+    first, second = await run(make_runner(workflow, timeout=2.0, retries=1))
     assert first.outcome is Outcome.TIMEOUT
     assert len(caught) == 1
     assert second.outcome is Outcome.COMPLETED

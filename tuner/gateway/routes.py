@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -174,19 +174,19 @@ class Gateway:
         return Reply(error.status, _dialect(_served(path), headers).error(error))
 
     @contextlib.contextmanager
-    def refusing(self, key: str, why: Callable[[], str]) -> Iterator[None]:
-        """While the block runs requests with this key are refused, from a thread: they come from
+    def refusing(self, keys: Iterable[str], why: Callable[[], str]) -> Iterator[None]:
+        """While the block runs requests with these keys are refused, from a thread: they come from
         who keeps the event loop, and would wait for ever.
 
         Args:
             why: Says it, each time that one is refused.
         """
-        self._stuck[key] = why
+        self._stuck = dict.fromkeys(keys, why)
         try:
             with self._opened_door().beside():
                 yield
         finally:
-            del self._stuck[key]
+            self._stuck = {}
 
     def check_not_stuck(self, headers: Mapping[str, str]) -> None:
         """Raises RequestError where requests with this key are refused; in any thread."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -114,7 +114,9 @@ class Host(Answers, Protocol):
 
     def forget(self, key: str, session_id: str) -> None: ...
 
-    def refusing(self, key: str, why: Callable[[], str]) -> AbstractContextManager[None]: ...
+    def refusing(
+        self, keys: Iterable[str], why: Callable[[], str]
+    ) -> AbstractContextManager[None]: ...
 
 
 def sse(data: Any, event: str | None = None) -> bytes:

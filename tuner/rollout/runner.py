@@ -228,7 +228,8 @@ class RolloutRunner:
             return
         except Exception as error:
             state.outcome, state.error = Outcome.WORKFLOW_ERROR, _describe(error, session)
-            self._say_where(error, state.error)
+            if not any(isinstance(known, Exited) for known in session.errors):  # which says it
+                self._say_where(error, state.error)
             logger.debug("%s failed", session.id, exc_info=True)
             return
         finally:
@@ -258,7 +259,7 @@ class RolloutRunner:
     def _say_where(self, error: BaseException, described: str) -> None:
         """Warn of an error in the user's own code, once for each line."""
         where = raised_in(error)
-        if where is not None and where not in described and where not in self._told:
+        if where is not None and where not in self._told:
             self._told.add(where)
             logger.warning("%s: %s", where, described)
 

@@ -127,24 +127,16 @@ class Watchdog:
                 if keeper is not None and frame is not None and kept >= BLOCKED:
                     if not told:
                         told = True
-                        why = partial(self._refuse, keeper, self._tell(keeper, _place(frame)))
-                        for session in keeper.sessions:
-                            refusing.enter_context(session.host.refusing(session.key, why))
+                        self._say(_place(frame), _kept_by(keeper, frame))
+                        why = partial(self._refuse, keeper, thread)
+                        for host in {session.host for session in keeper.sessions}:
+                            keys = [s.key for s in keeper.sessions if s.host is host]
+                            refusing.enter_context(host.refusing(keys, why))
                     if kept >= self.limit and not ran.is_set():
                         self.apart.add(keeper.role)
                         _break_off(thread, again=broken_off)
                         broken_off = True
                 ran.wait(EVERY)
-
-    def _tell(self, keeper: Running, place: str) -> str:
-        """Warn of who keeps the event loop, and where."""
-        sentence = (
-            f"{place} has kept the event loop for {BLOCKED:g} s, and no rollout goes on meanwhile: "
-            f"an `async def` {keeper.role} must not wait without `await`; make the {keeper.role} "
-            "a plain `def`, which runs in a thread, or use an async client there"
-        )
-        self._say(place, sentence)
-        return sentence
 
     def _look(self, ran: threading.Event) -> None:
         """In the loop: it runs; say what is waited for where nothing has happened for long."""
@@ -166,15 +158,25 @@ class Watchdog:
             self._said.add(place)
             logger.warning("%s", sentence)
 
-    def _refuse(self, running: Running, sentence: str) -> str:
+    def _refuse(self, keeper: Running, thread: int) -> str:
         """What a call is told that waits for the loop which its own caller keeps."""
-        self.apart.add(running.role)
+        self.apart.add(keeper.role)
+        found = _keeping(sys._current_frames().get(thread))
         sentence = (
-            f"{sentence}. It called a model of this very process, which could never have answered: "
-            f"the call is refused, and the {running.role} runs in threads from now on"
+            f"{_kept_by(*found) if found else 'The event loop is kept'}. It called a model of this "
+            "very process, which could never have answered: the call is refused, and the "
+            f"{keeper.role} runs in threads from now on"
         )
-        running.sessions[0].errors.append(Exited(sentence))
+        keeper.sessions[0].errors.append(Exited(sentence))
         return sentence
+
+
+def _kept_by(keeper: Running, frame: FrameType) -> str:
+    return (
+        f"{_place(frame)} has kept the event loop for {BLOCKED:g} s, and no rollout goes on "
+        f"meanwhile: an `async def` {keeper.role} must not wait without `await`; make the "
+        f"{keeper.role} a plain `def`, which runs in a thread, or use an async client there"
+    )
 
 
 def _keeping(frame: FrameType | None) -> tuple[Running, FrameType] | None:
