@@ -5,7 +5,6 @@ Nothing is written to the run directory, and the weights are not changed.
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 import tempfile
 import time
@@ -22,6 +21,7 @@ from tuner.functions.calling import where
 from tuner.gateway import SamplingDefaults
 from tuner.result import Verdict
 from tuner.rollout import StepPlan, collect
+from tuner.run.interrupts import run_async
 from tuner.sources import batch_of, read_examples
 from tuner.traces import Outcome, Trace, TraceStore
 from tuner.training import Batch, PolicyTrainer, RecordedBatch, build_batch
@@ -48,8 +48,8 @@ def check_run(run: Run) -> Verdict:
         DatasetError: A row of recorded data is not of the form that the configuration says.
     """
     if run.config.mode == "train":
-        return asyncio.run(check_recorded(run))
-    return asyncio.run(_check(run))
+        return run_async(check_recorded(run))
+    return run_async(_check(run))
 
 
 async def _check(run: Run) -> Verdict:

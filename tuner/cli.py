@@ -104,7 +104,8 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
 
     For Trinity-RFT: its own check, without a GPU or a cluster; no rollouts.
     """
-    from tuner.tune import outside_event_loop, prepare
+    from tuner.run.interrupts import outside_event_loop
+    from tuner.tune import prepare
 
     workflow, judge, backend = _functions(config, overrides or [])
     if backend == "trinity":

@@ -1,5 +1,16 @@
 """The errors of `tuner`. Each says what was found, where, and what to do about it."""
 
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+def pip_install(extra: str) -> str:
+    """The command that brings an extra: for the checkout, where this is one, else for the wheel."""
+    if (_ROOT / "pyproject.toml").is_file():
+        return f"pip install -e '{_ROOT}[{extra}]'"
+    return f"pip install 'agentscope-tuner[{extra}]'"
+
 
 class TunerError(Exception):
     """Base of every error that `tuner` raises on purpose."""

@@ -39,6 +39,7 @@ from tuner.result import TuneResult
 from tuner.rollout import Rollouts, StepPlan
 from tuner.run.console import ConsoleMonitor
 from tuner.run.directory import TRAINER_STATE, Report, reported
+from tuner.run.interrupts import run_async
 from tuner.run.metrics import evaluation_metrics
 from tuner.run.record import RunRecord, finished_result, open_directory
 from tuner.sources import RolloutSource, RowSource, Source, read_examples
@@ -87,7 +88,7 @@ def run_local(
         record = RunRecord(config, directory, total_steps)
         data = train_tasks if examples is None else examples
         with reported(directory, report), deterministic_torch(config.tuner.deterministic):
-            return asyncio.run(_run(config, record, workflow, judge, data, eval_tasks))
+            return run_async(_run(config, record, workflow, judge, data, eval_tasks))
 
 
 async def _run(

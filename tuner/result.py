@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Literal
 
@@ -41,7 +42,7 @@ class TuneResult(BaseModel):
         eval_before: Mean reward on each evaluation set before the first step.
         eval_after: The same after the last step.
         rewards: Mean training reward of each step.
-        history: The metrics of each step, as in `metrics.jsonl`.
+        history: The metrics of each step, as in `metrics.jsonl`; not in `result.json`.
         outcomes: How many rollouts ended in which way, training only.
         tokens: Where every sampled training token went; of recorded data the tokens of the
             completions.
@@ -58,8 +59,8 @@ class TuneResult(BaseModel):
     steps: int
     eval_before: dict[str, float]
     eval_after: dict[str, float]
-    rewards: list[float]
-    history: list[dict[str, float]]
+    rewards: list[float] = Field(repr=False)
+    history: list[dict[str, float]] = Field(default_factory=list, exclude=True, repr=False)
     outcomes: dict[str, int]
     tokens: TokenCounts
     rows: dict[str, int] = Field(default_factory=dict)
@@ -72,47 +73,91 @@ class TuneResult(BaseModel):
     def __str__(self) -> str:
         return result_table(self)
 
+    def _repr_html_(self) -> str:
+        """The table and the curve of the rewards, as a notebook shows them."""
+        rows = "".join(
+            f"<tr><th style='text-align:left'>{escape(name)}</th>"
+            f"<td style='text-align:left'>{escape(text)}</td></tr>"
+            for name, text in _rows(self)
+        )
+        return (
+            f"<table><caption>{escape(_title(self))}</caption>{rows}</table>{curve(self.rewards)}"
+        )
+
 
 def result_table(result: TuneResult) -> str:
     """The end of a run as a table: accuracy before and after, rewards, tokens, time, paths."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{result.run_dir.name}: {result.steps} steps", show_header=False)
+    table = Table(title=_title(result), show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
+    for name, text in _rows(result):
+        table.add_row(name, text)
+    output = io.StringIO()
+    Console(file=output, width=100, highlight=False).print(table)
+    return output.getvalue().rstrip()
+
+
+def _title(result: TuneResult) -> str:
+    return f"{result.run_dir.name}: {result.steps} steps"
+
+
+def _rows(result: TuneResult) -> Iterator[tuple[str, str]]:
+    """What the end of a run shows, as names and texts."""
     for name, after in result.eval_after.items():
         before = result.eval_before.get(name)
         text = f"{after:.3f}" if before is None else f"{before:.3f} -> {after:.3f}"
-        table.add_row(f"held-out reward ({name})", text)
+        yield f"held-out reward ({name})", text
     if result.rewards:
         shown = thin(result.rewards, 20)
         few = f"{len(shown)} of {len(result.rewards)} steps"
         what = "reward per step" if len(shown) == len(result.rewards) else f"reward, {few}"
-        table.add_row(what, " ".join(f"{reward:.2f}" for reward in shown))
+        yield what, " ".join(f"{reward:.2f}" for reward in shown)
     if result.rows:
-        table.add_row("rows", ", ".join(f"{n} {name}" for name, n in result.rows.items()))
+        yield "rows", ", ".join(f"{n} {name}" for name, n in result.rows.items())
     else:
-        table.add_row("rollouts", ", ".join(f"{n} {name}" for name, n in result.outcomes.items()))
+        yield "rollouts", ", ".join(f"{n} {name}" for name, n in result.outcomes.items())
     losses = [row["train/loss"] for row in result.history if "train/loss" in row]
     if result.rows and losses:
-        table.add_row("loss", f"{losses[0]:.4g} -> {losses[-1]:.4g}")
+        yield "loss", f"{losses[0]:.4g} -> {losses[-1]:.4g}"
     tokens = result.tokens
     dropped = ", ".join(f"{count} dropped ({reason})" for reason, count in tokens.dropped.items())
     counted = f"{tokens.sampled} sampled = {tokens.trained} trained + {dropped or '0 dropped'}"
-    table.add_row("tokens", f"{tokens.trained} trained" if result.rows else counted)
-    table.add_row("time", duration(result.seconds))
+    yield "tokens", f"{tokens.trained} trained" if result.rows else counted
+    yield "time", duration(result.seconds)
     if result.checkpoint is not None:
-        table.add_row("checkpoint", str(result.checkpoint))
-    table.add_row("traces", str(result.traces))
+        yield "checkpoint", str(result.checkpoint)
+    yield "traces", str(result.traces)
     report = result.run_dir / "report.html"
     if report.exists():
-        table.add_row("report", str(report))
+        yield "report", str(report)
     if result.tensorboard is not None:
-        table.add_row("TensorBoard", f"tensorboard --logdir {result.tensorboard}")
-    output = io.StringIO()
-    Console(file=output, width=100, highlight=False).print(table)
-    return output.getvalue().rstrip()
+        yield "TensorBoard", f"tensorboard --logdir {result.tensorboard}"
+
+
+WIDTH, HEIGHT, MARGIN = 480, 120, 4
+
+
+def curve(rewards: list[float]) -> str:
+    """Rewards over steps as inline SVG, with the lowest and the highest; empty below two steps."""
+    values = thin(rewards, WIDTH)
+    if len(values) < 2:
+        return ""
+    low, high = min(values), max(values)
+    across = (WIDTH - 2 * MARGIN) / (len(values) - 1)
+    up = (HEIGHT - 2 * MARGIN) / (high - low or 1.0)
+    points = " ".join(
+        f"{MARGIN + i * across:.1f},{HEIGHT - MARGIN - (value - low) * up:.1f}"
+        for i, value in enumerate(values)
+    )
+    return (
+        f"<figure style='margin:8px 0'><svg viewBox='0 0 {WIDTH} {HEIGHT}' width='{WIDTH}' "
+        f"role='img' aria-label='reward per step'><polyline points='{points}' fill='none' "
+        f"stroke='#2563eb' stroke-width='2'/></svg><figcaption>reward, {low:.3g} to {high:.3g}, "
+        f"{len(rewards)} steps</figcaption></figure>"
+    )
 
 
 def thin(values: list[float], limit: int) -> list[float]:

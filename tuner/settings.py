@@ -143,6 +143,17 @@ class Given(TypedDict, total=False):
     overrides: Sequence[str]
 
 
+_WANTED: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "model": (TunerModelConfig, "a TunerModelConfig(model_path=..., max_model_len=...)"),
+    "algorithm": (AlgorithmConfig, "an AlgorithmConfig(...)"),
+    "auxiliary_models": (Mapping, "a dict of models by name"),
+    "config_path": ((str, Path), "the path of a YAML file"),
+    "project_name": (str, "a name"),
+    "experiment_name": (str, "a name"),
+    "overrides": ((list, tuple), "a list of 'key=value' strings"),
+}
+
+
 def settings_of(
     workflow_func: Callable[..., Any] | None,
     judge_func: Callable[..., Any] | None = None,
@@ -152,8 +163,12 @@ def settings_of(
     """What was given to `tune()`, as nested settings of the file, but for where `train_dataset` is.
 
     Raises:
-        ConfigError: An object has a setting that is of no use.
+        ConfigError: Something is of another type, or has a setting that is of no use.
     """
+    for name, (kind, wanted) in _WANTED.items():
+        value = given.get(name)
+        if value is not None and not isinstance(value, kind):
+            raise ConfigError(f"{name} is {value!r:.80} ({type(value).__name__}); pass {wanted}")
     algorithm, model = given.get("algorithm"), given.get("model")
     monitor = given.get("monitor_type")
     settings: dict[str, Any] = dict(WITHOUT_FILE) if given.get("config_path") is None else {}

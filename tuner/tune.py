@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from tuner.config import RemoteModel, RunConfig
 from tuner.config.load import Layers, checked, read_layers, source_key
@@ -24,6 +20,7 @@ from tuner.data.dataset import (
 from tuner.errors import ConfigError, DatasetError, FunctionError
 from tuner.functions.calling import check_judge_function, check_settings, check_workflow_function
 from tuner.functions.loading import require_nothing_loads
+from tuner.run.interrupts import outside_event_loop
 from tuner.settings import (
     AlgorithmConfig,
     Given,
@@ -36,7 +33,6 @@ if TYPE_CHECKING:
     from tuner.result import TuneResult
     from tuner.run.directory import RunDirectory
 
-T = TypeVar("T")
 logger = logging.getLogger("tuner")
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -301,25 +297,6 @@ def with_default_model(config: RunConfig) -> RunConfig:
         )
     model = config.model.model_copy(update={"model_path": str(TINY_MODEL)})
     return config.model_copy(update={"model": model})
-
-
-def outside_event_loop(call: Callable[[], T]) -> T:
-    """`call()`, in a thread of its own if an event loop is running here, as in a notebook."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return call()
-    future: Future[T] = Future()
-    context = contextvars.copy_context()
-
-    def run() -> None:
-        try:
-            future.set_result(context.run(call))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="tuner", daemon=True).start()
-    return future.result()
 
 
 def _train_tasks(config: RunConfig, dataset: Any) -> list[Task]:

@@ -14,19 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agent import SearchAgentWorkflow
 from retrieval import BM25Index, read_corpus, serving
 
 from tuner import TunerError
-from tuner.areal import (
-    FinetuneSpec,
-    GRPOConfig,
-    PPOActor,
-    RolloutEngine,
-    StatefulDataLoader,
-    load_expr_config,
-)
-from tuner.areal.token_workflow import setting
+from tuner.areal import GRPOConfig, load_expr_config, setting
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,6 +44,11 @@ class Result:
 
 def train(config: SearchAgentConfig, run_dir: Path) -> Result:
     """Run the loop; metrics of each step go to `metrics.jsonl` in the run's folder."""
+    # They import PyTorch: only once the configuration is in order.
+    from agent import SearchAgentWorkflow
+
+    from tuner.areal import FinetuneSpec, PPOActor, RolloutEngine, StatefulDataLoader
+
     train_rows = _rows(config.train_dataset.path)
     eval_rows = _rows(config.eval_dataset)
     dataloader = StatefulDataLoader(

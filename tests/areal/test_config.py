@@ -2,6 +2,8 @@
 
 import dataclasses
 import stat
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -191,12 +193,13 @@ def test_defaults_make_a_run_and_need_no_file(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("max_turn=3", "max_turn: Unexpected keyword argument"),
-        ("actor.eps_clips=3", r"actor\.eps_clips: Unexpected"),
-        ("max_turns=many", "max_turns: Input should be a valid integer"),
-        ("actor.optimizer.lr=x", r"actor\.optimizer\.lr: Input should be a valid number"),
-        ("gconfig.min_new_tokens=3", r"gconfig\.min_new_tokens: Unexpected"),
+        ("max_turn=3", "max_turn is unknown: is max_turns meant"),
+        ("actor.eps_clips=3", r"actor\.eps_clips is unknown: is actor\.eps_clip meant"),
+        ("max_turns=many", "max_turns is 'many': must be a valid integer"),
+        ("actor.optimizer.lr=x", r"actor\.optimizer\.lr is 'x': must be a valid number"),
+        ("gconfig.min_new_tokens=3", r"gconfig\.min_new_tokens is unknown"),
         ("gconfig.max_new_tokens=0", "max_new_tokens is 0"),
+        ("success_rate_lb=2", r"tuner\.algorithm\.success_rate_lb"),
     ],
 )
 def test_what_is_unknown_or_wrong_is_refused_by_name(write, override, message):
@@ -227,3 +230,19 @@ def test_a_gconfig_is_made_of_a_dict(write):
 def test_a_configuration_without_its_agent_says_what_to_add():
     with pytest.raises(ConfigError, match="give it a property `agent` that returns an AgentAbstr"):
         AgentExperiment().workflow()
+
+
+def test_a_wrong_override_is_refused_before_pytorch_is_imported():
+    main = Path(__file__).parents[2] / "examples" / "search_agent" / "main.py"
+    program = (
+        "import runpy, sys\n"
+        "sys.modules['torch'] = sys.modules['transformers'] = None\n"  # importing them fails
+        "sys.argv[1:] = ['actor.eps_clipp=1']\n"
+        f"sys.path.insert(0, {str(main.parent)!r})\n"
+        f"runpy.run_path({str(main)!r}, run_name='__main__')\n"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    said = "SearchAgentConfig: actor.eps_clipp is unknown: is actor.eps_clip meant?"
+    assert process.stderr.splitlines() == [f"ConfigError: {said} (--help lists all)"]

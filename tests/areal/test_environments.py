@@ -150,5 +150,5 @@ async def test_a_gymnasium_id_is_made_by_name():
 
 def test_a_missing_gymnasium_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "gymnasium", None)
-    with pytest.raises(MissingDependencyError, match=r"agentscope-tuner\[gymnasium\]"):
+    with pytest.raises(MissingDependencyError, match=r"pip install .*\[gymnasium\]"):
         GymnasiumEnvironment("CartPole-v1")

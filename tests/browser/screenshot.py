@@ -32,7 +32,8 @@ def main():
         )
         browser.close()
     # A page has few colours: with a palette the file is a third as large.
-    Image.open(BytesIO(taken)).quantize(COLOURS, Image.Quantize.MAXCOVERAGE).save(PICTURE, optimize=True)
+    palette = Image.open(BytesIO(taken)).quantize(COLOURS, Image.Quantize.MAXCOVERAGE)
+    palette.save(PICTURE, optimize=True)
     print(PICTURE)
 
 

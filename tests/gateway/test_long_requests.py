@@ -71,7 +71,7 @@ async def post(session: Session, path: str = CHAT, text: str = "hi", **fields: A
         said = {"prompt": text}
     body = json.dumps({"model": "tiny", **said, **fields}).encode()
     headers = {"authorization": f"Bearer {session.key}"}
-    reply = await session._host.handle("POST", path, headers, body)
+    reply = await session.host.handle("POST", path, headers, body)
     assert isinstance(reply, Reply)
     return reply
 

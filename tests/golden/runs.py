@@ -116,7 +116,12 @@ def parts(folder: Path) -> Iterator[tuple[str, str]]:
         elif path.suffix == ".jsonl":
             rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
             yield name, hashed(timeless(_placeless(rows, folder)))
-        elif path.name in ("result.json", "adapter_config.json", "version.json"):
+        elif path.name == "result.json":  # recorded when the metrics were in it, too
+            lines = path.with_name("metrics.jsonl").read_text("utf-8").splitlines()
+            rows = [{key: float(n) for key, n in json.loads(line).items()} for line in lines]
+            result = {**json.loads(path.read_text("utf-8")), "history": rows}
+            yield name, hashed(timeless(_placeless(result, folder)))
+        elif path.name in ("adapter_config.json", "version.json"):
             yield name, hashed(timeless(_placeless(json.loads(path.read_text("utf-8")), folder)))
         elif path.name == "config.yaml":
             yield name, hashed(_placeless(path.read_text("utf-8"), folder))

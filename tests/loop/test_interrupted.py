@@ -1,5 +1,6 @@
 """A run that is interrupted ends, whatever its agents make of it."""
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -8,6 +9,7 @@ from pathlib import Path
 
 from tests import forked
 from tests.loop import runs
+from tuner import AlgorithmConfig, TunerModelConfig, WorkflowOutput, tune
 from tuner.loop import run_local
 from tuner.rollout import limits
 from tuner.tune import leave_report
@@ -44,3 +46,43 @@ def test_one_interrupt_ends_a_run_whose_agents_catch_everything(random_model_pat
     process.join()
     assert process.exitcode == 1  # as Python ends with a KeyboardInterrupt
     assert not list(tmp_path.rglob(".owner"))
+
+
+def interrupted_in_a_notebook(model, root, asked):
+    """As ipykernel runs a cell: in an event loop of the main thread that knows no Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    async def cell():
+        tune(
+            partial(asking, asked=Path(asked)),
+            runs.judge,
+            runs.TRAIN,
+            model=TunerModelConfig(model_path=str(model), max_model_len=200),
+            algorithm=AlgorithmConfig(batch_size=2, group_size=2),
+            overrides=[f"checkpoint_root_dir={root}", "buffer.total_steps=1000"],
+        )
+
+    try:
+        asyncio.new_event_loop().run_until_complete(cell())
+    except KeyboardInterrupt:
+        (report,) = root.rglob("report.html")
+        assert "interrupted" in report.read_text(encoding="utf-8")
+        assert not list(root.rglob(".owner"))
+        (root / "ended").touch()
+
+
+async def asking(task, model, *, asked):
+    await runs.ask(model, task["question"])
+    asked.touch()
+    return WorkflowOutput(response="r")
+
+
+def test_an_interrupt_ends_a_run_in_a_notebook_with_its_record(random_model_path, tmp_path):
+    asked = tmp_path / "asked"
+    process = forked.begin(interrupted_in_a_notebook, random_model_path, tmp_path, asked)
+    while not asked.exists():
+        assert process.exitcode is None
+        process.join(timeout=0.05)
+    os.kill(process.pid, signal.SIGINT)
+    process.join()
+    assert (process.exitcode, (tmp_path / "ended").exists()) == (0, True)

@@ -123,7 +123,7 @@ def test_equal_rewards_stop_the_run_with_advice(random_model_path, tmp_path):
     async def judge(task, response):
         return JudgeOutput(reward=1.0)
 
-    with pytest.raises(TrainingError, match="the same reward, 1: a group teaches"):
+    with pytest.raises(TrainingError, match=r"the same reward, 1: .*a group teaches"):
         tune(random_model_path, tmp_path, "tuner.signal_patience=2", judge=judge)
 
 
@@ -307,6 +307,13 @@ def test_a_name_that_may_have_been_a_folder_says_where_it_was_looked_for(tmp_pat
     monkeypatch.chdir(tmp_path)
     looked = rf"no such folder beside the file .*, or in {tmp_path}\) cannot be loaded"
     with pytest.raises(ModelLoadError, match=looked):
+        load_tokenizer("models/mine")
+
+
+def test_a_name_beside_other_models_is_a_folder_that_is_missing(tmp_path, monkeypatch):
+    (tmp_path / "models" / "yours").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelLoadError, match=r"no such folder \(.*/models has yours\)"):
         load_tokenizer("models/mine")
 
 

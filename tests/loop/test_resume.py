@@ -170,7 +170,9 @@ def test_longer_run_goes_on_from_the_end(random_model_path, tmp_path):
 
 def test_result_is_written_and_counts_every_token(straight):
     stored = json.loads((straight.run_dir / "result.json").read_text())
-    assert TuneResult.model_validate(stored) == straight
+    assert "history" not in stored
+    assert "history" not in repr(straight)
+    assert TuneResult.model_validate({**stored, "history": straight.history}) == straight
     tokens = straight.tokens
     assert tokens.sampled == tokens.trained + sum(tokens.dropped.values()) > 0
     assert straight.outcomes == {"completed": 36}

@@ -132,7 +132,7 @@ def test_moments_of_8_bits_take_the_way_of_float32(offload):
 
 def test_8_bits_without_the_library_are_refused_with_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "bitsandbytes.optim", None)
-    with pytest.raises(ConfigError, match=r"needs bitsandbytes.*agentscope-tuner\[gpu\]"):
+    with pytest.raises(ConfigError, match=r"needs bitsandbytes.*pip install .*\[gpu\]"):
         make_optimizer(weights(torch.float32), lr=1e-3, state="8bit")
 
 

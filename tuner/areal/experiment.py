@@ -2,34 +2,38 @@
 
 Each setting is one of `tuner.config`, which is what the run gets (`GRPOConfig.run_config`): there
 is no second place where a default or a check lives. What has no field of its own goes into `tuner`,
-by the names of docs/configuration.md.
+by the names of docs/configuration.md. They are read and checked before PyTorch is imported.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from omegaconf import OmegaConf
 from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
-from tuner.areal.queue_workflow import AgentAbstraction, EnvServiceAbstraction, QueueWorkflow
-from tuner.areal.shared_run import Run
-from tuner.areal.token_workflow import GenerationHyperparameters, setting
+from tuner.areal.hyperparameters import GenerationHyperparameters, setting
 from tuner.config import RunConfig, load_config
 from tuner.config.source import parse_override, read_yaml
 from tuner.errors import ConfigError
-from tuner.run.directory import make_private
+
+if TYPE_CHECKING:
+    from tuner.areal.queue_workflow import AgentAbstraction, EnvServiceAbstraction, QueueWorkflow
+    from tuner.areal.shared_run import Run
 
 
 class _Part:
     """A section; it knows the run that its configuration describes."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
-    _run: Run | None = None
+    _run: Callable[[], Run] | None = None
 
     @property
     def run(self) -> Run:
@@ -43,7 +47,7 @@ class _Part:
                 f"this {type(self).__name__} belongs to no configuration, so it does not say which "
                 "model is trained: pass the section of a GRPOConfig (config.actor, config.rollout)"
             )
-        return self._run
+        return self._run()
 
 
 @dataclass
@@ -121,7 +125,12 @@ class GRPOConfig:
     )
 
     def __post_init__(self) -> None:
-        self.actor._run = self.rollout._run = Run(self.run_config)
+        self.actor._run = self.rollout._run = cache(self._new_run)
+
+    def _new_run(self) -> Run:
+        from tuner.areal.shared_run import Run  # imports PyTorch: once the settings are in order
+
+        return Run(self.run_config)
 
     @property
     def tokenizer_path(self) -> str:
@@ -209,6 +218,8 @@ class AgentExperiment:
         Raises:
             ConfigError: There is no such agent or environment, or it does not take the arguments.
         """
+        from tuner.areal.queue_workflow import QueueWorkflow
+
         return QueueWorkflow(self.agent, self.env)
 
 
@@ -254,16 +265,28 @@ def load_expr_config(argv: Sequence[str], config_class: type[ConfigT]) -> tuple[
     try:
         config = TypeAdapter(config_class).validate_python(values)
     except ValidationError as error:
-        lines = [
-            f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()
-        ]
+        known = [line.split(" (")[0].strip() for line in help_lines(config_class)]
+        lines = [_sentence(problem, known) for problem in error.errors()]
         raise ConfigError(f"{config_class.__name__}: {'; '.join(lines)}") from None
     folder = Path(config.fileroot) / config.experiment_name / config.trial_name  # type: ignore[attr-defined]
+    if isinstance(config, GRPOConfig):
+        config.run_config()  # refuses what is in conflict
+    from tuner.run.directory import make_private
+
     make_private(folder)
     written = folder / "areal.yaml"
     plain = TypeAdapter(config_class).dump_python(config, mode="json")
     written.write_text(OmegaConf.to_yaml(OmegaConf.create(plain)))
     return config, str(written)
+
+
+def _sentence(problem: ErrorDetails, known: Sequence[str]) -> str:
+    """What is wrong with a setting, and what to do."""
+    key = ".".join(map(str, problem["loc"]))
+    if problem["type"] == "unexpected_keyword_argument":
+        meant = get_close_matches(key, known, n=1)
+        return f"{key} is unknown{f': is {meant[0]} meant?' if meant else ''} (--help lists all)"
+    return f"{key} is {problem['input']!r}: {problem['msg'].replace('Input should', 'must')}"
 
 
 def help_lines(config_class: type[Any], prefix: str = "") -> list[str]:

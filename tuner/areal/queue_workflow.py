@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tuner.areal.hyperparameters import GenerationHyperparameters
 from tuner.areal.queues import (
     BundledGenerationOutputs,
     CheckedEnvironment,
@@ -25,12 +26,11 @@ from tuner.areal.queues import (
 from tuner.areal.token_workflow import (
     Episode,
     EpisodeWorkflow,
-    GenerationHyperparameters,
     SessionEngine,
     settled_episode,
 )
 from tuner.config.schema import TunerSection
-from tuner.errors import ConfigError, FunctionError, MissingDependencyError
+from tuner.errors import ConfigError, FunctionError, MissingDependencyError, pip_install
 from tuner.functions.calling import in_thread, is_async
 from tuner.functions.loading import import_module_or_file, load_function
 from tuner.functions.outputs import Rejected
@@ -153,7 +153,7 @@ class GymnasiumEnvironment(EnvironmentService):
             except ImportError as error:
                 raise MissingDependencyError(
                     f"environment {id!r} needs gymnasium, which does not import ({error}): "
-                    "pip install 'agentscope-tuner[gymnasium]'"
+                    f"{pip_install('gymnasium')}"
                 ) from error
             id = gymnasium.make(id, **make_args)
         self.env: Any = id

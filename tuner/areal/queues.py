@@ -26,7 +26,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from tuner.areal.token_workflow import GenerationHyperparameters, SessionEngine
+from tuner.areal.hyperparameters import GenerationHyperparameters
+from tuner.areal.token_workflow import SessionEngine
 from tuner.areal.trajectories import Trajectory, read_trajectories
 from tuner.errors import FunctionError, TunerError
 

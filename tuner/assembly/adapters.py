@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from tuner.assembly.models import SETTING, StoredAdapter, quiet_transformers
 from tuner.config.explorer import DEFAULT_ALPHA, DEFAULT_RANK, DEFAULT_TARGETS, LoraSection
 from tuner.data.order import derive_seed
-from tuner.errors import ConfigError, MissingDependencyError, ModelLoadError
+from tuner.errors import ConfigError, MissingDependencyError, ModelLoadError, pip_install
 from tuner.training.references import AdapterReference
 
 if TYPE_CHECKING:
@@ -84,8 +84,7 @@ def require_peft() -> None:
         import peft  # noqa: F401  # whether it can be
     except ImportError as error:
         raise MissingDependencyError(
-            f"model.lora_configs needs the library peft ({error}): "
-            "pip install 'agentscope-tuner[lora]'"
+            f"model.lora_configs needs the library peft ({error}): {pip_install('lora')}"
         ) from error
 
 

@@ -36,7 +36,7 @@ from tuner.engines.vllm.core import VllmSettings
 from tuner.engines.vllm.direct import TrainerWeights, transfer_backends
 from tuner.engines.vllm.in_process import InProcessVllm
 from tuner.engines.vllm.sampling import check_for_vllm
-from tuner.errors import ConfigError, MissingDependencyError
+from tuner.errors import ConfigError, MissingDependencyError, pip_install
 
 _log = logging.getLogger(__name__)
 _SHARED_MEMORY = Path("/dev/shm")
@@ -285,5 +285,5 @@ def _require_vllm(config: RunConfig) -> None:
     if not config.tuner.engine.urls and find_spec("vllm") is None:
         raise MissingDependencyError(
             "explorer.rollout_model.engine_type is vllm, and vLLM is not installed: "
-            "pip install 'agentscope-tuner[vllm]', or set it to transformers"
+            f"{pip_install('vllm')}, or set it to transformers"
         )

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from tuner.chat_models.without_framework import SessionHandle
-from tuner.errors import MissingDependencyError
+from tuner.errors import MissingDependencyError, pip_install
 
 if TYPE_CHECKING:
     from tuner.gateway import Session
@@ -35,7 +35,7 @@ def agentscope_modules(major: str, versions: str, extra: str, *names: str) -> li
         MissingDependencyError: They are not installed, or do not import.
     """
     found = agentscope_version()
-    install = f"pip install 'agentscope-tuner[{extra}]'"
+    install = pip_install(extra)
     if found is None:
         raise MissingDependencyError(
             f"this needs AgentScope {major}.x, which is not installed: {install}"

@@ -32,9 +32,10 @@ from tuner.config.explorer import LoraSection, SynchronizerSection
 from tuner.errors import ConfigError, TrainingError
 from tuner.functions.loading import require_nothing_loads
 from tuner.run.directory import RunDirectory, make_private, write_atomically
+from tuner.run.interrupts import outside_event_loop
 from tuner.settings import TunerModelConfig
 from tuner.traces import TraceStore
-from tuner.tune import Run, outside_event_loop, prepare_evaluation
+from tuner.tune import Run, prepare_evaluation
 
 _FILE = re.compile(r"[^\w.-]+")
 

@@ -78,7 +78,8 @@ def read_yaml(path: Path) -> YamlFile:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark is not None else 1
-        raise ConfigError(f"{path}:{line}: not valid YAML: {error.problem}") from None
+        tab = "; indent with spaces, not with tabs" if "\\t" in str(error.problem) else ""
+        raise ConfigError(f"{path}:{line}: not valid YAML: {error.problem}{tab}") from None
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
     except RecursionError:
@@ -290,6 +291,7 @@ def path_or_name(value: str, folder: Path) -> str:
         value.startswith((".", "/", "~"))
         or value.count("/") > 1
         or Path(value).suffix in DATA_FILES
+        or ("/" in value and (folder / value).parent.is_dir())
     )
     if looks_like_path or (folder / value).exists():
         return absolute(value, folder)
@@ -301,9 +303,20 @@ DATA_FILES = (".json", ".jsonl", ".csv", ".parquet")
 
 def check_path(path: str, setting: str, *, what: str = "model") -> None:
     """Raises ModelLoadError where `path` can only be a folder and is none."""
+    folder = Path(path).expanduser()
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
-    if looks_local and not Path(path).expanduser().is_dir():
+    if (looks_local or folder.parent.is_dir()) and not folder.is_dir():
         raise ModelLoadError(
-            f"{setting} = {path!r}: there is no such folder; give the folder of a Hugging Face "
-            f"{what}, or a hub id of the form 'organisation/name'"
+            f"{setting} = {path!r}: there is no such folder{_neighbours(folder)}; give the folder "
+            f"of a Hugging Face {what}, or a hub id of the form 'organisation/name'"
         )
+
+
+def _neighbours(folder: Path) -> str:
+    """What lies where a folder was looked for."""
+    if folder.exists():
+        return ": it is a file"
+    if not folder.parent.is_dir():
+        return ""
+    names = sorted(path.name for path in folder.parent.iterdir() if path.is_dir())
+    return f" ({folder.parent.resolve()} has {', '.join(names[:5]) or 'no folders'})"

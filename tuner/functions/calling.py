@@ -13,7 +13,7 @@ import contextvars
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -92,8 +92,11 @@ def check_function(func: Callable[..., Any], signature: Signature) -> None:
         FunctionError: It cannot; says where it is defined, what was found and what is expected.
     """
     if not callable(func):
+        called = (
+            " (pass the function itself, without calling it)" if inspect.isawaitable(func) else ""
+        )
         raise FunctionError(
-            f"the {signature.role} is {shown(func)}, not a function; expected: {signature}"
+            f"the {signature.role} is {shown(func)}, not a function{called}; expected: {signature}"
         )
     try:
         parameters = inspect.signature(func).parameters
@@ -137,8 +140,12 @@ async def call_workflow(
     model: Any,
     auxiliary_models: Mapping[str, Any],
     logger: Any,
+    apart: Container[str] = (),
 ) -> WorkflowOutput:
     """Run a workflow with the arguments it takes.
+
+    Args:
+        apart: Roles whose functions run apart (`call_function`), as it is when this begins.
 
     Raises:
         FunctionError: It returned something that is not a workflow's output.
@@ -149,7 +156,8 @@ async def call_workflow(
         "auxiliary_models": auxiliary_models,
         "logger": logger,
     }
-    return as_workflow_output(await call_function(func, arguments), func)
+    value = await call_function(func, arguments, apart=WORKFLOW.role in apart)
+    return as_workflow_output(value, func)
 
 
 async def call_judge(
@@ -159,8 +167,9 @@ async def call_judge(
     response: Any,
     auxiliary_models: Mapping[str, Any],
     logger: Any,
+    apart: Container[str] = (),
 ) -> JudgeOutput:
-    """Run a judge with the arguments it takes.
+    """Run a judge with the arguments it takes, `apart` as for a workflow.
 
     Raises:
         FunctionError: It returned something that is not a judge's output, or no reward.
@@ -171,18 +180,34 @@ async def call_judge(
         "auxiliary_models": auxiliary_models,
         "logger": logger,
     }
-    return as_judge_output(await call_function(func, arguments), func)
+    value = await call_function(func, arguments, apart=JUDGE.role in apart)
+    return as_judge_output(value, func)
 
 
-async def call_function(func: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Call `func` with those of `arguments` that it takes, in a thread unless it is async."""
+async def call_function(
+    func: Callable[..., Any], arguments: Mapping[str, Any], *, apart: bool = False
+) -> Any:
+    """Call `func` with those of `arguments` that it takes, in a thread unless it is async.
+
+    Args:
+        func: Async or plain. A plain one may hand over to an async one:
+            `lambda task, model: run(task, model)`.
+        arguments: By name.
+        apart: Whether an async one runs in a thread, too, in an event loop of its own: it may
+            block that.
+    """
     parameters = inspect.signature(func).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     taken = {name: value for name, value in arguments.items() if takes_any or name in parameters}
-    if is_async(func):
-        return await func(**taken)
-    value = await in_thread(functools.partial(func, **taken))
-    # A plain function may hand over to an async one: `lambda task, model: run(task, model)`.
+    call = functools.partial(func, **taken)
+    if apart:
+        return await in_thread(lambda: asyncio.run(_awaited(call)))
+    value = call() if is_async(func) else await in_thread(call)
+    return await value if inspect.isawaitable(value) else value
+
+
+async def _awaited(call: Callable[[], Any]) -> Any:
+    value = call()
     return await value if inspect.isawaitable(value) else value
 
 
@@ -215,7 +240,8 @@ async def in_thread(func: Callable[[], Any]) -> Any:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, value, error)
 
-    threading.Thread(target=run, daemon=True, name="tuner-function").start()
+    thread = threading.Thread(target=run, daemon=True, name="tuner-function")
+    thread.start()
     return await future
 
 

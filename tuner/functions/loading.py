@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
@@ -58,7 +59,7 @@ def load_function(reference: str, *, setting: str) -> Callable[..., Any]:
         raise ConfigError(f"{setting} is {reference!r}: there is no file {module_name}") from None
     except Exception as error:
         raise ConfigError(
-            f"{setting} is {reference!r}: importing {module_name} failed: "
+            f"{setting} is {reference!r}: importing {module_name} failed{_line(error)}: "
             f"{type(error).__name__}: {error}"
         ) from error
     function = getattr(module, name, None)
@@ -82,6 +83,13 @@ def import_module_or_file(reference: str, *, setting: str) -> ModuleType:
         raise ConfigError(
             f"{setting} is {reference!r}: importing it failed: {type(error).__name__}: {error}"
         ) from error
+
+
+def _line(error: Exception) -> str:
+    """Where an import failed, but in what Python and this module do for it."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    inside = last.filename.startswith("<frozen") or last.filename == __file__
+    return "" if inside else f" in {last.filename}:{last.lineno}"
 
 
 def _loaded(reference: str) -> ModuleType:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 import socket
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -50,12 +51,28 @@ class HttpDoor:
             access_log=False,
             timeout_graceful_shutdown=1,
         )
-        self._server = _Server(config)
+        self._server, self._gateway = _Server(config), gateway
         self._task: asyncio.Task[None] | None = None
         loop.call_soon_threadsafe(self._start)
 
     def _start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._server.serve([self._socket]))
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """While the block runs a thread accepts connections, too: the loop is kept from it."""
+        endpoint = _Endpoint(self._gateway)
+        server = _Server(
+            uvicorn.Config(endpoint, http=_Connection, ws="none", lifespan="off", log_config=None)
+        )
+        sockets = [self._socket.dup()]
+        threading.Thread(
+            target=lambda: asyncio.run(server.serve(sockets)), name="tuner-door", daemon=True
+        ).start()
+        try:
+            yield
+        finally:
+            server.should_exit = True  # once what it has accepted is answered
 
     async def aclose(self) -> None:
         """Stop serving, on the loop that serves; requests in flight get a second to end."""
@@ -136,6 +153,7 @@ class _Endpoint:
         try:
             _check_door(headers)
             body = await _body(receive)
+            self._gateway.check_not_stuck(headers)
         except RequestError as error:
             await _send(self._gateway.refusal(scope["path"], headers, error), scope, receive, send)
             return

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -74,6 +75,8 @@ class Gateway:
         self.warned: set[str] = set()
         self._sessions: dict[str, Session] = {}
         self._ended: dict[str, str] = {}  # the sessions of sealed keys, the oldest first
+        self._stuck: dict[str, Callable[[], str]] = {}
+        self._opening = threading.Lock()
         self._door: HttpDoor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         with contextlib.suppress(RuntimeError):
@@ -131,11 +134,15 @@ class Gateway:
         Raises:
             RuntimeError: The gateway has no event loop yet to serve from.
         """
-        if self._door is None:
-            from tuner.gateway.http import HttpDoor
+        return self._opened_door().base_url
 
-            self._door = HttpDoor(self, self.home())
-        return self._door.base_url
+    def _opened_door(self) -> HttpDoor:
+        with self._opening:
+            if self._door is None:
+                from tuner.gateway.http import HttpDoor
+
+                self._door = HttpDoor(self, self.home())
+            return self._door
 
     async def aclose(self) -> None:
         """Seal every session and close the HTTP door."""
@@ -165,6 +172,26 @@ class Gateway:
     def refusal(self, path: str, headers: Mapping[str, str], error: RequestError) -> Reply:
         """The reply to a request that could not be taken in whole."""
         return Reply(error.status, _dialect(_served(path), headers).error(error))
+
+    @contextlib.contextmanager
+    def refusing(self, keys: Iterable[str], why: Callable[[], str]) -> Iterator[None]:
+        """While the block runs requests with these keys are refused, from a thread: they come from
+        who keeps the event loop, and would wait for ever.
+
+        Args:
+            why: Says it, each time that one is refused.
+        """
+        self._stuck = dict.fromkeys(keys, why)
+        try:
+            with self._opened_door().beside():
+                yield
+        finally:
+            self._stuck = {}
+
+    def check_not_stuck(self, headers: Mapping[str, str]) -> None:
+        """Raises RequestError where requests with this key are refused; in any thread."""
+        if self._stuck and (why := self._stuck.get(_key(headers)[0])) is not None:
+            raise RequestError(why(), status=400, code="event_loop_blocked")
 
     def home(self) -> asyncio.AbstractEventLoop:
         """The event loop that the engine is called in.
@@ -213,10 +240,7 @@ class Gateway:
 
     async def _session(self, headers: Mapping[str, str]) -> tuple[Session, str | None]:
         """The session behind the request's key, and the role that the key names."""
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            given = headers.get("x-api-key", "")
-        key, _, role = given.strip().partition(".")
+        key, role = _key(headers)
         session = self._sessions.get(key)
         if session is not None and (not role or ROLE.fullmatch(role)):
             return session, role or None
@@ -230,6 +254,15 @@ class Gateway:
             status=401,
             code="invalid_api_key",
         )
+
+
+def _key(headers: Mapping[str, str]) -> tuple[str, str]:
+    """A request's key and the role that it names; both may be empty."""
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer":
+        given = headers.get("x-api-key", "")
+    key, _, role = given.strip().partition(".")
+    return key, role
 
 
 def _served(path: str) -> str:

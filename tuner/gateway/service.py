@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -94,6 +95,8 @@ class Answers(Protocol):
         """The reply to a request that could not be taken in whole."""
         ...
 
+    def check_not_stuck(self, headers: Mapping[str, str]) -> None: ...
+
 
 class Host(Answers, Protocol):
     """What a session knows of the gateway that it is open at.
@@ -110,6 +113,10 @@ class Host(Answers, Protocol):
     def home(self) -> asyncio.AbstractEventLoop: ...
 
     def forget(self, key: str, session_id: str) -> None: ...
+
+    def refusing(
+        self, keys: Iterable[str], why: Callable[[], str]
+    ) -> AbstractContextManager[None]: ...
 
 
 def sse(data: Any, event: str | None = None) -> bytes:

@@ -90,7 +90,6 @@ class Recording:
     """The calls of a session, in order of commitment.
 
     Args:
-        session_id: The session's.
         kept: Whether calls are kept; False for models that are not trained.
     """
 
@@ -145,30 +144,31 @@ class Recording:
 
 
 class InFlight:
-    """What of a session is being generated, and how long that took so far."""
+    """What of a session is being generated, how long that took, and when it last began or ended."""
 
     def __init__(self) -> None:
         self.tasks: set[asyncio.Task[Any]] = set()
-        self._since = 0.0
+        self.moved = time.perf_counter()
         self._seconds = 0.0
 
     @property
     def seconds(self) -> float:
         """Wall time during which at least one task was running."""
-        return self._seconds + (time.perf_counter() - self._since if self.tasks else 0.0)
+        return self._seconds + (time.perf_counter() - self.moved if self.tasks else 0.0)
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, as a task that can be cancelled."""
         task = asyncio.get_running_loop().create_task(work)
-        if not self.tasks:
-            self._since = time.perf_counter()
+        self._move()
         self.tasks.add(task)
         try:
             return await task
         finally:
+            self._move()
             self.tasks.discard(task)
-            if not self.tasks:
-                self._seconds += time.perf_counter() - self._since
+
+    def _move(self) -> None:
+        self._seconds, self.moved = self.seconds, time.perf_counter()
 
     def cancel(self) -> None:
         """Cancel every task, from any thread."""
@@ -181,6 +181,7 @@ class Session:
 
     Attributes:
         service: Whom its requests are answered with.
+        host: The gateway that it is open at.
         id: The caller's name for it.
         key: The API key that stands for it; cannot be guessed.
         seed: Where the seeds of its calls come from.
@@ -209,7 +210,7 @@ class Session:
         limits: SessionLimits,
     ) -> None:
         self.service = service
-        self._host = host
+        self.host = host
         self.id = session_id
         self.key = f"sk-tuner-{secrets.token_urlsafe(24)}"
         self.seed = seed
@@ -240,7 +241,7 @@ class Session:
     @property
     def base_url(self) -> str:
         """Where HTTP clients find the gateway; the first use opens the door."""
-        return self._host.base_url
+        return self.host.base_url
 
     def key_of(self, role: str | None) -> str:
         """The API key that names `role` as the agent that calls; None is the session's own.
@@ -258,7 +259,7 @@ class Session:
         """An OpenAI client of this session that reaches the gateway without a socket."""
         from tuner.gateway.clients import in_process_client
 
-        return in_process_client(self._host, self.key_of(role))
+        return in_process_client(self.host, self.key_of(role))
 
     def async_anthropic(self, role: str | None = None) -> anthropic.AsyncAnthropic:
         """Anthropic's client of this session, which reaches the gateway without a socket.
@@ -268,22 +269,22 @@ class Session:
         """
         from tuner.gateway.clients import in_process_anthropic
 
-        return in_process_anthropic(self._host, self.key_of(role))
+        return in_process_anthropic(self.host, self.key_of(role))
 
     def http_client(self, client_class: type) -> Any:
         """A client of the library that `client_class` is built on, which needs no socket."""
         from tuner.gateway.clients import in_process_http_client
 
-        return in_process_http_client(self._host, client_class)
+        return in_process_http_client(self.host, client_class)
 
     async def at_home(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, done in the event loop that the engine is called in."""
-        return await in_loop(self._host.home(), work)
+        return await in_loop(self.host.home(), work)
 
     def warn_once(self, setting: str, sentence: str) -> None:
         """Log that a setting of the user's agent is unsafe, once for all sessions of a gateway."""
-        if setting not in self._host.warned:
-            self._host.warned.add(setting)
+        if setting not in self.host.warned:
+            self.host.warned.add(setting)
             logger.warning("%s %s", setting, sentence)
 
     def seal(self) -> tuple[Call, ...]:
@@ -295,7 +296,7 @@ class Session:
         if not self.sealed:
             self.recording.seal()
             self.sealed = True
-            self._host.forget(self.key, self.id)
+            self.host.forget(self.key, self.id)
             self.conversations = Conversations(self.service.renderer, self.service.reasoning)
             self.responses.clear()
             self.replays.clear()

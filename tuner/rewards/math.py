@@ -6,7 +6,7 @@ import logging
 import re
 from decimal import Decimal
 
-from tuner.errors import MissingDependencyError
+from tuner.errors import MissingDependencyError, pip_install
 
 NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 LONGEST_EXPRESSION = 50
@@ -43,8 +43,7 @@ def math_equal(answer: str, truth: str) -> float:
         from math_verify import parse, verify
     except ImportError:
         raise MissingDependencyError(
-            "math-verify compares expressions and is not installed: "
-            'pip install "agentscope-tuner[math]"'
+            f"math-verify compares expressions and is not installed: {pip_install('math')}"
         ) from None
 
     # Its timeouts are signals, which only the main thread can receive; it warns without them.

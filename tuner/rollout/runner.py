@@ -17,6 +17,7 @@ from tuner.functions.calling import call_judge, call_workflow
 from tuner.functions.outputs import Rejected, text_of
 from tuner.gateway import Gateway, SamplingDefaults, Session, SessionLimits
 from tuner.rollout.limits import Ending, Exited, ToolTime, contained
+from tuner.rollout.watchdog import Running, Watchdog, raised_in
 from tuner.traces import Outcome, RolloutId, Trace
 
 logger = logging.getLogger("tuner.rollout")
@@ -81,6 +82,9 @@ class RolloutRunner:
     auxiliary_models: Callable[[str, int], AbstractContextManager[Mapping[str, Any]]]
     settings: RolloutSettings
     _told: set[str] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        self._watchdog = Watchdog(self.settings.timeout)
 
     async def run(
         self,
@@ -194,6 +198,7 @@ class RolloutRunner:
         started = time.perf_counter()
         try:
             model = self.make_model(session)
+            sessions = _sessions(session, auxiliary)
             with limited:
                 work = call_workflow(
                     self.workflow,
@@ -201,8 +206,10 @@ class RolloutRunner:
                     model=model,
                     auxiliary_models=auxiliary,
                     logger=logger,
+                    apart=self._watchdog.apart,
                 )
-                output = await contained(work, session)
+                with self._watchdog.watching(Running("workflow", sessions, work)):
+                    output = await contained(work, session)
             if hasattr(model, "workflow_ended"):  # frameworks whose agents can stop half-way
                 model.workflow_ended()
         except asyncio.CancelledError:
@@ -221,6 +228,8 @@ class RolloutRunner:
             return
         except Exception as error:
             state.outcome, state.error = Outcome.WORKFLOW_ERROR, _describe(error, session)
+            if not any(isinstance(known, Exited) for known in session.errors):  # which says it
+                self._say_where(error, state.error)
             logger.debug("%s failed", session.id, exc_info=True)
             return
         finally:
@@ -247,6 +256,13 @@ class RolloutRunner:
                     "metric %r is %s: it is left out wherever it is not finite", name, value
                 )
 
+    def _say_where(self, error: BaseException, described: str) -> None:
+        """Warn of an error in the user's own code, once for each line."""
+        where = raised_in(error)
+        if where is not None and where not in self._told:
+            self._told.add(where)
+            logger.warning("%s: %s", where, described)
+
     async def _run_judge(
         self,
         task: dict[str, Any],
@@ -263,8 +279,10 @@ class RolloutRunner:
                     response=state.response,
                     auxiliary_models=auxiliary,
                     logger=logger,
+                    apart=self._watchdog.apart,
                 )
-                verdict = await contained(work, session)
+                with self._watchdog.watching(Running("judge", _sessions(session, auxiliary), work)):
+                    verdict = await contained(work, session)
             except FunctionError:
                 raise
             except (Exception, asyncio.CancelledError) as error:
@@ -273,6 +291,7 @@ class RolloutRunner:
                 if tries_left:
                     continue
                 state.outcome, state.error = _of_judge(error), _describe(error, None)
+                self._say_where(error, state.error)
             else:
                 state.reward = verdict.reward
                 self._note(state, verdict.metrics)
@@ -294,6 +313,12 @@ def _check_reward(state: _Attempt, *, judged: bool, needed: bool) -> None:
         state.error = f"the {who} gave reward {state.reward}; a reward must be a finite number"
 
 
+def _sessions(session: Session, auxiliary: Mapping[str, Any]) -> list[Session]:
+    """An attempt's session, and those of its auxiliary models that are served here."""
+    found = (getattr(model, "session", None) for model in auxiliary.values())
+    return [session, *(other for other in found if isinstance(other, Session))]
+
+
 def _of_judge(error: BaseException) -> Outcome:
     """A reward function that failed is the judge's failure, whoever called it."""
     return Outcome.JUDGE_TIMEOUT if isinstance(error, RewardTimeout) else Outcome.JUDGE_ERROR
@@ -304,10 +329,18 @@ def _being_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
+# What an error of Python's own means here.
+_HINTS = {
+    "'coroutine' object": " (is an `await` missing?)",
+    "cannot be called from a running event loop": " (`await` the coroutine in place of that)",
+}
+
+
 def _describe(error: BaseException, session: Session | None) -> str:
     """One line for people. An error of the engine says more than what the client made of it."""
     cause = session.errors[-1] if session is not None and session.errors else error
     text = " ".join(text_of(cause, str).split())
+    text += next((hint for sign, hint in _HINTS.items() if sign in text), "")
     if isinstance(cause, Exited):
         return text
     return f"{type(cause).__name__}: {text}" if text else type(cause).__name__

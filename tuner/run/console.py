@@ -1,4 +1,4 @@
-"""What people see: progress with time left while it runs, a table at the end."""
+"""What people see: progress with time left while it runs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from tuner.result import duration
+from tuner.run.notebook import CellOutput
 from tuner.traces import Outcome, Trace
 
 _PARTS = ("generation", "agent", "judge", "training", "sync")
@@ -21,7 +22,8 @@ _SHOWN = {
 
 
 class ConsoleMonitor:
-    """A line per step; on a terminal also a bar for the run and one for the step's rollouts.
+    """A line per step; on a terminal also a bar for the run and one for the step's rollouts, and in
+    a notebook all of it as one output.
 
     Args:
         total_steps: Length of the run.
@@ -30,6 +32,7 @@ class ConsoleMonitor:
 
     def __init__(self, total_steps: int, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False, soft_wrap=True)
+        self._cell = CellOutput(total_steps) if self._console.is_jupyter else None
         self._total = total_steps
         self._seconds: list[float] = []
         self._progress = Progress(
@@ -53,7 +56,10 @@ class ConsoleMonitor:
         self.close()
 
     def say(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        if self._cell is None:
+            self._console.print(text, markup=False)
+        else:
+            self._cell.say(text)
 
     def begin(self, what: str, count: int, *, step: int, of: str = "rollouts") -> None:
         """Rollouts start, of a training step or of an evaluation, or a step on recorded rows."""
@@ -63,6 +69,9 @@ class ConsoleMonitor:
         assert self._rollouts is not None
         self._progress.update(self._run, completed=max(0, step - 1), note=self._left(step - 1))
         self._progress.reset(self._rollouts, total=count, description=what, note=of)
+        if self._cell is not None:
+            note = self._left(step - 1)
+            self._cell.begin(what, count, done=max(0, step - 1), note=note, of=of)
 
     def rollout_done(self, trace: Trace | None = None) -> None:
         """A rollout has ended; the first that came to no reward in some way is said.
@@ -72,6 +81,8 @@ class ConsoleMonitor:
         """
         if self._rollouts is not None:
             self._progress.advance(self._rollouts)
+        if self._cell is not None:
+            self._cell.rollout_done()
         if trace is None or trace.outcome in self._told:
             return
         self._told.add(trace.outcome)
@@ -97,6 +108,8 @@ class ConsoleMonitor:
             parts.append(f"{metrics['time/step']:.1f} s ({_split(metrics)})")
             parts += _failures(metrics)
             parts.append(self._left(step))
+        if self._cell is not None:
+            self._cell.step_done(step, metrics.get("reward/mean"))
         self.say("  ".join(part for part in parts if part))
 
     def close(self) -> None:

@@ -237,16 +237,35 @@ def diagnosis(traces: Sequence[Trace], steps: int) -> str:
     if len(rewards) == 1:
         return (
             f"{head} Every rollout of the last step was given the same reward, {rewards.pop():g}: "
-            "a group teaches by the differences between its rewards. If it is the lowest reward, "
-            "start from easier tasks or a stronger model, or give partial credit; if it is the "
-            "highest, the model has nothing left to learn here. Raising algorithm.repeat_times or "
-            "model.temperature also makes differences more likely"
+            f"{_spoilt(final)}a group teaches by the differences between its rewards. If it is the "
+            "lowest reward, start from easier tasks or a stronger model, or give partial credit; "
+            "if it is the highest, the model has nothing left to learn here. Raising "
+            "algorithm.repeat_times or model.temperature also makes differences more likely"
         )
     return (
         f"{head} Within every group all rollouts were given the same reward, though rewards differ "
-        "between tasks: raise algorithm.repeat_times or model.temperature, or choose tasks that "
-        "the model solves sometimes"
+        f"between tasks: {_spoilt(final)}raise algorithm.repeat_times or model.temperature, or "
+        "choose tasks that the model solves sometimes"
     )
+
+
+def _spoilt(traces: Sequence[Trace]) -> str:
+    """What most of the calls have in common that no reward can come of."""
+    calls = [call for trace in traces for call in trace.calls]
+    cut = sum(call.finish_reason == "length" for call in calls)
+    malformed = sum(call.malformed_tool_calls > 0 for call in calls)
+    said = []
+    if cut > len(calls) / 2:
+        said.append(
+            f"{cut} of {len(calls)} calls were cut off at the token limit "
+            "(model.max_response_tokens, or the call's own max_tokens; raise it)"
+        )
+    if malformed > len(calls) / 2:
+        said.append(
+            f"{malformed} of {len(calls)} calls hold tool calls that cannot be read (see them with "
+            "`tuner view`; explorer.rollout_model.tool_call_parser must be the model's)"
+        )
+    return f"{' and '.join(said)}. Besides, " if said else ""
 
 
 def reasoning_notice(step: int, recomputed: int) -> str:

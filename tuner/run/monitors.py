@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from tuner.errors import ConfigError, MissingDependencyError
+from tuner.errors import ConfigError, MissingDependencyError, pip_install
 from tuner.run.directory import write_atomically
 
 
@@ -132,5 +132,5 @@ def _require(library: str) -> Any:
     except ImportError as error:
         raise MissingDependencyError(
             f"monitor.monitor_type = {library!r} needs the library {library}: "
-            f"pip install 'agentscope-tuner[{library}]'"
+            f"{pip_install(library)}"
         ) from error

@@ -198,14 +198,25 @@ def finished_result(directory: RunDirectory, total_steps: int) -> TuneResult | N
     """The result of a run that is complete, else None."""
     if not directory.result.exists() or not directory.checkpoint(total_steps).exists():
         return None
+    return read_result(directory, total_steps)
+
+
+def read_result(directory: RunDirectory, total_steps: int) -> TuneResult:
+    """`result.json`, with the metrics of the steps, which are in a file of their own.
+
+    Raises:
+        TunerError: One of them is damaged.
+    """
     try:
-        return TuneResult.model_validate_json(directory.result.read_bytes())
+        result = TuneResult.model_validate_json(directory.result.read_bytes())
     except ValueError as error:
         first = next(iter(str(error).splitlines()), "")
         raise TunerError(
             f"{directory.result} is damaged: {first}; delete it and start again: it is written "
             "anew from metrics.jsonl, and nothing is trained"
         ) from error
+    result.history = read_metrics(directory.metrics, up_to=total_steps)
+    return result
 
 
 def fingerprint_of(tasks: Sequence[Task]) -> str:

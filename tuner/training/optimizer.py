@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tuner.errors import ConfigError, TrainingError
+from tuner.errors import ConfigError, TrainingError, pip_install
 
 Scheduler = Literal["constant", "linear", "cosine"]
 
@@ -263,7 +263,7 @@ def _adam8bit(masters: list[nn.Parameter], **settings: Any) -> torch.optim.Optim
     except ImportError as error:
         raise ConfigError(
             "tuner.optimizer_state = '8bit' needs bitsandbytes, which is not installed "
-            f"({error}): pip install 'agentscope-tuner[gpu]', or use float32"
+            f"({error}): {pip_install('gpu')}, or use float32"
         ) from error
     optimizer: torch.optim.Optimizer = AdamW8bit(masters, **settings)
     return optimizer

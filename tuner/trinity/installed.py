@@ -18,7 +18,7 @@ import httpx
 
 from tuner.config.keys import nearest
 from tuner.config.source import lookup
-from tuner.errors import ConfigError, MissingDependencyError
+from tuner.errors import ConfigError, MissingDependencyError, pip_install
 
 SUPPORTED = "0.6"
 _TOO_NEW_PEFT = (0, 21)
@@ -30,7 +30,7 @@ def require_trinity() -> None:
     Raises:
         MissingDependencyError: It is not installed, in another version, or does not import.
     """
-    how = 'pip install "agentscope-tuner[trinity]"'
+    how = pip_install("trinity")
     try:
         version = metadata.version("trinity-rft")
     except metadata.PackageNotFoundError:

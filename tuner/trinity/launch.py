@@ -26,7 +26,7 @@ from tuner.run.directory import (
     reported,
     write_atomically,
 )
-from tuner.run.record import summarize
+from tuner.run.record import read_result, summarize
 from tuner.traces import TraceStore
 from tuner.trinity import workers
 from tuner.trinity.handover import resolve
@@ -154,7 +154,7 @@ class _Run:
             missing = self._asked_steps() - last_checkpoint(self.directory.path)
         if missing > 0:
             return None
-        return TuneResult.model_validate_json(self.directory.result.read_text(encoding="utf-8"))
+        return read_result(self.directory, sys.maxsize)
 
     def execute(self, address: str) -> None:
         """Start Trinity-RFT's stage and wait for its end, whatever that is."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tuner.engines.base import EngineError, EngineLostError, SamplingParams
 from tuner.engines.token_server import Sampled, Weights
 from tuner.engines.vllm.sampling import sampled, vllm_sampling
-from tuner.errors import MissingDependencyError
+from tuner.errors import MissingDependencyError, pip_install
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -291,7 +291,7 @@ def _start(settings: VllmSettings, weights: Weights) -> AsyncLLM:
         from vllm.v1.engine.async_llm import AsyncLLM
     except ImportError as error:
         raise MissingDependencyError(
-            f"vLLM cannot be imported ({error}): pip install 'agentscope-tuner[vllm]', or set "
+            f"vLLM cannot be imported ({error}): {pip_install('vllm')}, or set "
             "explorer.rollout_model.engine_type to transformers"
         ) from error
     model = settings.model or str(weights.folder)

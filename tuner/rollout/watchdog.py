@@ -1,0 +1,254 @@
+"""Says what holds rollouts up: which line blocks their event loop, what a quiet one waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import signal
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from tuner.functions.calling import in_thread
+from tuner.gateway import Session
+from tuner.rollout.limits import Exited
+
+logger = logging.getLogger("tuner.rollout")
+EVERY = 1.0
+"""Seconds from one look to the next."""
+BLOCKED = 5.0
+"""Seconds that the event loop may stand still."""
+QUIET = 60.0
+"""Seconds after which it is said what a rollout waits for."""
+
+_OURS = str(Path(__file__).resolve().parents[1])
+_ANSWERING = tuple(str(Path(_OURS, room)) for room in ("gateway", "engines"))
+_LIBRARIES = (
+    _OURS,
+    "<frozen",
+    *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")),
+)
+
+
+class Standstill(BaseException):
+    """Raised inside code that has kept the event loop for longer than a rollout may take."""
+
+
+@dataclass(eq=False)
+class Running:
+    """A function of the user's that runs.
+
+    Attributes:
+        role: "workflow" or "judge".
+        sessions: The attempt's, then those of its auxiliary models.
+        work: What is awaited for it.
+        began: When, on the clock of `time.perf_counter`.
+    """
+
+    role: str
+    sessions: Sequence[Session]
+    work: Any
+    began: float = field(default_factory=time.perf_counter)
+
+
+_RUNNING: ContextVar[Running | None] = ContextVar("tuner_running", default=None)
+
+
+@dataclass(eq=False)
+class Watchdog:
+    """Looks after the functions of one event loop, from a thread, while any of them runs.
+
+    Args:
+        limit: Seconds after which what keeps the event loop is broken off.
+
+    Attributes:
+        apart: Roles whose functions block the event loop and would for ever: they are to run in
+            threads.
+    """
+
+    limit: float
+    apart: set[str] = field(default_factory=set)
+    _running: set[Running] = field(default_factory=set)
+    _said: set[str] = field(default_factory=set)
+    _ended: threading.Event = field(default_factory=threading.Event)
+
+    @contextmanager
+    def watching(self, running: Running) -> Iterator[None]:
+        """While the block runs, so does this function: in tasks that are made inside the block."""
+        token = _RUNNING.set(running)
+        if not self._running:
+            self._ended = threading.Event()
+            of = asyncio.get_running_loop(), threading.get_ident(), self._ended
+            threading.Thread(
+                target=self._watch, args=of, name="tuner-watchdog", daemon=True
+            ).start()
+        self._running.add(running)
+        try:
+            yield
+        finally:
+            _RUNNING.reset(token)
+            self._running.discard(running)
+            if not self._running:
+                self._ended.set()
+
+    def _watch(self, loop: asyncio.AbstractEventLoop, thread: int, ended: threading.Event) -> None:
+        while not ended.wait(EVERY):
+            ran = threading.Event()
+            try:
+                loop.call_soon_threadsafe(self._look, ran)
+            except RuntimeError:  # the loop is closed
+                return
+            if not ran.wait(EVERY):
+                self._stands_still(thread, ran)
+
+    def _stands_still(self, thread: int, ran: threading.Event) -> None:
+        """Look who keeps the loop's thread, until it runs again."""
+        keeper: Running | None = None
+        since, told, broken_off = 0.0, False, False
+        with ExitStack() as refusing:
+            while not ran.is_set():
+                running, frame = _keeping(sys._current_frames().get(thread)) or (None, None)
+                if running is not keeper:
+                    refusing.close()
+                    keeper, since = running, time.perf_counter()
+                    told = broken_off = False
+                kept = time.perf_counter() - since
+                if keeper is not None and frame is not None and kept >= BLOCKED:
+                    if not told:
+                        told = True
+                        self._say(_place(frame), _kept_by(keeper, frame))
+                        why = partial(self._refuse, keeper, thread)
+                        for host in {session.host for session in keeper.sessions}:
+                            keys = [s.key for s in keeper.sessions if s.host is host]
+                            refusing.enter_context(host.refusing(keys, why))
+                    if kept >= self.limit and not ran.is_set():
+                        self.apart.add(keeper.role)
+                        _break_off(thread, again=broken_off)
+                        broken_off = True
+                ran.wait(EVERY)
+
+    def _look(self, ran: threading.Event) -> None:
+        """In the loop: it runs; say what is waited for where nothing has happened for long."""
+        ran.set()
+        now = time.perf_counter()
+        for running in list(self._running):
+            moved = max(running.began, *(s.in_flight.moved for s in running.sessions))
+            if now - moved < QUIET:
+                continue
+            place = _waits_in(running)
+            self._say(
+                place,
+                f"rollout {running.sessions[0].id} has waited for {now - moved:.0f} s: {place}; "
+                f"it may take {self.limit:g} s (explorer.max_timeout)",
+            )
+
+    def _say(self, place: str, sentence: str) -> None:
+        if place not in self._said:
+            self._said.add(place)
+            logger.warning("%s", sentence)
+
+    def _refuse(self, keeper: Running, thread: int) -> str:
+        """What a call is told that waits for the loop which its own caller keeps."""
+        self.apart.add(keeper.role)
+        found = _keeping(sys._current_frames().get(thread))
+        sentence = (
+            f"{_kept_by(*found) if found else 'The event loop is kept'}. It called a model of this "
+            "very process, which could never have answered: the call is refused, and the "
+            f"{keeper.role} runs in threads from now on"
+        )
+        keeper.sessions[0].errors.append(Exited(sentence))
+        return sentence
+
+
+def _kept_by(keeper: Running, frame: FrameType) -> str:
+    return (
+        f"{_place(frame)} has kept the event loop for {BLOCKED:g} s, and no rollout goes on "
+        f"meanwhile: an `async def` {keeper.role} must not wait without `await`; make the "
+        f"{keeper.role} a plain `def`, which runs in a thread, or use an async client there"
+    )
+
+
+def _keeping(frame: FrameType | None) -> tuple[Running, FrameType] | None:
+    """The function of the user's that keeps an event loop, and its innermost frame.
+
+    Args:
+        frame: What the loop's thread is in.
+
+    Returns:
+        None where the loop is kept by nobody, or by what answers calls.
+    """
+    stack = _stack(frame)
+    at = next((i for i, f in enumerate(stack) if f.f_code is asyncio.Handle._run.__code__), 0)
+    if not (inner := stack[:at]):
+        return None
+    # A task has the context that it was made in, also one that the function made itself.
+    running = stack[at].f_locals["self"]._context.get(_RUNNING)
+    if running is None or inner[0].f_code.co_filename.startswith(_ANSWERING):
+        return None
+    return running, _own(inner)
+
+
+def _own(stack: Sequence[FrameType]) -> FrameType:
+    """The innermost frame of the user's own code; of a library's where there is none."""
+    for frame in stack:
+        if not frame.f_code.co_filename.startswith(_LIBRARIES):
+            return frame
+    return stack[0]
+
+
+def _place(frame: FrameType, line: int | None = None) -> str:
+    return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{line or frame.f_lineno})"
+
+
+def raised_in(error: BaseException) -> str | None:
+    """Where in the user's own code an error came up; None where it did not."""
+    frames = reversed(list(traceback.walk_tb(error.__traceback__)))
+    own = ((f, line) for f, line in frames if not f.f_code.co_filename.startswith(_LIBRARIES))
+    found = next(own, None)
+    return None if found is None else _place(*found)
+
+
+def _waits_in(running: Running) -> str:
+    """What a function waits for: one that is suspended, or that runs in a thread."""
+    if any(session.in_flight.tasks for session in running.sessions):
+        return "for an answer of the model"
+    awaited, stack = running.work, list[FrameType]()  # the innermost first
+    while (frame := getattr(awaited, "cr_frame", None)) is not None:
+        stack.insert(0, frame)
+        awaited = awaited.cr_await
+    if stack and stack[0].f_code is in_thread.__code__:
+        stack = _stack(sys._current_frames().get(stack[0].f_locals["thread"].ident))
+    return f"its {running.role} is in {_place(_own(stack))}" if stack else f"its {running.role}"
+
+
+def _stack(frame: FrameType | None) -> list[FrameType]:
+    """A frame and those it was called from, the innermost first."""
+    found = []
+    while frame is not None:
+        found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+def _break_off(thread: int, *, again: bool) -> None:
+    """Raise `Standstill` in a thread.
+
+    Args:
+        again: Whether that did not help before: it is in a call of the operating system's, out of
+            which a signal brings the main thread. Its handler is where the exception comes up.
+    """
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Standstill))
+    main = thread == threading.main_thread().ident and hasattr(signal, "pthread_kill")
+    if again and main and signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        signal.pthread_kill(thread, signal.SIGINT)
