@@ -114,14 +114,16 @@ CHAOS_SESSIONS := 10000
 CHAOS_MINUTES := 30
 CHAOS := OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos
 
-# Each part runs, whatever became of the one before.
+# Each part runs, whatever became of the one before; the soak beside them, and it is shown at the end.
 test-chaos: $(VENV)/.installed-dev
-	failed=0; \
+	failed=0; log=$$(mktemp); \
+	$(CHAOS).soak --minutes $(CHAOS_MINUTES) >$$log 2>&1 & soak=$$!; \
 	$(CHAOS).kills --count $(CHAOS_KILLS) $(ARGS) || failed=1; \
 	$(CHAOS).preload tests.chaos.faults --every $(CHAOS_EVERY) $(ARGS) || failed=1; \
 	$(CHAOS).bodies --count $(CHAOS_BODIES) $(ARGS) || failed=1; \
 	$(CHAOS).sessions --count $(CHAOS_SESSIONS) $(ARGS) || failed=1; \
-	$(CHAOS).soak --minutes $(CHAOS_MINUTES) || failed=1; \
+	wait $$soak || failed=1; \
+	cat $$log; rm $$log; \
 	exit $$failed
 
 test-nightly:

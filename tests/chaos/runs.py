@@ -26,7 +26,7 @@ from tests.golden.runs import hashed, parts, timeless
 from tests.loop import async_runs
 from tests.loop.runs import judge
 from tuner.errors import TunerError
-from tuner.run.directory import RunDirectory, _damage
+from tuner.run.directory import RunDirectory, damage
 from tuner.traces import read_traces
 from tuner.traces.store import complete_lines
 
@@ -232,8 +232,8 @@ def unsound(folder: Path) -> list[str]:
     found = []
     directory = RunDirectory(folder / "p" / "run")
     for step in directory.checkpoint_steps():
-        if damage := _damage(directory.checkpoint(step)):
-            found.append(f"checkpoint {step}: {damage}")
+        if broken := damage(directory.checkpoint(step)):
+            found.append(f"checkpoint {step}: {broken}")
     for path in (directory.result, directory.path / "data.json"):
         if path.exists():
             try:
