@@ -96,7 +96,9 @@ def test_the_wheel_has_the_whole_package_and_nothing_else(wheel: Path) -> None:
         ["git", "ls-files", "tuner"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     package = set(listed.stdout.split())
-    assert {"tuner/py.typed", "tuner/config/foreign_keys.yaml", "tuner/viewer/page.html"} < package
+    kinds = {Path(name).suffix for name in package}
+    assert {"tuner/py.typed", "tuner/config/foreign_keys.yaml"} < package
+    assert {".html", ".jsonl", ".md"} < kinds  # the page of a run, and the templates
     model = {name for name in found if name.startswith("tuner/models/tiny_math/")}
     assert {f"tuner/models/tiny_math/{name}" for name in MODEL} < model
     assert not any(name.endswith(".py") for name in model)
