@@ -16,6 +16,10 @@ from tuner.traces import Outcome, read_traces
 TASKS = [{"question": f"question {i}"} for i in range(3)]
 
 
+async def one_question(task, model):
+    return tuner.WorkflowOutput(response=await runs.ask(model, task["question"]))
+
+
 async def breaks_on_one(task, model):
     if task["question"] == "question 1":
         raise LookupError("no such tool")
@@ -42,6 +46,8 @@ def test_candidates_are_tried_on_the_same_tasks_and_compared_task_by_task(
 ):
     found = evaluate(
         random_model_path,
+        "tuner.deterministic=true",
+        workflow=one_question,
         k=3,
         candidates=[random_model_path, trained / "whole", trained / "adapter"],
         output=tmp_path / "out",

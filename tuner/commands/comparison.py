@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 
 _PLACE = ("project", "name", "checkpoint_root_dir", "continue_from_checkpoint")
 """Settings that say where a run is, and not what it does."""
-_SHOWN = ("reward/mean", "calls/completion_tokens", "train/entropy", "train/kl", "time/step")
+_SHOWN = (
+    "reward/mean",
+    "calls/completion_tokens",
+    "train/entropy",
+    "train/kl_reference",
+    "time/step",
+)
 """Curves beside those of evaluations."""
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH, _TEXT = 40, 60
@@ -77,7 +83,7 @@ class Comparison(BaseModel):
 
         console = Console(file=io.StringIO(), record=True, width=100, highlight=False)
         console.print(*self._tables(most), sep="\n\n", markup=False)
-        return console.export_text().rstrip()
+        return "\n".join(line.rstrip() for line in console.export_text().splitlines())
 
     def _tables(self, most: int) -> Iterator[Table | str]:
         yield _table("settings that differ", ["", *self.runs], self._settings())

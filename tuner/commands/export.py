@@ -64,8 +64,13 @@ def export(
             whole = load_model(candidate.path, device=_cpu(), dtype=_dtype(dtype))
             _save(candidate, whole, inside)
         else:
-            left_out = shutil.ignore_patterns(*_OF_THE_RUN)
-            shutil.copytree(candidate.path, inside, ignore=left_out, dirs_exist_ok=True)
+            shutil.copytree(
+                candidate.path,
+                inside,
+                ignore=shutil.ignore_patterns(*_OF_THE_RUN),
+                copy_function=shutil.copyfile,  # the checkpoint's are for its owner alone
+                dirs_exist_ok=True,
+            )
         _keep_template(candidate, inside)
         from tuner.commands.card import model_card
 

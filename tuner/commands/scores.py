@@ -92,7 +92,7 @@ class Evaluation(BaseModel):
     def __str__(self) -> str:
         console = _console()
         console.print(*self._tables(), sep="\n\n")
-        return console.export_text().rstrip()
+        return "\n".join(line.rstrip() for line in console.export_text().splitlines())
 
     def write(self, folder: Path) -> None:
         """Leave `evaluation.json` and `evaluation.html`."""
@@ -119,7 +119,7 @@ class Evaluation(BaseModel):
             if against:
                 table.add_section()
                 shown = [_shown(against.get(c.name), "+.3f") for c in self.candidates[1:]]
-                table.add_row("reward, less that of the first", "", *shown)
+                table.add_row("against the first", "", *shown)
             yield table
 
 
