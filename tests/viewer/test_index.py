@@ -12,7 +12,8 @@ from tests.viewer.stored import small, store_run
 from tuner.errors import TunerError
 from tuner.traces import Outcome, RolloutId
 from tuner.viewer import index as index_module
-from tuner.viewer.index import NAME, TraceIndex, identity
+from tuner.viewer.database import NAME
+from tuner.viewer.index import TraceIndex, identity
 from tuner.viewer.queries import Finder, Wanted, changes, same_task, summary
 
 
@@ -241,3 +242,13 @@ def test_a_temporary_index_that_cannot_be_written_is_an_error_that_says_so(tmp_p
     index._connection.execute("PRAGMA query_only = ON")
     with pytest.raises(TunerError, match=r"traces cannot be written \(.*\); make room"):
         index.refresh()
+
+
+def test_a_search_finds_what_was_written_since_it_was_last_asked(tmp_path):
+    run = store_run(tmp_path, [small(0, 0, 0.0, response="seven")])
+    index = indexed(run)
+    assert found(index, text="seven") == [(1, 0, 0)]
+    store_run(tmp_path, [small(0, 1, 1.0, response="seven or eight"), small(0, 0, 1.0, step=2)])
+    index.refresh()
+    assert found(index, text="seven") == [(1, 0, 0), (1, 0, 1)]
+    assert found(index, order="changed", step=2) == [(2, 0, 0)]

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tuner.errors import TunerError
+from tuner.viewer.database import SUMS
 from tuner.viewer.facts import TraceRow, folded
-from tuner.viewer.index import SUMS, TraceIndex
+from tuner.viewer.index import TraceIndex
 
 NOT_COMPLETED = "not completed"
 RETRIED = "replaced by a retry"
