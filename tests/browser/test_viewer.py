@@ -12,6 +12,7 @@ from tests.browser.example_run import HOSTILE, example_trace, write_example
 from tests.browser.many import write_many
 from tuner.traces import Outcome, RolloutId, TraceStore
 from tuner.viewer import RunReader
+from tuner.viewer.index import TraceIndex
 from tuner.viewer.page import page as html_of
 from tuner.viewer.page import report_data
 
@@ -177,11 +178,14 @@ def test_a_hundred_thousand_traces_are_listed_filtered_and_scrolled(page, serve,
     first = seconds_until(page, lambda: page.goto(link), "traces so far$")
     shown(page).first.wait_for()
     assert first < VIEW_SECONDS
-    page.locator("#shown", has_text=re.compile("^100,000 traces$")).wait_for(
-        timeout=1000 * WAIT_SECONDS
-    )
-    page.locator("#branched", has_text="in 100,000 traces").wait_for(timeout=1000 * WAIT_SECONDS)
-    again = seconds_until(page, page.reload, "^100,000 traces$")
+    # Another process goes on with the same index, and so nobody has to wait for the page.
+    page.goto("about:blank")
+    index = TraceIndex(run / "traces", keep=True)
+    assert index.refresh()
+    assert index.count_branches()
+    index.close()
+    again = seconds_until(page, lambda: page.goto(link), "^100,000 traces$")
+    expect(page.locator("#branched")).to_have_text("10,000 branches in 100,000 traces")
     filters = {
         "step": lambda: choose(page, "step", "77"),
         "clear": lambda: page.get_by_role("button", name="clear").click(),

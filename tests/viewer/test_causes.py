@@ -11,7 +11,7 @@ from tests.viewer.stored import read_data, small, store_run
 from tuner.viewer import RunReader, write_report
 from tuner.viewer import page as report
 from tuner.viewer.index import TraceIndex
-from tuner.viewer.queries import Finder, Wanted, summary
+from tuner.viewer.queries import Wanted, find, summary
 from tuner.viewer.web import viewer_app
 
 
@@ -50,14 +50,13 @@ def test_branches_are_counted_behind_the_list_and_in_parts(tmp_path):
 def test_traces_are_found_by_the_cause_of_their_branches_once_it_is_known(tmp_path):
     run = store_run(tmp_path, [resampled(0, 0), goes_on(0, 1), resampled(0, 2)])
     index = TraceIndex(run / "traces")
-    finder = Finder(index)
     index.refresh()
-    assert list(finder.find(Wanted(cause="none"))) == [2]
-    assert list(finder.find(Wanted(cause="any"))) == []
+    assert find(index, Wanted(cause="none")) == [2]
+    assert find(index, Wanted(cause="any")) == []
     index.count_branches()
-    assert list(finder.find(Wanted(cause="any"))) == [1, 3]
-    assert list(finder.find(Wanted(cause="resampled"))) == [1, 3]
-    assert list(finder.find(Wanted(cause="reasoning"))) == []
+    assert find(index, Wanted(cause="any")) == [1, 3]
+    assert find(index, Wanted(cause="resampled")) == [1, 3]
+    assert find(index, Wanted(cause="reasoning")) == []
 
 
 def test_a_replaced_file_is_counted_anew(tmp_path):

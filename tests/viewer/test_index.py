@@ -12,8 +12,9 @@ from tests.viewer.stored import small, store_run
 from tuner.errors import TunerError
 from tuner.traces import Outcome, RolloutId
 from tuner.viewer import index as index_module
-from tuner.viewer.index import NAME, TraceIndex, identity
-from tuner.viewer.queries import Finder, Wanted, changes, same_task, summary
+from tuner.viewer.database import NAME
+from tuner.viewer.index import TraceIndex, identity
+from tuner.viewer.queries import Wanted, changes, count, find, same_task, summary
 
 
 def indexed(run, **options):
@@ -23,10 +24,9 @@ def indexed(run, **options):
 
 
 def found(index, **wanted):
-    return [
-        (row.step, row.task, row.rollout)
-        for row in index.rows(list(Finder(index).find(Wanted(**wanted))))
-    ]
+    numbers = find(index, Wanted(**wanted))
+    assert count(index, Wanted(**wanted)) == len(numbers)
+    return [(row.step, row.task, row.rollout) for row in index.rows(numbers)]
 
 
 @pytest.fixture
@@ -80,22 +80,20 @@ def test_tasks_that_changed_most_come_first_and_those_seen_once_last(index):
 
 def test_a_wrong_order_is_named(index):
     with pytest.raises(TunerError, match="order is 'upside down'"):
-        Finder(index).find(Wanted(order="upside down"))
+        find(index, Wanted(order="upside down"))
 
 
-def test_an_answer_is_kept_until_there_are_other_traces(tmp_path, monkeypatch):
-    run = store_run(tmp_path, [small(0, 0, 1.0), small(0, 1, 0.0)])
-    index = indexed(run)
-    finder, asked = Finder(index), []
-    monkeypatch.setattr(
-        finder, "_find", lambda wanted, find=finder._find: asked.append(wanted) or find(wanted)
-    )
-    for _ in range(3):
-        assert list(finder.find(Wanted(low=1.0))) == [1]
-    store_run(tmp_path, [small(0, 2, 1.0)])
-    index.refresh()
-    assert list(finder.find(Wanted(low=1.0))) == [1, 3]
-    assert len(asked) == 2
+@pytest.mark.parametrize("order", ["", "new", "worst", "best", "long", "changed"])
+def test_an_answer_comes_in_parts_that_make_it_up(index, order):
+    wanted = Wanted(split="train", order=order)
+    whole = find(index, wanted)
+    assert sorted(whole) == [2, 3, 4, 5, 6, 7, 8, 9]  # the first is of another split
+    assert [find(index, wanted, first, 3) for first in (0, 3, 6, 9)] == [
+        whole[:3],
+        whole[3:6],
+        whole[6:],
+        [],
+    ]
 
 
 def test_rollouts_of_one_task_are_found_again_in_its_split_and_in_another_run(index, tmp_path):
@@ -241,3 +239,13 @@ def test_a_temporary_index_that_cannot_be_written_is_an_error_that_says_so(tmp_p
     index._connection.execute("PRAGMA query_only = ON")
     with pytest.raises(TunerError, match=r"traces cannot be written \(.*\); make room"):
         index.refresh()
+
+
+def test_a_search_finds_what_was_written_since_it_was_last_asked(tmp_path):
+    run = store_run(tmp_path, [small(0, 0, 0.0, response="seven")])
+    index = indexed(run)
+    assert found(index, text="seven") == [(1, 0, 0)]
+    store_run(tmp_path, [small(0, 1, 1.0, response="seven or eight"), small(0, 0, 1.0, step=2)])
+    index.refresh()
+    assert found(index, text="seven") == [(1, 0, 0), (1, 0, 1)]
+    assert found(index, order="changed", step=2) == [(2, 0, 0)]

@@ -13,7 +13,7 @@ from tuner.viewer.web import serve, viewer_app
 TOKEN = "unguessable"
 PATHS = (
     "",
-    *(f"api/{name}" for name in ("run", "list", "summary", "runs", "compare")),
+    *(f"api/{name}" for name in ("run", "list", "position", "summary", "runs", "compare")),
     "api/trace?file=step_000001.jsonl&offset=0",
     "api/task?file=step_000001.jsonl&offset=0",
 )
@@ -95,10 +95,11 @@ def test_where_a_trace_is_among_those_that_are_wanted(run, client):
     client.get("api/run")
     last = client.get("api/list").json()["rows"][-1]
     key = f"{last['file']}:{last['offset']}"
-    query = {"order": "best", "key": key, "count": 1}
-    assert client.get("api/list", params=query).json()["at"] == 0
-    assert client.get("api/list", params={**query, "high": 2}).json()["at"] is None
-    assert client.get("api/list", params={"key": "nothing"}).json()["at"] is None
+    query = {"order": "best", "key": key}
+    assert client.get("api/position", params=query).json()["at"] == 0
+    assert client.get("api/position", params={**query, "high": 2}).json()["at"] is None
+    assert client.get("api/position", params={"key": key}).json()["at"] == 3
+    assert client.get("api/position", params={"key": "nothing"}).json()["at"] is None
 
 
 @pytest.mark.parametrize(

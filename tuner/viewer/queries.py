@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tuner.errors import TunerError
+from tuner.viewer.database import SUMS
 from tuner.viewer.facts import TraceRow, folded
-from tuner.viewer.index import SUMS, TraceIndex
+from tuner.viewer.index import TraceIndex
 
 NOT_COMPLETED = "not completed"
 RETRIED = "replaced by a retry"
 # Traces of one task that are shown: of the first steps and of the last.
 SAME_TASK = 200
-# How many answers are kept; a page goes back and forth between a few.
-KEPT = 8
 
 # Tasks whose reward is known in at least two steps, and by how much it changed.
 _CHANGES = """
@@ -90,50 +89,44 @@ class Wanted:
             # By itself, or the texts would be looked through twice.
             traces.fill("hit", "SELECT id FROM texts WHERE INSTR(folded, ?)", [needle])
             parts.append(("(traces.asked IN hit OR answered IN hit)", []))
-        condition = " AND ".join(part for part, _ in parts)
+        condition = " AND ".join(["1", *(part for part, _ in parts)])
         return condition, [value for _, values in parts for value in values]
 
 
-@dataclass
-class Finder:
-    """Finds traces; an answer is kept until the index changes, so that it can be had in parts."""
+def find(traces: TraceIndex, wanted: Wanted, first: int = 0, most: int | None = None) -> list[int]:
+    """The numbers of the traces that are wanted, in their order.
 
-    traces: TraceIndex
-    _kept: dict[tuple[str, Wanted], Sequence[int]] = field(default_factory=dict)
+    Args:
+        traces: Of a run.
+        wanted: Which.
+        first: How many to pass over.
+        most: How many to give at most; None gives all.
 
-    def find(self, wanted: Wanted) -> Sequence[int]:
-        """The numbers of the traces that are wanted, in their order.
+    Raises:
+        TunerError: The order has no such name.
+    """
+    if wanted.order not in _ORDERS:
+        names = ", ".join(name for name in _ORDERS if name)
+        raise TunerError(f"order is {wanted.order!r}: it must be one of {names}, or empty")
+    where, values = wanted.condition(traces)
+    joined = ""
+    if wanted.order == "changed":
+        traces.fill("change", _CHANGES)
+        joined = "LEFT JOIN change ON (change.asked, change.split) = (traces.asked, traces.split)"
+    found = traces.ask(
+        f"SELECT traces.id FROM traces {joined} WHERE {where} ORDER BY {_ORDERS[wanted.order]} "
+        "LIMIT ? OFFSET ?",
+        [*values, -1 if most is None else most, first],
+    )
+    return [number for (number,) in found]
 
-        Raises:
-            TunerError: The order has no such name.
-        """
-        if wanted.order not in _ORDERS:
-            names = ", ".join(name for name in _ORDERS if name)
-            raise TunerError(f"order is {wanted.order!r}: it must be one of {names}, or empty")
-        # Whose branches are known matters to those who ask for branches.
-        counted = self.traces.counted if wanted.cause else 0
-        key = f"{self.traces.state}.{counted}", wanted
-        if key not in self._kept:
-            found = self._find(wanted)
-            self._kept = dict([*self._kept.items()][1 - KEPT :]) | {key: found}
-        return self._kept[key]
 
-    def _find(self, wanted: Wanted) -> Sequence[int]:
-        if wanted == Wanted():
-            return range(1, self.traces.total + 1)
-        condition, values = wanted.condition(self.traces)
-        joined = ""
-        if wanted.order == "changed":
-            self.traces.fill("change", _CHANGES)
-            joined = (
-                "LEFT JOIN change ON (change.asked, change.split) = (traces.asked, traces.split)"
-            )
-        where = f"WHERE {condition}" if condition else ""
-        found = self.traces.ask(
-            f"SELECT traces.id FROM traces {joined} {where} ORDER BY {_ORDERS[wanted.order]}",
-            values,
-        )
-        return [number for (number,) in found]
+def count(traces: TraceIndex, wanted: Wanted) -> int:
+    """How many traces are wanted."""
+    if replace(wanted, order="") == Wanted():
+        return traces.total
+    where, values = wanted.condition(traces)
+    return int(traces.ask(f"SELECT COUNT(*) FROM traces WHERE {where}", values)[0][0])
 
 
 def changes(traces: TraceIndex) -> dict[tuple[str, int], float]:

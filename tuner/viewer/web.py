@@ -18,7 +18,7 @@ from starlette.routing import Route
 from tuner.errors import TunerError
 from tuner.run.summary import check_is_run, differing_settings, find_runs, is_run, read_run
 from tuner.viewer.page import page
-from tuner.viewer.queries import Finder, Wanted, changes, number_of, same_task, summary
+from tuner.viewer.queries import Wanted, changes, count, find, number_of, same_task, summary
 from tuner.viewer.reader import RunReader, to_json
 
 # Rows of one answer: more than a screen shows of a list.
@@ -55,7 +55,7 @@ class Runs:
         path = path.resolve()
         self._folder = path.parent if is_run(path) else path
         self._depth = 1 if is_run(path) else 2
-        self._readers: dict[str, tuple[RunReader, Finder]] = {}
+        self._readers: dict[str, RunReader] = {}
         names = self.names()
         if not names:
             check_is_run(path)
@@ -77,13 +77,12 @@ class Runs:
             raise TunerError(f"there is no run {name!r} in {self._folder}")
         return self._paths[name]
 
-    def open(self, name: str) -> tuple[RunReader, Finder]:
+    def open(self, name: str) -> RunReader:
         """Raises:
         TunerError: There is no run of this name.
         """
         if name not in self._readers:
-            reader = RunReader(self.path(name), keep=True)
-            self._readers[name] = reader, Finder(reader.traces)
+            self._readers[name] = RunReader(self.path(name), keep=True)
         return self._readers[name]
 
 
@@ -93,17 +92,18 @@ def answers(runs: Runs) -> dict[str, Answer]:
     `run?from=N&generation=G` reads on, gives the metrics from row N on (from 0 when G is not the
     current generation), what the header shows, and how far the traces are read.
     `list?split&step&outcome&cause&low&high&text&order&first=N&count=M` gives the traces N to N + M
-    of those that are wanted, how many these are, and with `key` where that trace is among them.
+    of those that are wanted, and how many these are; `position?key=F:B` with the same where that
+    trace is among them, which takes longer.
     `summary` has tables and names to choose from, `trace?file=F&offset=B` one trace.
     `task?file=F&offset=B&with=RUN` has all rollouts of a trace's task, also those of other runs.
     `runs` are the names, and `compare?with=RUN&with=RUN` has settings and curves of some.
     """
 
-    def opened(query: QueryParams) -> tuple[RunReader, Finder]:
+    def opened(query: QueryParams) -> RunReader:
         return runs.open(query.get("run") or runs.first)
 
     def run(query: QueryParams) -> dict[str, Any]:
-        reader, _ = opened(query)
+        reader = opened(query)
         reader.metrics.refresh()
         traces = reader.traces
         complete = traces.refresh(READING_SECONDS)
@@ -123,39 +123,33 @@ def answers(runs: Runs) -> dict[str, Answer]:
         }
 
     def list_(query: QueryParams) -> dict[str, Any]:
-        reader, finder = opened(query)
-        wanted = _wanted(query)
-        found = finder.find(wanted)
-        first, count = _number(query, "first"), min(_number(query, "count", ROWS), ROWS)
-        numbers = found[first : first + count]
-        change = changes(reader.traces) if wanted.order == "changed" else {}
+        traces, wanted = opened(query).traces, _wanted(query)
+        first, most = _number(query, "first"), min(_number(query, "count", ROWS), ROWS)
+        change = changes(traces) if wanted.order == "changed" else {}
         rows = [
             {**row.to_json(), "change": change.get((row.split, row.same))}
-            for row in reader.traces.rows(numbers)
+            for row in traces.rows(find(traces, wanted, first, most))
         ]
-        at = None
-        if query.get("key"):
-            file, _, offset = query["key"].rpartition(":")
-            at = number_of(reader.traces, file, int(offset) if offset.isdecimal() else -1)
-        return {
-            "state": reader.traces.state,
-            "total": len(found),
-            "all": reader.traces.total,
-            "first": first,
-            "rows": rows,
-            "at": found.index(at) if at in found else None,
-        }
+        total = count(traces, wanted)
+        return {"total": total, "all": traces.total, "first": first, "rows": rows}
+
+    def position(query: QueryParams) -> dict[str, Any]:
+        traces = opened(query).traces
+        file, _, offset = query.get("key", "").rpartition(":")
+        number = number_of(traces, file, int(offset) if offset.isdecimal() else -1)
+        found = [] if number is None else find(traces, _wanted(query))
+        return {"at": found.index(number) if number in found else None}
 
     def trace(query: QueryParams) -> dict[str, Any]:
-        reader, _ = opened(query)
+        reader = opened(query)
         return reader.trace(query.get("file", ""), _number(query, "offset"))
 
     def task(query: QueryParams) -> dict[str, Any]:
-        reader, _ = opened(query)
+        reader = opened(query)
         split, identity = reader.task_of(query.get("file", ""), _number(query, "offset"))
         found = {query.get("run") or runs.first: same_task(reader.traces, split, identity)}
         for name in query.getlist("with"):
-            other, _ = runs.open(name)
+            other = runs.open(name)
             other.traces.refresh(OTHER_SECONDS)
             found[name] = same_task(other.traces, split, identity)
         return {"runs": {name: [row.to_json() for row in rows] for name, rows in found.items()}}
@@ -173,7 +167,8 @@ def answers(runs: Runs) -> dict[str, Answer]:
     return {
         "run": run,
         "list": list_,
-        "summary": lambda query: summary(opened(query)[0].traces),
+        "position": position,
+        "summary": lambda query: summary(opened(query).traces),
         "trace": trace,
         "task": task,
         "runs": lambda query: {"runs": runs.names(), "first": runs.first},

@@ -45,8 +45,9 @@ function textOf(row) {
   }
   return row.searched;
 }
+const pairs = (wanted) => Object.entries(wanted).filter(([, value]) => value !== "");
 async function part(wanted, first) {
-  if (LIVE) return get("api/list", [...Object.entries(wanted).filter(([, value]) => value !== ""), ["first", first], ["count", BLOCK], ["key", state.open ?? ""]]);
+  if (LIVE) return { ...await get("api/list", [...pairs(wanted), ["first", first], ["count", BLOCK]]), at: list.at };
   const found = findHere(wanted), at = found.findIndex((row) => keyOf(row) === state.open);
   return { total: found.length, all: DATA.traces.length, first, rows: found.slice(first, first + BLOCK), at: at < 0 ? null : at };
 }
@@ -62,6 +63,8 @@ async function refreshList() {
       const wanted = query(), block = Math.floor($("list").scrollTop / ROW / BLOCK), found = await part(wanted, block * BLOCK);
       Object.assign(list, { query: wanted, rows: new Map(), asked: new Set([block]), turn: list.turn + 1 });
       take(found);
+      /* Where the open trace is now is known after the rows are shown: nothing waits for it. */
+      if (LIVE && state.open && !again) list.at = (await get("api/position", [...pairs(wanted), ["key", state.open]])).at;
     }
   } finally { asking = false; }
 }
