@@ -95,6 +95,8 @@ def result_table(result: TuneResult) -> str:
     table.add_column(overflow="fold")
     for name, text in _rows(result):
         table.add_row(name, text)
+    if len(result.rewards) > 2:
+        table.add_row("curve", plot(result.rewards))
     output = io.StringIO()
     Console(file=output, width=100, highlight=False).print(table)
     return output.getvalue().rstrip()
@@ -137,6 +139,27 @@ def _rows(result: TuneResult) -> Iterator[tuple[str, str]]:
         yield "TensorBoard", f"tensorboard --logdir {result.tensorboard}"
 
 
+def plot(rewards: list[float], columns: int = 60, lines: int = 4) -> str:
+    """Rewards over steps in blocks, with the highest and the lowest beside the first and the last
+    of the lines.
+
+    Args:
+        columns: At most; several steps may share one, and one step have several.
+    """
+    values = thin(rewards, columns)
+    low, high = min(values), max(values)
+    wide = columns // len(values)
+    eighths = [1 + round((value - low) / ((high - low) or 1) * (8 * lines - 1)) for value in values]
+    drawn = [
+        "".join(_BLOCKS[max(0, min(8, top - 8 * line))] * wide for top in eighths)
+        for line in reversed(range(lines))
+    ]
+    drawn[0] += f" {high:.2f}"
+    drawn[-1] += f" {low:.2f}"
+    return "\n".join(drawn)
+
+
+_BLOCKS = " ▁▂▃▄▅▆▇█"
 WIDTH, HEIGHT, MARGIN = 480, 120, 4
 
 

@@ -119,12 +119,14 @@ def test_reasoning_policy_is_recorded_and_its_cost_reported_once(tmp_path, capsy
         assert f"{rows[0]['tokens/recomputed']:,} tokens of history" in text
 
 
-def test_equal_rewards_stop_the_run_with_advice(random_model_path, tmp_path):
+def test_equal_rewards_stop_the_run_with_advice(random_model_path, tmp_path, capsys):
     async def judge(task, response):
         return JudgeOutput(reward=1.0)
 
     with pytest.raises(TrainingError, match=r"the same reward, 1: .*a group teaches"):
         tune(random_model_path, tmp_path, "tuner.signal_patience=2", judge=judge)
+    said = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("reward 1  train ") for line in said) == 3  # of the first step
 
 
 def test_failed_rollouts_are_dropped_and_counted(random_model_path, tmp_path):

@@ -6,15 +6,18 @@ import os
 import re
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
+from tests.builders import call, trace
 from tuner.config import load_config
 from tuner.errors import ConfigError, MissingDependencyError
 from tuner.run.console import ConsoleMonitor
 from tuner.run.monitors import JsonlMonitor, open_tracker
 from tuner.run.record import RunRecord, open_directory
+from tuner.traces import Outcome
 
 METRICS = {
     "reward/mean": 0.5,
@@ -80,6 +83,32 @@ def test_a_terminal_shows_rollouts_and_time_left():
     assert "step 2" in plain
     assert "1/4" in plain
     assert "left" in plain
+
+
+def test_the_best_the_worst_and_one_between_are_shown_shortened():
+    def rollout(n, reward, *responses):
+        calls = [replace(call(f"{n}", [1], [2], [-1.0]), response=said) for said in responses]
+        return trace(n, 0, calls, reward=reward)
+
+    add = {"function": {"name": "add", "arguments": '{"a": 1}'}}
+    traces = [
+        rollout(0, 0.5, {"content": "between\nlines"}),
+        rollout(1, 0.0, *[{"content": f"call {n}"} for n in range(6)]),
+        rollout(2, 1.0, {"content": None, "tool_calls": [add]}, {"content": "x" * 500}),
+        rollout(3, 0.25, {"content": "in the middle"}),
+        trace(4, 0, [], outcome=Outcome.TIMEOUT, error="late"),
+    ]
+    assert printed(5, [lambda m: m.samples(traces)]).splitlines() == [
+        "reward 1  task 2",
+        '    add({"a": 1})',
+        f"    {'x' * 107}...",
+        "reward 0.25  task 3",
+        "    in the middle",
+        "reward 0  task 1",
+        *(f"    call {n}" for n in range(4)),
+        "    ... 2 more calls",
+    ]
+    assert printed(5, [lambda m: m.samples(traces[-1:])]) == ""
 
 
 def test_evaluation_before_training_is_the_start_line():

@@ -74,6 +74,15 @@ def test_a_result_shows_a_table_and_the_curve():
     assert "<svg" not in result([0.5])._repr_html_()
 
 
+def test_a_results_table_has_the_curve_in_blocks():
+    text = str(result([0.0, 0.5, 1.0]))
+    lines = [line.split("│")[2].rstrip() for line in text.splitlines() if "█" in line]
+    assert [line.count("█") for line in lines] == [20, 20, 40, 40]
+    assert lines[0].endswith("█ 1.00")
+    assert lines[-1].endswith("█ 0.00")
+    assert "curve" not in str(result([0.5, 0.6]))
+
+
 def test_a_long_runs_result_is_short():
     long = result([0.5] * 1000)
     assert len(repr(long)) < 1000

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from tuner.result import duration
 from tuner.run.notebook import CellOutput
-from tuner.traces import Outcome, Trace
+from tuner.traces import Call, Outcome, Trace
 
 _PARTS = ("generation", "agent", "judge", "training", "sync")
 # What some algorithms have in place of a reward.
@@ -91,6 +92,22 @@ class ConsoleMonitor:
             "are counted in each step's line"
         )
 
+    def samples(self, traces: Sequence[Trace]) -> None:
+        """Show of a step's rollouts the best, the worst and one between, shortened: what the agent
+        really says."""
+        rewarded = [t for t in traces if t.final and t.reward is not None and t.calls]
+        rewarded.sort(key=lambda trace: trace.reward or 0.0, reverse=True)
+        shown = dict.fromkeys((0, len(rewarded) // 2, len(rewarded) - 1)) if rewarded else {}
+        for place in shown:
+            trace = rewarded[place]
+            self.say(
+                f"reward {trace.reward:.3g}  {_short(', '.join(map(str, trace.task.values())))}"
+            )
+            for call in trace.calls[:CALLS]:
+                self.say(f"    {_short(_said(call))}")
+            if len(trace.calls) > CALLS:
+                self.say(f"    ... {len(trace.calls) - CALLS} more calls")
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the step's line."""
         parts = [f"step {step}/{self._total}"] if step else ["start"]
@@ -121,6 +138,25 @@ class ConsoleMonitor:
         # The mean of recent steps: evaluations come with some steps only and count too.
         seconds = statistics.fmean(self._seconds[-20:]) * (self._total - done)
         return f"{duration(seconds)} left"
+
+
+CALLS, CHARACTERS = 4, 110
+"""What is shown of a rollout, and of a text."""
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= CHARACTERS else f"{text[: CHARACTERS - 3]}..."
+
+
+def _said(call: Call) -> str:
+    """An answer as text: its words, then its tool calls."""
+    content = call.response.get("content") or ""
+    parts = [content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)]
+    for tool in call.response.get("tool_calls") or ():
+        function = tool.get("function", {})
+        parts.append(f"{function.get('name')}({function.get('arguments')})")
+    return " ".join(filter(None, parts)) or f"(no text; {call.finish_reason})"
 
 
 def _evaluations(metrics: Mapping[str, float]) -> list[str]:
