@@ -12,6 +12,7 @@
 # make test-sglang   the tests that run SGLang's server on a CPU, in an environment of its own (11 GB)
 # make dist   sdist and wheel in dist/, as PyPI takes them
 # make test-dist   installs that wheel and runs the README's lines in an empty folder
+# make docs   the documentation as a site in build/site; a link that leads nowhere fails
 # make audit  known weaknesses of the packages in constraints.txt, by pip-audit; needs PyPI's own service
 # make bench  every benchmark; prints tables and writes benchmarks/results/*.json
 # make gpu    what needs a GPU, in slices of 8 minutes; ARGS=--rehearse runs all of it on a CPU
@@ -33,6 +34,8 @@ VENV7 := .venv-dist
 BIN7 := $(VENV7)/bin
 VENV8 := .venv-trackers
 BIN8 := $(VENV8)/bin
+VENV9 := .venv-docs
+BIN9 := $(VENV9)/bin
 
 # Otherwise each process that imports PyTorch compiles it anew: half of what a short one does.
 unexport PYTHONDONTWRITEBYTECODE
@@ -43,7 +46,7 @@ SELECT := -m "not nightly"
 TOGETHER := --numprocesses 2 --dist loadfile
 
 .PHONY: demo test test-agentscope2 test-browser test-frameworks test-trackers test-trinity test-vllm test-models \
-	test-chaos test-nightly test-sglang dist test-dist audit bench gpu install environments clean
+	test-chaos test-nightly test-sglang dist test-dist docs audit bench gpu install environments clean
 
 install: $(VENV)/.installed
 
@@ -145,6 +148,7 @@ environments:
 	-$(MAKE) $(VENV2)/.installed
 	-$(MAKE) $(VENV3)/.installed
 	-$(MAKE) $(VENV8)/.installed
+	-$(MAKE) $(VENV9)/.installed
 	-$(MAKE) $(VENV4)/.installed
 	-$(MAKE) $(VENV5)/.installed
 	-$(MAKE) $(VENV7)/.installed
@@ -159,6 +163,13 @@ test-sglang: install
 	@if $(MAKE) $(VENV6)/.installed; then \
 	SGLANG_PYTHON=$(CURDIR)/$(VENV6)/bin/python $(BIN)/pytest tests/integration/sglang; \
 	else echo "SKIPPED: test-sglang ran no test: sglang cannot be installed here" >&2; fi
+
+$(VENV9)/.installed: constraints-docs.txt
+	$(INSTALL) $(VENV9) --no-deps --requirement constraints-docs.txt
+	touch $@
+
+docs: $(VENV9)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN9)/mkdocs build --strict
 
 # LiteLLM, a peer of the gateway's benchmark, wants other versions than we do.
 .venv-litellm/bin/litellm:
