@@ -71,6 +71,8 @@ def test_a_table_has_the_first_traces_in_their_order_and_long_texts_without_thei
     replaced = trace(0, 0, [], outcome=Outcome.WORKFLOW_ERROR, final=False)
     tracker.show(1, "train", [trace(1, 0, []), long, replaced, failed])
     tracker.show(2, "train", [])
+    tracker.samples = 0
+    tracker.show(3, "train", [long])
     ((name, rows, step),) = tables
     assert (name, step) == ("samples/train", 1)
     assert [row["rollout"] for row in rows] == ["train-1-0-0", "train-1-0-1"]

@@ -264,7 +264,8 @@ def _swanlab(
     swanlab = _require("swanlab")
     known = _RunId(folder / "swanlab_run")
     settings = swanlab.Settings(probe={"runtime": not _secret_in_command()})  # has the command
-    ours = {"project": project, "name": folder.name, "log_dir": str(folder / "swanlog")}
+    # By the names that lose to `name` and `log_dir`, which may be in `args`.
+    ours = {"project": project, "experiment_name": folder.name, "logdir": str(folder / "swanlog")}
     going_on = {"id": known.id, "resume": "allow"}
     run = swanlab.init(**{**ours, **going_on, "config": config, "settings": settings, **args})
     known.keep(run.id)

@@ -23,12 +23,13 @@ from wandb.proto import wandb_internal_pb2
 
 @dataclass
 class Stored:
-    """A run: its id, whether it ended well, its settings, and `metrics[step][name]`.
+    """A run: its id and name, whether it ended well, its settings, and `metrics[step][name]`.
 
     `tables` has each table's rows by the table's name, a dict each.
     """
 
     id: str = ""
+    name: str = ""
     well: bool | None = None
     config: dict[str, Any] = field(default_factory=dict)
     metrics: dict[int, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
@@ -47,7 +48,7 @@ def _wandb_run(path: Path) -> Stored:
             record = wandb_internal_pb2.Record.FromString(data)
             kind = record.WhichOneof("record_type")
             if kind == "run":
-                run.id = record.run.run_id
+                run.id, run.name = record.run.run_id, record.run.display_name
                 run.config |= {
                     item.key: json.loads(item.value_json) for item in record.run.config.update
                 }
@@ -80,7 +81,7 @@ def _swanlab_run(path: Path) -> Stored:
         record = SwanLabRecord.FromString(data)
         kind = record.WhichOneof("record_type")
         if kind == "start":
-            run.id = record.start.id
+            run.id, run.name = record.start.id, record.start.name
         elif kind == "finish":
             run.well = record.finish.state == RunState.RUN_STATE_FINISHED
         elif kind == "scalar":
@@ -105,7 +106,8 @@ def mlflow_runs(uri: str, experiment: str) -> list[Stored]:
 
 def _mlflow_run(client: mlflow.MlflowClient, one: Any) -> Stored:
     id = one.info.run_id
-    run = Stored(id, {"FINISHED": True, "FAILED": False}.get(one.info.status))
+    well = {"FINISHED": True, "FAILED": False}.get(one.info.status)
+    run = Stored(id, one.info.run_name, well)
     run.config = mlflow.artifacts.load_dict(f"runs:/{id}/config.json")
     for name in one.data.metrics:
         for metric in client.get_metric_history(id, name):

@@ -98,6 +98,7 @@ KINDS = ["wandb", "mlflow", "swanlab"]
 def test_every_number_of_every_step_is_there(kind, run):
     found = read(kind, run)
     assert found.well
+    assert found.name == "all"
     wanted = recorded(run)
     assert found.metrics.keys() == wanted.keys() == {0, 1, 2}
     for step, row in wanted.items():
@@ -157,7 +158,11 @@ def opened(kinds, folder, *, project="again", first_step=0, **args):
 
 def test_a_run_that_stopped_is_said_to_and_goes_on_as_the_same(tmp_path):
     folder, uri = tmp_path / "run", (tmp_path / "mlruns").as_uri()
-    args = {"wandb": {"mode": "offline"}, "swanlab": {"mode": "offline"}, "mlflow": {"uri": uri}}
+    args = {
+        "wandb": {"mode": "offline", "name": "mine"},
+        "swanlab": {"mode": "offline", "experiment_name": "mine"},
+        "mlflow": {"uri": uri},
+    }
     ids = []
     for step, well in ((1, False), (2, True)):
         for tracker in opened(KINDS, folder, **args):
@@ -168,6 +173,7 @@ def test_a_run_that_stopped_is_said_to_and_goes_on_as_the_same(tmp_path):
         assert [one[-1].well for one in runs] == [well] * 3
         assert [one[-1].metrics[step] for one in runs] == [{"loss": 1 / step}] * 3
         assert [one[-1].tables["samples/train"][-1]["step"] for one in runs] == [step] * 3
+        assert [one[-1].name for one in runs] == ["mine", "mine", "run"]
         ids.append([one[-1].id for one in runs])
     assert ids[0] == ids[1]
     assert len(stored.mlflow_runs(uri, "again")) == 1
