@@ -19,7 +19,9 @@ from tuner.config import load_config
 from tuner.loop import run_local
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").glob("*.md"))
+PAGES = [
+    page for place in ("*.md", "docs/*.md", "examples/*/*.md") for page in sorted(ROOT.glob(place))
+]
 MARKDOWN = MarkdownIt("commonmark").enable("table")
 
 
