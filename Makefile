@@ -3,6 +3,7 @@
 # make test-agentscope2   the tests that need AgentScope 2.x, in an environment of its own
 # make test-browser   the page of a run in a real browser; needs Chromium
 # make test-frameworks   the tests that need agent frameworks, in an environment of their own
+# make test-trackers   the tests that run W&B, MLflow and SwanLab, in an environment of their own
 # make test-trinity   the tests that run Trinity-RFT on Ray, in an environment of their own (7 GB)
 # make test-vllm   the tests that run vLLM on a CPU, in an environment of their own (3.6 GB)
 # make test-models   every causal LM of transformers, tiny: docs/models.md is what it finds
@@ -11,6 +12,7 @@
 # make test-sglang   the tests that run SGLang's server on a CPU, in an environment of its own (11 GB)
 # make dist   sdist and wheel in dist/, as PyPI takes them
 # make test-dist   installs that wheel and runs the README's lines in an empty folder
+# make docs   the documentation as a site in build/site; a link that leads nowhere fails
 # make audit  known weaknesses of the packages in constraints.txt, by pip-audit; needs PyPI's own service
 # make bench  every benchmark; prints tables and writes benchmarks/results/*.json
 # make gpu    what needs a GPU, in slices of 8 minutes; ARGS=--rehearse runs all of it on a CPU
@@ -30,6 +32,10 @@ BIN5 := $(VENV5)/bin
 VENV6 := .venv-sglang
 VENV7 := .venv-dist
 BIN7 := $(VENV7)/bin
+VENV8 := .venv-trackers
+BIN8 := $(VENV8)/bin
+VENV9 := .venv-docs
+BIN9 := $(VENV9)/bin
 
 # Otherwise each process that imports PyTorch compiles it anew: half of what a short one does.
 unexport PYTHONDONTWRITEBYTECODE
@@ -39,8 +45,8 @@ SELECT := -m "not nightly"
 # Each file's engine or cluster is one worker's, and starting one keeps no more than a core busy.
 TOGETHER := --numprocesses 2 --dist loadfile
 
-.PHONY: demo test test-agentscope2 test-browser test-frameworks test-trinity test-vllm test-models test-chaos \
-	test-nightly test-sglang dist test-dist audit bench gpu install environments clean
+.PHONY: demo test test-agentscope2 test-browser test-frameworks test-trackers test-trinity test-vllm test-models \
+	test-chaos test-nightly test-sglang dist test-dist docs audit bench gpu install environments clean
 
 install: $(VENV)/.installed
 
@@ -81,6 +87,14 @@ $(VENV3)/.installed: pyproject.toml constraints-frameworks.txt
 
 test-frameworks: $(VENV3)/.installed
 	$(BIN3)/pytest tests/integration/frameworks "tests/templates/test_init.py::test_a_template_trains[langgraph]"
+
+$(VENV8)/.installed: pyproject.toml constraints-trackers.txt
+	$(INSTALL) $(VENV8) --constraint constraints-trackers.txt \
+		--editable '.[mlflow,swanlab,wandb]' pytest pytest-asyncio
+	touch $@
+
+test-trackers: $(VENV8)/.installed
+	$(BIN8)/pytest tests/integration/trackers
 
 $(VENV4)/.installed: constraints-trinity.txt
 	$(INSTALL) $(VENV4) --no-deps --requirement constraints-trinity.txt --editable .
@@ -127,12 +141,14 @@ test-chaos: $(VENV)/.installed-dev
 	exit $$failed
 
 test-nightly:
-	$(MAKE) test test-agentscope2 test-frameworks test-browser test-vllm test-trinity SELECT=
+	$(MAKE) test test-agentscope2 test-frameworks test-trackers test-browser test-vllm test-trinity SELECT=
 
 # What CI installs while tests run; a suite says itself what it could not install.
 environments:
 	-$(MAKE) $(VENV2)/.installed
 	-$(MAKE) $(VENV3)/.installed
+	-$(MAKE) $(VENV8)/.installed
+	-$(MAKE) $(VENV9)/.installed
 	-$(MAKE) $(VENV4)/.installed
 	-$(MAKE) $(VENV5)/.installed
 	-$(MAKE) $(VENV7)/.installed
@@ -147,6 +163,13 @@ test-sglang: install
 	@if $(MAKE) $(VENV6)/.installed; then \
 	SGLANG_PYTHON=$(CURDIR)/$(VENV6)/bin/python $(BIN)/pytest tests/integration/sglang; \
 	else echo "SKIPPED: test-sglang ran no test: sglang cannot be installed here" >&2; fi
+
+$(VENV9)/.installed: constraints-docs.txt
+	$(INSTALL) $(VENV9) --no-deps --requirement constraints-docs.txt
+	touch $@
+
+docs: $(VENV9)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN9)/mkdocs build --strict
 
 # LiteLLM, a peer of the gateway's benchmark, wants other versions than we do.
 .venv-litellm/bin/litellm:

@@ -28,7 +28,13 @@ if TYPE_CHECKING:
         TunerError,
     )
     from tuner.functions.calling import check_judge_function, check_workflow_function
-    from tuner.functions.outputs import JudgeOutput, JudgeType, WorkflowOutput, WorkflowType
+    from tuner.functions.outputs import (
+        JudgeOutput,
+        JudgeType,
+        Rejected,
+        WorkflowOutput,
+        WorkflowType,
+    )
     from tuner.result import TuneResult
     from tuner.settings import AlgorithmConfig, TunerModelConfig
     from tuner.tune import tune
@@ -44,7 +50,13 @@ _MODULES = {
     "tuner.config": ("RemoteModel", "RunConfig"),
     "tuner.data.dataset": ("Dataset", "DatasetConfig"),
     "tuner.functions.calling": ("check_judge_function", "check_workflow_function"),
-    "tuner.functions.outputs": ("JudgeOutput", "JudgeType", "WorkflowOutput", "WorkflowType"),
+    "tuner.functions.outputs": (
+        "JudgeOutput",
+        "JudgeType",
+        "Rejected",
+        "WorkflowOutput",
+        "WorkflowType",
+    ),
     "tuner.result": ("TuneResult",),
     "tuner.settings": ("AlgorithmConfig", "TunerModelConfig"),
     "tuner.tune": ("tune",),
@@ -64,6 +76,7 @@ __all__ = [
     "JudgeType",
     "MissingDependencyError",
     "ModelLoadError",
+    "Rejected",
     "RemoteModel",
     "RunConfig",
     "TrainingError",

@@ -188,7 +188,10 @@ async def _steps(
             raise TrainingError(f"step {step}: {stack.engine.failure}")
 
         last = step == record.total_steps
-        if last or is_due(step, config.explorer.eval_interval):
+        evaluated = last or is_due(step, config.explorer.eval_interval)
+        if evaluated or step == 1:
+            record.show(step, "train", found.traces or ())
+        if evaluated:
             metrics |= await evaluate(step)
         metrics["time/step"] = time.perf_counter() - started
         record.log(step, metrics)
@@ -226,6 +229,7 @@ async def _evaluate(
     with record.timeline.span("evaluation", step=step):
         for name, rows in tasks.items():
             traces = await evaluate_set(config, name, rows, rollouts, record.console, step=step)
+            record.show(step, name, traces)
             metrics |= evaluation_metrics(name, traces, pass_reward=threshold)
     return metrics
 

@@ -1,22 +1,15 @@
-"""What people and trackers get to see of a run."""
+"""What people get to see of a run, and the file that it goes on from."""
 
 import io
 import json
-import os
 import re
-import sys
-import types
 from dataclasses import replace
 
-import pytest
 from rich.console import Console
 
 from tests.builders import call, trace
-from tuner.config import load_config
-from tuner.errors import ConfigError, MissingDependencyError
 from tuner.run.console import ConsoleMonitor
-from tuner.run.monitors import JsonlMonitor, open_tracker
-from tuner.run.record import RunRecord, open_directory
+from tuner.run.monitors import JsonlMonitor
 from tuner.traces import Outcome
 
 METRICS = {
@@ -128,80 +121,4 @@ def test_jsonl_starts_again_from_the_rows_of_the_interrupted_run(tmp_path):
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
         {"step": 1},
         {"step": 2, "loss": 0.1},
-    ]
-
-
-def test_tensorboard_holds_every_metric_once_after_a_resume(tmp_path, monkeypatch):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.summary.writer import event_file_writer
-
-    # Files of one second are read in the order of this number's digits: 10 would come before 9.
-    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
-
-    def tracker(first_step):
-        return open_tracker(
-            "tensorboard",
-            project="p",
-            name="n",
-            folder=tmp_path,
-            first_step=first_step,
-            config={},
-            args={},
-        )
-
-    for first_step, values in ((0, {1: 0.1, 2: 0.2, 3: 0.3}), (2, {2: 0.25})):
-        monitor = tracker(first_step)
-        for step, value in values.items():
-            monitor.log(step, {"train/loss": value})
-        monitor.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    scalars = {e.step: round(e.value, 3) for e in events.Scalars("train/loss")}
-    assert scalars == {1: 0.1, 2: 0.25}
-
-
-@pytest.mark.parametrize("kind", ["wandb", "mlflow", "swanlab"])
-def test_missing_tracker_names_its_extra(kind, tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, kind, None)
-    with pytest.raises(MissingDependencyError, match=rf"pip install .*\[{kind}\]"):
-        open_tracker(kind, project="p", name="n", folder=tmp_path, first_step=0, config={}, args={})
-
-
-@pytest.mark.parametrize("kind", ["tensorboard", "mlflow"])
-def test_argument_that_a_tracker_does_not_take_is_refused_by_name(kind, tmp_path):
-    with pytest.raises(ConfigError, match="entity"):
-        open_tracker(
-            kind,
-            project="p",
-            name="n",
-            folder=tmp_path,
-            first_step=0,
-            config={},
-            args={"entity": "me"},
-        )
-
-
-def test_trackers_get_their_password_and_are_sent_none(tmp_path, monkeypatch):
-    sent = []
-    library = types.SimpleNamespace(
-        set_experiment=lambda name: None,
-        start_run=lambda run_name: None,
-        log_dict=lambda config, file: sent.append(config),
-        end_run=lambda: None,
-    )
-    monkeypatch.setitem(sys.modules, "mlflow", library)
-    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "")
-    config = load_config(
-        settings={"checkpoint_root_dir": str(tmp_path)},
-        overrides=["monitor.monitor_type=mlflow", "monitor.monitor_args.password=hunter2"],
-    )
-    with open_directory(config, {}) as directory:
-        record = RunRecord(config, directory, 1)
-        record.open([])
-        record.close()
-    assert os.environ["MLFLOW_TRACKING_PASSWORD"] == "hunter2"
-    assert sent[0]["monitor"]["monitor_type"] == ["mlflow"]
-    assert "hunter2" not in json.dumps(sent)
-    assert not [
-        file for file in tmp_path.rglob("*") if file.is_file() and "hunter2" in file.read_text()
     ]

@@ -80,7 +80,8 @@ class RolloutEngine:
         """One answer outside of any rollout: it is not recorded, and never trained.
 
         Raises:
-            As `SessionEngine.agenerate`; `TrainingError` while nothing can be generated.
+            TrainingError: Nothing can be generated now.
+            ConfigError, RequestError, EngineError: As `SessionEngine.agenerate`.
         """
         self._run.check_can_generate()
         gateway = self._run.stack.gateway
@@ -136,7 +137,7 @@ class RolloutEngine:
         Args:
             dataloader: Gives batches of rows; its `batch_size` is the number of groups in a step.
                 Gone through again and again.
-            workflow, group_size, should_accept_fn: As in `rollout_batch`.
+            workflow: As in `rollout_batch`, like `group_size` and `should_accept_fn`.
 
         Returns:
             As many groups as a batch of the dataloader has rows, the oldest first.

@@ -129,7 +129,7 @@ class SessionEngine:
         """`gconfig.n_samples` answers to one prompt, each a call of the trace.
 
         Raises:
-            As `agenerate`.
+            ConfigError, RequestError, EngineError: As `agenerate`.
         """
         unknown = set(gconfig.stop_token_ids) - self._session.service.engine.capabilities.end_ids
         if unknown:

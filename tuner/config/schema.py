@@ -62,7 +62,8 @@ class MonitorSection(Section):
     )
     monitor_args: Arguments = Field(
         default_factory=dict,
-        description="Given to the monitor as it is. Passwords and keys best as `${oc.env:NAME}`.",
+        description="Given to each monitor as it is; what stands below a monitor's name is for "
+        "that one alone (docs/trackers.md). Passwords and keys best as `${oc.env:NAME}`.",
     )
 
     @field_validator("monitor_type", mode="before")

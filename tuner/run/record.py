@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -27,9 +27,10 @@ from tuner.run.directory import (
     read_metrics,
     write_atomically,
 )
-from tuner.run.monitors import JsonlMonitor, Monitor, open_tracker
+from tuner.run.monitors import JsonlMonitor, Monitor
 from tuner.run.timeline import Timeline
-from tuner.traces import Outcome
+from tuner.run.trackers import Tracker, open_trackers
+from tuner.traces import Outcome, Trace
 from tuner.training import PolicyTrainer
 
 Task = dict[str, Any]
@@ -60,6 +61,8 @@ class RunRecord:
         self.recent: deque[Mapping[str, float]] = deque(self._before, maxlen=looked_at)
         self.timeline = Timeline(directory.timeline)
         self._monitors: list[Monitor] = []
+        self._trackers: list[Tracker] = []
+        self._completed = False
         self._advised: set[str] = set()
 
     @property
@@ -97,29 +100,31 @@ class RunRecord:
         config = self.config
         self._monitors = [JsonlMonitor(self.directory.metrics, self._before)]
         self._before = []
-        for kind in config.monitor.monitor_type:
-            self._monitors.append(
-                open_tracker(
-                    kind,
-                    project=config.project,
-                    name=config.name,
-                    folder=self.directory.path,
-                    first_step=self.start + 1 if self.recent else 0,
-                    config=config.public(),
-                    args=config.monitor.monitor_args,
-                )
-            )
-        self._monitors.append(self.console)
+        self._trackers = open_trackers(
+            config.monitor.monitor_type,
+            project=config.project,
+            folder=self.directory.path,
+            first_step=self.start + 1 if self.recent else 0,
+            config=config.public(),
+            args=config.monitor.monitor_args,
+        )
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Keep the metrics of a step, and show them."""
         self.recent.append({"step": step, **metrics})
-        for monitor in self._monitors:
+        for monitor in (*self._monitors, self.console):
             monitor.log(step, metrics)
+        for tracker in self._trackers:
+            tracker.log_step(metrics, step)
         found = advice(self.recent, self.config)
         if found is not None and found[0] not in self._advised:
             self._advised.add(found[0])
             self.console.say(f"step {step}: {found[1]}")
+
+    def show(self, step: int, name: str, traces: Sequence[Trace]) -> None:
+        """Send the trackers a table of some traces of a step, or of an evaluation of this name."""
+        for tracker in self._trackers:
+            tracker.show(step, name, traces)
 
     def save(self, step: int, trainer: PolicyTrainer, save_weights: Callable[[Path], None]) -> None:
         """Write the checkpoint of a step.
@@ -156,12 +161,17 @@ class RunRecord:
         if "tensorboard" in self.config.monitor.monitor_type:
             result.tensorboard = self.directory.tensorboard
         write_atomically(self.directory.result, result.model_dump_json(indent=2))
+        self._completed = True
         return result
 
     def close(self) -> None:
-        self.timeline.close()
-        for monitor in self._monitors:
-            monitor.close()
+        with ExitStack() as stack:  # each is closed, whatever becomes of the others
+            stack.callback(self.console.close)
+            for tracker in self._trackers:
+                stack.callback(tracker.end, self._completed)
+            for monitor in self._monitors:
+                stack.callback(monitor.close)
+            stack.callback(self.timeline.close)
 
 
 @contextmanager

@@ -70,7 +70,7 @@ class TraceStore:
         return traces
 
 
-def read_traces(path: Path) -> Iterator[Trace]:
+def read_traces(path: str | Path) -> Iterator[Trace]:
     """The traces of one file, one for each attempt; none where there is no file.
 
     Of lines about one attempt the last counts: a process that is killed between two attempts leaves
@@ -80,7 +80,7 @@ def read_traces(path: Path) -> Iterator[Trace]:
         TunerError: A line other than a torn last one is not a trace; names file and line.
     """
     found: dict[tuple[RolloutId, int], Trace] = {}
-    for number, line in complete_lines(path):
+    for number, line in complete_lines(Path(path)):
         try:
             trace = trace_from_json(json.loads(line))
         except NOT_A_TRACE as error:

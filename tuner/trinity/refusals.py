@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from tuner.config.keys import nearest, schema_paths, split_keys
 from tuner.config.problems import Problem, describe
-from tuner.config.schema import TunerSection
+from tuner.config.schema import MonitorName, TunerSection
 from tuner.config.source import lookup
 from tuner.trinity.installed import training_sets, uses_tinker
 
@@ -207,6 +207,14 @@ def refused(tree: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _conflicts(tree: Mapping[str, Any]) -> Iterator[Problem]:
+    ours = ("samples", *get_args(MonitorName))
+    for key in (key for key in ours if key in lookup(tree, "monitor.monitor_args", {})):
+        yield Problem(
+            f"monitor.monitor_args.{key}",
+            f"monitor.monitor_args.{key} is for the local backend: Trinity-RFT's trackers share "
+            "one set of arguments and get no table of ours; put the arguments into "
+            "monitor.monitor_args itself",
+        )
     warm = float(lookup(tree, "model.temperature", 1.0))
     for taskset in training_sets(tree):
         own = lookup(taskset, "rollout_args.temperature")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.frameworks.parts import ANSWER, CALL, FINAL, check_calls, scripted
+from tuner import WorkflowOutput
 from tuner.chat_models.without_framework import PlainChatModel
 
 PAGE = Path(__file__).parents[3] / "docs" / "frameworks.md"
@@ -33,10 +34,11 @@ async def test_a_snippet_runs_an_agent_on_the_model(number: int, tmp_path: Path)
     task = {"question": "2+40?"}
     try:
         if inspect.iscoroutinefunction(snippet.workflow):
-            answer = await snippet.workflow(task, model)
+            output = await snippet.workflow(task, model)
         else:
-            answer = await asyncio.to_thread(snippet.workflow, task, model)
-        assert answer == ("42" if has_final_tool else ANSWER)
+            output = await asyncio.to_thread(snippet.workflow, task, model)
+        assert isinstance(output, WorkflowOutput)
+        assert output.response == ("42" if has_final_tool else ANSWER)
         check_calls(gateway, session, 2)
         assert "42" in str(session.calls[1].messages[-1]["content"])
     finally:

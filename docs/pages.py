@@ -1,0 +1,64 @@
+"""What MkDocs is told of the repository, so that its pages need not be written for a site.
+
+A page keeps its path below the root, and what it links to beside the pages comes along: a file as
+it is, a folder as its README or a page that lists its files. So a link means the same here and in a
+checkout.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "docs/*.md", "docs/*.png")
+LINK = re.compile(r"(?<=\]\()[^)#\s:]+")
+README, LIST = "README.md", "index.md"
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """The pages under the paths that they have in the repository, and what they link to."""
+    for file in files.documentation_pages() + files.media_files():
+        if file.src_dir == config.docs_dir:
+            files.remove(file)
+    wanted = dict.fromkeys(path for pattern in PAGES for path in sorted(ROOT.glob(pattern)))
+    pages = [path for path in wanted if path.suffix == ".md"]
+    for page in pages:  # it grows
+        for target in LINK.findall(page.read_text(encoding="utf-8")):
+            linked = (page.parent / target).resolve()
+            found = [linked] if linked.is_file() else []
+            if linked.is_dir():
+                found = [path for path in sorted(linked.iterdir()) if path.is_file()]
+                if not (linked / README).exists() and linked not in wanted:
+                    lines = [f"# {_name(linked)}", "", *(f"- [{p.name}]({p.name})" for p in found)]
+                    text = "\n".join(["---", "search: {exclude: true}", "---", *lines])
+                    files.append(File.generated(config, f"{_name(linked)}/{LIST}", content=text))
+                    wanted[linked] = None
+            pages += [path for path in found if path.suffix == ".md" and path not in wanted]
+            wanted |= dict.fromkeys(found)
+    for path in wanted:
+        if path.is_file():
+            files.append(File.generated(config, _name(path), abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """A link to a folder is one to its README or its list."""
+    here = (ROOT / page.file.src_uri).parent
+
+    def to_list(found: re.Match[str]) -> str:
+        folder = here / found[0]
+        if not folder.is_dir():
+            return found[0]
+        return f"{found[0].rstrip('/')}/{README if (folder / README).exists() else LIST}"
+
+    return LINK.sub(to_list, markdown)
+
+
+def _name(path: Path) -> str:
+    return os.path.relpath(path, ROOT).replace(os.sep, "/")

@@ -1,0 +1,14 @@
+"""What is refused because Trinity-RFT would read it as something else."""
+
+from tuner.trinity.refusals import refused
+
+
+def test_arguments_of_one_tracker_are_refused_by_name():
+    args = {"api_key": "x", "wandb": {"mode": "offline"}, "samples": 2}
+    problems = [problem.text for problem in refused({"monitor": {"monitor_args": args}})]
+    assert [text.split()[0] for text in problems] == [
+        "monitor.monitor_args.samples",
+        "monitor.monitor_args.wandb",
+    ]
+    assert "put the arguments into monitor.monitor_args itself" in problems[0]
+    assert not list(refused({"monitor": {"monitor_args": {"api_key": "x"}}}))
