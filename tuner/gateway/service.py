@@ -127,7 +127,15 @@ def sse(data: Any, event: str | None = None) -> bytes:
 
 async def in_loop(home: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, done in the loop `home`, whichever loop it is awaited in."""
-    if asyncio.get_running_loop() is home:
+    try:
+        here = asyncio.get_running_loop()
+    except RuntimeError:
+        # An agent that was left behind and catches everything, asking again while Python closes its
+        # coroutine. What awaits then is ended; what only fails would try for ever.
+        work.close()
+        await asyncio.sleep(0)
+        raise
+    if here is home:
         return await work
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, home))
 
