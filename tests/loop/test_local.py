@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.loop import runs
 from tuner.assembly.models import load_model, load_tokenizer
 from tuner.chat_models import default_kind
+from tuner.config.source import check_path
 from tuner.data.order import planned_steps
 from tuner.errors import ConfigError, FunctionError, ModelLoadError, TrainingError
 from tuner.functions.outputs import JudgeOutput, WorkflowOutput
@@ -317,6 +318,20 @@ def test_a_name_beside_other_models_is_a_folder_that_is_missing(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelLoadError, match=r"no such folder \(.*/models has yours\)"):
         load_tokenizer("models/mine")
+
+
+def test_a_folder_of_the_organisations_name_hides_no_model_of_the_hub(tmp_path, monkeypatch):
+    cached = tmp_path / "hub" / "models--Org--there"
+    (cached / "snapshots" / "1").mkdir(parents=True)
+    (cached / "snapshots" / "1" / "config.json").write_text("{}")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("1")
+    (tmp_path / "Org").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    check_path("Org/there", "model.model_path")
+    with pytest.raises(ModelLoadError, match="there is no such folder"):
+        check_path("Org/elsewhere", "model.model_path")
 
 
 def test_folder_without_a_model_or_tokenizer_says_so(tmp_path):

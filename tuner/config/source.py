@@ -301,15 +301,34 @@ def path_or_name(value: str, folder: Path) -> str:
 DATA_FILES = (".json", ".jsonl", ".csv", ".parquet")
 
 
+_HUB_SECONDS = 3.0
+
+
 def check_path(path: str, setting: str, *, what: str = "model") -> None:
     """Raises ModelLoadError where `path` can only be a folder and is none."""
     folder = Path(path).expanduser()
+    if folder.is_dir():
+        return
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
-    if (looks_local or folder.parent.is_dir()) and not folder.is_dir():
+    if looks_local or (folder.parent.is_dir() and not _on_hub(path)):
         raise ModelLoadError(
             f"{setting} = {path!r}: there is no such folder{_neighbours(folder)}; give the folder "
             f"of a Hugging Face {what}, or a hub id of the form 'organisation/name'"
         )
+
+
+def _on_hub(name: str) -> bool:
+    """Whether the Hub has a name that could also be a folder's; asked once and not for long."""
+    from huggingface_hub import model_info, try_to_load_from_cache
+
+    cached = ("config.json", "adapter_config.json")
+    if any(isinstance(try_to_load_from_cache(name, file), str) for file in cached):
+        return True
+    try:
+        model_info(name, timeout=_HUB_SECONDS)
+    except Exception:  # not found, not a name there, no connection: all say no
+        return False
+    return True
 
 
 def _neighbours(folder: Path) -> str:
