@@ -30,6 +30,8 @@ PARTS = {
     "attention": ("flex", "flash", "fmha", "attention", "triton_tem"),
     "matrix products": ("gemm", "nvjet", "cutlass", "xmma", "aten::mm", "aten::bmm", "aten::addmm"),
     "optimizer": ("multi_tensor", "adam", "foreach"),
+    # Their names list what was fused, casts ("_to_copy") too.
+    "compiled elementwise": ("triton_poi", "triton_red", "triton_per"),
     "copies": ("memcpy", "memset", "copy"),
 }
 
