@@ -32,6 +32,8 @@ BLOCKED = 5.0
 QUIET = 60.0
 """Seconds after which it is said what a rollout waits for."""
 
+# Nobody's, and ignored by default. SIGINT would be asyncio's, or ignored in a shell's background.
+_WAKES = getattr(signal, "SIGURG", None)
 _OURS = str(Path(__file__).resolve().parents[1])
 _ANSWERING = tuple(str(Path(_OURS, room)) for room in ("gateway", "engines"))
 _LIBRARIES = (
@@ -82,6 +84,7 @@ class Watchdog:
     _running: set[Running] = field(default_factory=set)
     _said: set[str] = field(default_factory=set)
     _ended: threading.Event = field(default_factory=threading.Event)
+    _awake: ExitStack = field(default_factory=ExitStack)
 
     @contextmanager
     def watching(self, running: Running) -> Iterator[None]:
@@ -89,6 +92,7 @@ class Watchdog:
         token = _RUNNING.set(running)
         if not self._running:
             self._ended = threading.Event()
+            self._awake = _wakes()
             of = asyncio.get_running_loop(), threading.get_ident(), self._ended
             threading.Thread(
                 target=self._watch, args=of, name="tuner-watchdog", daemon=True
@@ -101,6 +105,7 @@ class Watchdog:
             self._running.discard(running)
             if not self._running:
                 self._ended.set()
+                self._awake.close()
 
     def _watch(self, loop: asyncio.AbstractEventLoop, thread: int, ended: threading.Event) -> None:
         while not ended.wait(EVERY):
@@ -241,14 +246,27 @@ def _stack(frame: FrameType | None) -> list[FrameType]:
     return found
 
 
+def _wakes() -> ExitStack:
+    """From now until that is closed a signal brings the main thread out of the operating system."""
+    stack = ExitStack()
+    main = threading.current_thread() is threading.main_thread()
+    if _WAKES is not None and main and signal.getsignal(_WAKES) is signal.SIG_DFL:
+        stack.callback(signal.signal, _WAKES, signal.signal(_WAKES, _woken))
+    return stack
+
+
+def _woken(number: int, frame: FrameType | None) -> None:
+    """Where `Standstill` comes up."""
+
+
 def _break_off(thread: int, *, again: bool) -> None:
     """Raise `Standstill` in a thread.
 
     Args:
         again: Whether that did not help before: it is in a call of the operating system's, out of
-            which a signal brings the main thread. Its handler is where the exception comes up.
+            which a signal brings the main thread.
     """
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Standstill))
-    main = thread == threading.main_thread().ident and hasattr(signal, "pthread_kill")
-    if again and main and signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        signal.pthread_kill(thread, signal.SIGINT)
+    main = thread == threading.main_thread().ident
+    if again and main and _WAKES is not None and signal.getsignal(_WAKES) is _woken:
+        signal.pthread_kill(thread, _WAKES)
