@@ -66,7 +66,7 @@ def test_the_fifteen_lines_train_in_an_empty_folder(installed: Path, tmp_path: P
     (tmp_path / "script.py").write_text(where + short, encoding="utf-8")
     printed = run(installed, "python", "script.py", folder=tmp_path)
     assert Path(printed.splitlines()[0]).is_relative_to(installed.parent)
-    assert len(re.findall(r"reward [\d.]+", printed)) == 2
+    assert len(re.findall(r"^step \d/2  reward [\d.]+", printed, re.MULTILINE)) == 2
     assert len(list(tmp_path.glob("checkpoints/*/*/traces/step_*.jsonl"))) == 2
 
 
