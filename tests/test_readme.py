@@ -16,7 +16,7 @@ def test_the_fifteen_lines_train_a_model(tmp_path):
         [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    rewards = [float(reward) for reward in re.findall(r"reward ([\d.]+)", done.stdout)]
+    rewards = [float(reward) for reward in re.findall(r"\d/12  reward ([\d.]+)", done.stdout)]
     assert len(rewards) == 12
     assert rewards[0] < 0.3 < 0.7 < min(rewards[-2:])
     assert "sampled" in done.stdout

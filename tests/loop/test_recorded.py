@@ -112,7 +112,7 @@ def test_sft_makes_the_data_likely_and_raises_the_held_out_reward(imitated):
 
 def test_a_run_on_recorded_data_leaves_what_every_run_leaves(imitated):
     stored = json.loads((imitated.run_dir / "result.json").read_text())
-    assert TuneResult.model_validate(stored) == imitated
+    assert TuneResult.model_validate(stored) == imitated.model_copy(update={"history": []})
     assert imitated.checkpoint.name == "step_000006"
     assert (imitated.run_dir / "report.html").stat().st_size > 10_000
     assert [row["step"] for row in imitated.history] == list(range(7))
