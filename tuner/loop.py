@@ -170,6 +170,10 @@ async def _steps(
         found = await source.take(step, trainer.step)
         idle, sync = time.perf_counter() - started, 0.0
         metrics = found.metrics
+        last = step == record.total_steps
+        evaluated = last or is_due(step, config.explorer.eval_interval)
+        if evaluated or step == 1:
+            record.show(step, "train", found.traces or ())
 
         if found.batch.rows:
             async with stack.training():
@@ -187,10 +191,6 @@ async def _steps(
         if stack.engine.failure is not None:
             raise TrainingError(f"step {step}: {stack.engine.failure}")
 
-        last = step == record.total_steps
-        evaluated = last or is_due(step, config.explorer.eval_interval)
-        if evaluated or step == 1:
-            record.show(step, "train", found.traces or ())
         if evaluated:
             metrics |= await evaluate(step)
         metrics["time/step"] = time.perf_counter() - started

@@ -114,8 +114,6 @@ class RolloutSource(Source):
         with record.timeline.span("waiting for rollouts", step=step):
             collected = await groups.take(step)
         self._latest = traces = collected.traces
-        if step == 1:
-            record.console.samples(traces)
         penalty = config.tuner.on_failure
         batch = build_batch(
             traces,

@@ -36,14 +36,19 @@ def run(model, root, asked):
     )
 
 
-def test_one_interrupt_ends_a_run_whose_agents_catch_everything(random_model_path, tmp_path):
-    asked = tmp_path / "asked"
-    process = forked.begin(run, random_model_path, tmp_path, asked)
+def interrupt(process, asked):
+    """Once its agents have asked; returns when it has ended."""
     while not asked.exists():
         assert process.exitcode is None
         process.join(timeout=0.05)
     os.kill(process.pid, signal.SIGINT)
     process.join()
+
+
+def test_one_interrupt_ends_a_run_whose_agents_catch_everything(random_model_path, tmp_path):
+    asked = tmp_path / "asked"
+    process = forked.begin(run, random_model_path, tmp_path, asked)
+    interrupt(process, asked)
     assert process.exitcode == 1  # as Python ends with a KeyboardInterrupt
     assert not list(tmp_path.rglob(".owner"))
 
@@ -80,9 +85,5 @@ async def asking(task, model, *, asked):
 def test_an_interrupt_ends_a_run_in_a_notebook_with_its_record(random_model_path, tmp_path):
     asked = tmp_path / "asked"
     process = forked.begin(interrupted_in_a_notebook, random_model_path, tmp_path, asked)
-    while not asked.exists():
-        assert process.exitcode is None
-        process.join(timeout=0.05)
-    os.kill(process.pid, signal.SIGINT)
-    process.join()
+    interrupt(process, asked)
     assert (process.exitcode, (tmp_path / "ended").exists()) == (0, True)

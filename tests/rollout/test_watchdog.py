@@ -106,7 +106,7 @@ async def test_a_rollout_that_waits_for_long_says_where(make_runner, caplog, pla
                 heard.set()
 
     async def waits(task, model):
-        while not heard.is_set():  # noqa: ASYNC110
+        while not heard.is_set():  # noqa: ASYNC110  # the log sets it, from another thread
             await asyncio.sleep(0.01)
         await ask(model)
         return WorkflowOutput(reward=1.0)

@@ -23,7 +23,8 @@ def test_settings_that_differ_are_named_with_the_value_of_each_run(tmp_path):
     assert runs[0].settings["algorithm.optimizer.lr"] == 0.1
     assert differing_settings(runs) == {
         "algorithm.optimizer.lr": [0.1, 0.2, None],
-        "extra": [None, None, [1, 2]],
+        "extra.0": [None, None, 1],
+        "extra.1": [None, None, 2],
     }
     assert differing_settings(runs[:1]) == {}
 

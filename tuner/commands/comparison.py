@@ -14,16 +14,14 @@ from pydantic import BaseModel
 
 from tuner.data.dataset import row_text
 from tuner.errors import TunerError
-from tuner.run.continuation import leaves
-from tuner.run.directory import RunDirectory, read_json, read_metrics
+from tuner.run.directory import RunDirectory
 from tuner.run.estimates import Estimate, estimate
+from tuner.run.summary import differing_settings, read_run
 from tuner.traces import Trace, read_traces
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_PLACE = ("project", "name", "checkpoint_root_dir", "continue_from_checkpoint")
-"""Settings that say where a run is, and not what it does."""
 _SHOWN = (
     "reward/mean",
     "calls/completion_tokens",
@@ -35,7 +33,6 @@ _SHOWN = (
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH, _TEXT = 40, 60
 _TRAIN = "train"
-_LATEST = 10**9
 
 
 class TaskRewards(BaseModel):
@@ -139,7 +136,8 @@ def compare(paths: Sequence[Path], *, split: str | None = None) -> Comparison:
     Raises:
         TunerError: A path is no run, is there twice, or a run has no traces of the split.
     """
-    runs = [_run(path) for path in paths]
+    read = [read_run(path.expanduser()) for path in paths]
+    runs = [RunDirectory(path.expanduser().resolve()) for path in paths]
     if len({run.path for run in runs}) < max(2, len(runs)):
         raise TunerError("name two or more runs, each once")
     names = Counter(run.path.name for run in runs)
@@ -155,38 +153,10 @@ def compare(paths: Sequence[Path], *, split: str | None = None) -> Comparison:
         splits = [one for one in splits if one != _TRAIN]
     return Comparison(
         runs=[one.path.name if names[one.path.name] == 1 else str(one.path) for one in runs],
-        settings=_different([_settings(run) for run in runs]),
-        curves=_curves([read_metrics(run.metrics, up_to=_LATEST) for run in runs]),
+        settings=differing_settings(read),
+        curves=_curves([one.metrics for one in read]),
         tasks={one: _tasks([files[one] for files in found]) for one in splits},
     )
-
-
-def _run(path: Path) -> RunDirectory:
-    run = RunDirectory(path.expanduser().resolve())
-    if not run.traces.is_dir() and not run.metrics.is_file():
-        raise TunerError(
-            f"{path} is not a run: it holds neither metrics.jsonl nor traces/. Give the folder "
-            "<checkpoint_root_dir>/<project>/<name>"
-        )
-    return run
-
-
-def _settings(run: RunDirectory) -> dict[str, Any]:
-    """What the run was started with, by dotted key, and what tells its rows from others."""
-    found = {
-        key: value for key, value in leaves(run.stored_config(), lists=True) if key not in _PLACE
-    }
-    data = run.path / "data.json"
-    rows = (
-        read_json(data, "delete it: it only tells other rows from these") if data.exists() else {}
-    )
-    return {**found, **{f"rows of {name}": digest[:8] for name, digest in rows.items()}}
-
-
-def _different(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    keys = dict.fromkeys(key for of_run in settings for key in of_run)
-    rows = {key: [of_run.get(key) for of_run in settings] for key in keys}
-    return {key: row for key, row in rows.items() if any(one != row[0] for one in row)}
 
 
 def _curves(

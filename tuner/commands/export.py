@@ -14,7 +14,6 @@ from tuner.errors import ConfigError, TunerError
 from tuner.run.directory import MANIFEST, TRAINER_STATE
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
 
 PRECISIONS = ("float32", "bfloat16", "float16")
@@ -59,10 +58,7 @@ def export(
         if candidate.base is not None and merge:
             _save(candidate, _merged(candidate, dtype), inside)
         elif dtype is not None:
-            from tuner.assembly.models import load_model
-
-            whole = load_model(candidate.path, device=_cpu(), dtype=_dtype(dtype))
-            _save(candidate, whole, inside)
+            _save(candidate, _loaded(candidate.path, dtype), inside)
         else:
             shutil.copytree(
                 candidate.path,
@@ -103,33 +99,29 @@ def _check(candidate: Candidate, *, merge: bool, dtype: str | None, push: str | 
         )
 
 
-def _cpu() -> torch.device:
-    import torch
-
-    return torch.device("cpu")
-
-
-def _dtype(name: str) -> torch.dtype:
-    import torch
-
-    found: torch.dtype = getattr(torch, name)
-    return found
-
-
 def _merged(candidate: Candidate, dtype: str | None) -> PreTrainedModel:
     """The model that an adapter belongs to, with the adapter in its weights."""
+    import torch
+
     from tuner.assembly.adapters import require_peft
-    from tuner.assembly.models import load_model, load_settings
+    from tuner.assembly.models import load_settings
 
     require_peft()
     from peft import PeftModel
 
     assert candidate.base is not None
-    model = load_model(candidate.base, device=_cpu(), dtype=_dtype("float32"))
+    model = _loaded(candidate.base, "float32")
     merged: Any = PeftModel.from_pretrained(model, candidate.path).merge_and_unload()
-    own = load_settings(candidate.base).get_text_config().dtype or _dtype("float32")
-    whole: PreTrainedModel = merged.to(own if dtype is None else _dtype(dtype))
+    own = load_settings(candidate.base).get_text_config().dtype or model.dtype
+    whole: PreTrainedModel = merged.to(own if dtype is None else getattr(torch, dtype))
     return whole
+
+
+def _loaded(path: str, dtype: str) -> PreTrainedModel:
+    from tuner.assembly.models import choose_device, choose_dtype, load_model
+
+    device = choose_device("cpu")
+    return load_model(path, device=device, dtype=choose_dtype(dtype, device))
 
 
 def _save(candidate: Candidate, model: PreTrainedModel, folder: Path) -> None:

@@ -240,6 +240,7 @@ async def in_thread(func: Callable[[], Any]) -> Any:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, value, error)
 
+    # By this name the watchdog finds what a suspended call of this function waits for.
     thread = threading.Thread(target=run, daemon=True, name="tuner-function")
     thread.start()
     return await future

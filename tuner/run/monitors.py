@@ -1,21 +1,13 @@
-"""The seam for metrics, and the file that a run goes on from."""
+"""The file of metrics, which a run goes on from."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tuner.run.directory import write_atomically
-
-
-class Monitor(Protocol):
-    """Receives the metrics of each step."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class JsonlMonitor:

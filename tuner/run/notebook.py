@@ -25,6 +25,7 @@ class CellOutput:
         from IPython.display import HTML, display
 
         self._html: Any = HTML
+        # IPython has no types.
         self._handle: Any = display(HTML(""), display_id=True)  # type: ignore[no-untyped-call]
         self._total = total_steps
         self._step, self._note = 0, ""

@@ -27,7 +27,7 @@ from tuner.run.directory import (
     read_metrics,
     write_atomically,
 )
-from tuner.run.monitors import JsonlMonitor, Monitor
+from tuner.run.monitors import JsonlMonitor
 from tuner.run.timeline import Timeline
 from tuner.run.trackers import Tracker, open_trackers
 from tuner.traces import Outcome, Trace
@@ -60,7 +60,7 @@ class RunRecord:
         looked_at = max(STEPS, config.tuner.signal_patience)
         self.recent: deque[Mapping[str, float]] = deque(self._before, maxlen=looked_at)
         self.timeline = Timeline(directory.timeline)
-        self._monitors: list[Monitor] = []
+        self._file: JsonlMonitor | None = None
         self._trackers: list[Tracker] = []
         self._completed = False
         self._advised: set[str] = set()
@@ -98,7 +98,7 @@ class RunRecord:
         for sentence in decisions:
             self.console.say(sentence)
         config = self.config
-        self._monitors = [JsonlMonitor(self.directory.metrics, self._before)]
+        self._file = JsonlMonitor(self.directory.metrics, self._before)
         self._before = []
         self._trackers = open_trackers(
             config.monitor.monitor_type,
@@ -112,8 +112,9 @@ class RunRecord:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Keep the metrics of a step, and show them."""
         self.recent.append({"step": step, **metrics})
-        for monitor in (*self._monitors, self.console):
-            monitor.log(step, metrics)
+        assert self._file is not None, "begin() opens it"
+        self._file.log(step, metrics)
+        self.console.log(step, metrics)
         for tracker in self._trackers:
             tracker.log_step(metrics, step)
         found = advice(self.recent, self.config)
@@ -122,7 +123,12 @@ class RunRecord:
             self.console.say(f"step {step}: {found[1]}")
 
     def show(self, step: int, name: str, traces: Sequence[Trace]) -> None:
-        """Send the trackers a table of some traces of a step, or of an evaluation of this name."""
+        """Send the trackers a table of some traces of a step, or of an evaluation of this name.
+
+        Of the first step's some are shown here, too.
+        """
+        if step == 1 and name == "train":
+            self.console.samples(traces)
         for tracker in self._trackers:
             tracker.show(step, name, traces)
 
@@ -169,8 +175,8 @@ class RunRecord:
             stack.callback(self.console.close)
             for tracker in self._trackers:
                 stack.callback(tracker.end, self._completed)
-            for monitor in self._monitors:
-                stack.callback(monitor.close)
+            if self._file is not None:
+                stack.callback(self._file.close)
             stack.callback(self.timeline.close)
 
 

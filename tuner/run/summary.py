@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tuner.errors import TunerError
-from tuner.run.directory import RunDirectory, read_metrics
+from tuner.run.continuation import leaves
+from tuner.run.directory import RunDirectory, read_json, read_metrics
 
 # They name a run, and so differ without telling anything.
-NAMES = ("name", "project", "checkpoint_root_dir")
+NAMES = ("name", "project", "checkpoint_root_dir", "continue_from_checkpoint")
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class RunSummary:
 
     Attributes:
         name: The name of its folder.
-        settings: Its effective configuration, without secrets, by dotted key.
+        settings: Its effective configuration, without secrets, by dotted key; with them what tells
+            the rows of its datasets from others.
         metrics: A row for each step, as in `metrics.jsonl`.
     """
 
@@ -74,21 +76,14 @@ def read_run(path: Path) -> RunSummary:
     """
     check_is_run(path)
     directory = RunDirectory(path)
+    config, data = directory.stored_config(), path / "data.json"
+    rows = read_json(data, "delete it: it only tells rows from others") if data.exists() else {}
+    settings = dict(leaves(config, lists=True)) if config else {}
     return RunSummary(
         name=path.resolve().name,
-        settings=dict(_leaves(read_settings(directory))),
+        settings=settings | {f"rows of {name}": digest[:8] for name, digest in rows.items()},
         metrics=read_metrics(directory.metrics, up_to=sys.maxsize),
     )
-
-
-def read_settings(directory: RunDirectory) -> dict[str, Any]:
-    """The effective configuration that a run was started with; empty where it left none."""
-    import yaml
-
-    if not directory.config.is_file():
-        return {}
-    config = yaml.safe_load(directory.config.read_text(encoding="utf-8"))
-    return config if isinstance(config, dict) else {}
 
 
 def differing_settings(runs: Sequence[RunSummary]) -> dict[str, list[Any]]:
@@ -99,11 +94,3 @@ def differing_settings(runs: Sequence[RunSummary]) -> dict[str, list[Any]]:
     keys = dict.fromkeys(key for run in runs for key in run.settings if key not in NAMES)
     found = {key: [run.settings.get(key) for run in runs] for key in keys}
     return {key: values for key, values in found.items() if any(one != values[0] for one in values)}
-
-
-def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{path}{key}.")
-        else:
-            yield f"{path}{key}", value

@@ -11,7 +11,7 @@ from typing import Any
 from tuner.config.source import lookup
 from tuner.data.dataset import row_text
 from tuner.run.directory import RunDirectory
-from tuner.run.summary import check_is_run, read_settings
+from tuner.run.summary import check_is_run
 from tuner.traces.packing import unpack
 from tuner.viewer.follow import MetricsFollower, branch_rows
 from tuner.viewer.index import TraceIndex, identity
@@ -136,7 +136,7 @@ class RunReader:
 
     def info(self) -> dict[str, Any]:
         """Name, status and the settings worth seeing; no secrets, so no whole configuration."""
-        config = read_settings(self.directory)
+        config = self.directory.stored_config()
         completed = self.directory.result.is_file()
         return {
             "name": self.directory.path.name,
@@ -199,7 +199,7 @@ class RunReader:
         if self._vocabulary is None or self._vocabulary.problem is not None:
             steps = self.directory.checkpoint_steps() if self.directory.checkpoints.is_dir() else []
             folders: list[str | Path] = [self.directory.checkpoint(step) for step in steps[-1:]]
-            model = lookup(read_settings(self.directory), "model.model_path")
+            model = lookup(self.directory.stored_config(), "model.model_path")
             self._vocabulary = Vocabulary([*folders, *([model] if model else [])])
         return self._vocabulary
 

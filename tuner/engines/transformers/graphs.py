@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tuner.engines.transfer import to_device
-from tuner.engines.transformers.kv_cache import Placement, SlotCache
+from tuner.engines.transformers.kv_cache import MASK_ELEMENTS, Placement, SlotCache
 
 _log = logging.getLogger(__name__)
 
@@ -35,8 +35,6 @@ _PROMPTS = 4, 16
 """Rows and columns that a graph over prompts has at least."""
 _TOKENS = 1 << 12
 """Tokens that a graph computes at most; a pass over more takes the GPU longer than Python."""
-_PAIRS = 1 << 24
-"""Pairs of a token and a position that a graph compares at most."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ class PassGraphs:
         rows, columns = max(least[0], _rounded(count)), max(least[1], _rounded(width))
         rows = min(rows, cache.slots)
         length = min(max(_SHORTEST, _rounded(int(positions.max()) + 1)), cache.capacity)
-        few = rows * columns <= _TOKENS and rows * columns * length <= _PAIRS
+        few = rows * columns <= _TOKENS and rows * columns * length <= MASK_ELEMENTS
         if not (self._usable and (decodes or few)):
             return None
         inputs = np.zeros((4, rows, columns), dtype=np.int64)

@@ -179,6 +179,10 @@ class SlotCache(Cache):
         ]
 
 
+MASK_ELEMENTS = 1 << 24
+"""Upper limit of the elements of one mask over prompts."""
+
+
 def attention_mask(
     positions: Tensor, kv_length: int, window: int | None, dtype: torch.dtype
 ) -> Tensor:

@@ -27,14 +27,17 @@ from tuner.engines.base import EngineStats
 from tuner.engines.request import Request, sample_next
 from tuner.engines.sampling import SamplingBatch
 from tuner.engines.transformers.graphs import PassGraphs
-from tuner.engines.transformers.kv_cache import Placement, SlotCache, attention_mask
+from tuner.engines.transformers.kv_cache import (
+    MASK_ELEMENTS,
+    Placement,
+    SlotCache,
+    attention_mask,
+)
 from tuner.engines.transformers.solo import forward_options
 from tuner.engines.transformers.weights import WeightsGuard
 
 _FIRST_SLOTS = 4
 _FIRST_CAPACITY = 128
-_MASK_ELEMENTS = 1 << 24
-"""Upper limit of the elements of one prefill mask."""
 _PASS_STEPS = 5
 """Recorded decode steps that take about as long as a pass over prompts that is not recorded."""
 _LONGEST_WAIT = 24
@@ -199,7 +202,7 @@ class SlotRunner:
         longest = max(pending, int((self._length[block] - self._computed[block]).max()))
         reach = max(length, int(self._length[block].max()))
         padded = count * longest
-        return padded <= self._prefill_tokens and padded * reach <= _MASK_ELEMENTS
+        return padded <= self._prefill_tokens and padded * reach <= MASK_ELEMENTS
 
     def _place(self, request: Request, ids: Ints, source: int, reused: int) -> None:
         """Make a row for `request` behind the active ones and copy the reused prefix into it."""
@@ -318,7 +321,7 @@ class SlotRunner:
         counts = self._length[first:last] - computed
         if last - first == 1:
             reach = int(self._length[first])
-            part = min(self._prefill_tokens, max(1, _MASK_ELEMENTS // reach))
+            part = min(self._prefill_tokens, max(1, MASK_ELEMENTS // reach))
             counts = np.minimum(counts, part)
         width = int(counts.max())
         columns = np.arange(width) - (width - counts[:, None])
