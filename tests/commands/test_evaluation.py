@@ -149,7 +149,11 @@ def test_without_candidates_it_is_the_model_and_its_runs_newest_checkpoint(
         ({"tasks": None}, DatasetError, "nothing to evaluate on: pass eval_dataset, or set buffer"),
     ],
 )
-def test_what_cannot_be_evaluated_is_said(given, error, message, random_model_path):
+def test_what_cannot_be_evaluated_is_said(
+    given, error, message, random_model_path, tmp_path, monkeypatch
+):
+    (tmp_path / "checkpoints" / "project").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=message):
         evaluate(random_model_path, **given)
 

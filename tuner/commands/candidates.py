@@ -8,6 +8,7 @@ from pathlib import Path
 from tuner.config.source import check_path, lookup
 from tuner.errors import TunerError
 from tuner.run.directory import ADAPTER_CONFIG, MANIFEST, RunDirectory, damage, read_json
+from tuner.run.summary import is_run
 
 _DAMAGED = "delete it, and what it says is found without it"
 
@@ -56,7 +57,8 @@ def find_candidate(given: str | Path) -> Candidate:
         return Candidate(str(given), str(given))
     folder = folder.resolve()
     run = RunDirectory(folder)
-    if run.checkpoints.is_dir() or run.metrics.is_file():
+    # A folder of projects is often called checkpoints, too.
+    if is_run(folder) or run.checkpoint_steps():
         return _newest(run)
     if not any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         raise TunerError(
