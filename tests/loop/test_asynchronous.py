@@ -83,6 +83,17 @@ def ahead(random_model_path, tmp_path_factory):
     seen = {"sampled during training": 0, "training": False}
     reached, judged = set(), threading.Event()
     update, pause = PolicyTrainer.ppo_update, TransformersEngine.pause
+    step_of_engine = TransformersEngine._step
+
+    def in_the_middle(engine):
+        return any(one.completion_ids and not one.future.done() for one in list(engine._in_flight))
+
+    def watched_step(engine):
+        # From then on nothing is sampled until the weights are published.
+        if "middle" not in reached or "published" in reached:
+            step_of_engine(engine)
+        if "publish" in reached and in_the_middle(engine):
+            reached.add("middle")
 
     def watched(trainer, scored):
         seen["training"] = True
@@ -98,7 +109,7 @@ def ahead(random_model_path, tmp_path_factory):
         reached.add("publish")
         while True:
             async with pause(engine):
-                if any(one.completion_ids for one in engine._in_flight):
+                if in_the_middle(engine):
                     reached.add("published")
                 if "published" in reached:
                     yield
@@ -124,6 +135,7 @@ def ahead(random_model_path, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PolicyTrainer, "ppo_update", watched)
         patch.setattr(TransformersEngine, "pause", between_two_tokens)
+        patch.setattr(TransformersEngine, "_step", watched_step)
         config = async_runs.config(random_model_path, tmp_path_factory.mktemp("ahead"))
         yield tune(config, workflow, judge), seen
 
