@@ -62,9 +62,10 @@ async def good_workflow(task, model):
 
 async def test_completed_rollout_has_calls_reward_and_metrics_of_both_functions(make_runner):
     async def judge(task, response):
-        return JudgeOutput(reward=0.5, metrics={"length": len(response)})
+        return JudgeOutput(reward=0.5, metrics={"length": len(response)}, feedback="too short")
 
     (trace,) = await run(make_runner(good_workflow, judge))
+    assert trace.feedback == "too short"
     assert trace.outcome is Outcome.COMPLETED
     assert trace.reward == 0.5
     assert trace.metrics == {"turns": 1, "length": len(trace.response)}

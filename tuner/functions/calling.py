@@ -274,7 +274,8 @@ def as_judge_output(value: Any, func: Callable[..., Any]) -> JudgeOutput:
                 f"{where(func)} returned a JudgeOutput without a reward: a judge must score every "
                 "response"
             )
-        return JudgeOutput(reward=value.reward, metrics=value.metrics)
+        feedback = getattr(value, "feedback", None)  # AgentScope's has none
+        return JudgeOutput(reward=value.reward, metrics=value.metrics, feedback=feedback)
     raise wrong_return(value, func, JUDGE)
 
 

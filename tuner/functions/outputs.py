@@ -56,10 +56,13 @@ class JudgeOutput(FunctionOutput):
     Attributes:
         reward: The score; required. True is 1, False is 0; a text is refused.
         metrics: Numbers to log besides the reward.
+        feedback: Why, in words: what was wrong, and what would have been right. It is in the trace
+            and on the run's page, and what `tune_prompt` learns from.
     """
 
     reward: Number = Field()
     metrics: dict[str, Number] | None = Field(default=None)
+    feedback: str | None = Field(default=None)
 
 
 WorkflowType = Callable[..., Awaitable[WorkflowOutput]]
@@ -111,6 +114,8 @@ def _field_mistakes(output: type[BaseModel], error: ValidationError) -> str:
             mistakes.append(f"it has no field {name!r} (fields: {known})")
         elif name == "reward" and (detail["type"] == "missing" or detail["input"] is None):
             mistakes.append("it needs a reward: a judge must score every response")
+        elif name == "feedback":
+            mistakes.append(f"feedback is {shown(detail['input'])}, expected a text")
         else:
             mistakes.append(f"{name} is {shown(detail['input'])}, expected a number")
     return f"{output.__name__}: {'; '.join(mistakes)}"

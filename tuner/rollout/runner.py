@@ -56,6 +56,7 @@ class _Attempt:
     reward: float | None = None
     error: str | None = None
     response: Any = None
+    feedback: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     workflow_seconds: float = 0.0
     judge_seconds: float = 0.0
@@ -177,6 +178,7 @@ class RolloutRunner:
             reward=state.reward,
             metrics=state.metrics,
             response=_as_text(state.response),
+            feedback=state.feedback,
             error=state.error,
             attempt=number,
             started=started,
@@ -293,7 +295,7 @@ class RolloutRunner:
                 state.outcome, state.error = _of_judge(error), _describe(error, None)
                 self._say_where(error, state.error)
             else:
-                state.reward = verdict.reward
+                state.reward, state.feedback = verdict.reward, verdict.feedback
                 self._note(state, verdict.metrics)
             return
 

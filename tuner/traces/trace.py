@@ -55,6 +55,7 @@ class Trace:
         reward: The score, or None when the outcome gives none.
         metrics: The user's numbers from the workflow and the judge.
         response: The workflow's response as text, for people.
+        feedback: What the judge said of it in words, or None.
         error: One line on what went wrong, or None.
         attempt: Which start of the workflow this was, from 1; one attempt, one session.
         final: False for an attempt that a retry replaced; its calls are kept, never trained.
@@ -70,6 +71,7 @@ class Trace:
     reward: float | None
     metrics: dict[str, float] = field(default_factory=dict)
     response: str = ""
+    feedback: str | None = None
     error: str | None = None
     attempt: int = 1
     final: bool = True

@@ -47,6 +47,7 @@ function conversation(trace) {
   if (trace.error) nodes.push(el("div", { class: "note bad" }, trace.error));
   trace.calls.forEach((call, i) => nodes.push(el("section", { class: "call" }, call.role ? el("h3", {}, call.role) : null, ...newMessages(trace.calls, i).fresh.map((m) => messageView(m)), messageView(call.response, true))));
   if (trace.response) nodes.push(fold("response of the workflow", el("pre", { class: "text" }, trace.response)));
+  if (trace.feedback) nodes.push(fold("feedback of the judge", el("pre", { class: "text" }, trace.feedback)));
   return nodes;
 }
 

@@ -39,6 +39,7 @@ function traceView(body, key) {
   nodes.push(el("button", { type: "button", on: { click: () => openTask(key, id) } }, "this task in other rollouts, side by side"));
   nodes.push(fold("task", el("pre", {}, json(trace.task))));
   if (trace.response) nodes.push(fold("response of the workflow", el("pre", { class: "text" }, trace.response)));
+  if (trace.feedback) nodes.push(fold("feedback of the judge", el("pre", { class: "text" }, trace.feedback)));
   trace.calls.forEach((call, i) => nodes.push(callView(trace, i, body)));
   return nodes;
 }
