@@ -8,18 +8,16 @@ import json
 import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tuner.engines.base import Engine
-from tuner.gateway.completion import Completion
-from tuner.gateway.completion_request import Answer
+from tuner.gateway.answering import complete, failure, once
 from tuner.gateway.dialects import Exchange, anthropic, chat
 from tuner.gateway.dialects.responses import ResponsesExchange
 from tuner.gateway.dialects.text import TextExchange
 from tuner.gateway.model.renderer import ChatRenderer
-from tuner.gateway.request_error import FieldError, RequestError
-from tuner.gateway.service import EVENT_STREAM, Events, Replay, Reply, Service, StreamReply, in_loop
+from tuner.gateway.request_error import RequestError
+from tuner.gateway.service import Events, Reply, Service, StreamReply, in_loop
 from tuner.gateway.sessions import ROLE, SamplingDefaults, Session, SessionLimits, has_ended
 from tuner.traces import ReasoningPolicy
 
@@ -217,26 +215,39 @@ class Gateway:
         kind = _dialect(path, headers)
         try:
             session, role = await self._session(headers)
-            if method == "POST" and path in _EXCHANGES:
-                key = headers.get(IDEMPOTENCY_HEADER)
-                if key:
-                    return await _once(kind, session, role, body, key)
-                return await _complete(kind(session, role, body))
             if (method, path) == ("GET", "/v1/models"):
                 form = anthropic if kind is anthropic.MessagesExchange else chat
                 return Reply(200, json.dumps(form.models(self.service.model_name)).encode())
-            if (method, path) == ("POST", _COUNT_TOKENS):
-                return Reply(200, json.dumps(await anthropic.count_tokens(session, body)).encode())
-            raise RequestError(
-                f"{method} {path} is not served here: this gateway answers GET /v1/models and "
-                f"POST {', '.join((*_EXCHANGES, _COUNT_TOKENS))}",
-                status=404,
-            )
+            return await self._reply(session, role, f"{method} {path}", kind, headers, body)
         except RequestError as error:
             return Reply(error.status, kind.error(error))
         except Exception as error:
-            failure = _failure(session, error)
-            return Reply(failure.status, kind.error(failure))
+            told = failure(session, error)
+            return Reply(told.status, kind.error(told))
+
+    async def _reply(
+        self,
+        session: Session,
+        role: str | None,
+        asked: str,
+        kind: type[Exchange],
+        headers: Mapping[str, str],
+        body: bytes,
+    ) -> Reply | StreamReply:
+        """The answer to what is asked for, a method and a path; raises RequestError for another."""
+        method, _, path = asked.partition(" ")
+        if method == "POST" and path in _EXCHANGES:
+            key = headers.get(IDEMPOTENCY_HEADER)
+            if key:
+                return await once(kind, session, role, body, key)
+            return await complete(kind(session, role, body))
+        if (method, path) == ("POST", _COUNT_TOKENS):
+            return Reply(200, json.dumps(await anthropic.count_tokens(session, body)).encode())
+        raise RequestError(
+            f"{asked} is not served here: this gateway answers GET /v1/models and "
+            f"POST {', '.join((*_EXCHANGES, _COUNT_TOKENS))}",
+            status=404,
+        )
 
     async def _session(self, headers: Mapping[str, str]) -> tuple[Session, str | None]:
         """The session behind the request's key, and the role that the key names."""
@@ -279,107 +290,6 @@ def _dialect(path: str, headers: Mapping[str, str]) -> type[Exchange]:
     """
     claude = path == _COUNT_TOKENS or "anthropic-version" in headers
     return _EXCHANGES.get(path, anthropic.MessagesExchange if claude else chat.ChatExchange)
-
-
-async def _complete(exchange: Exchange) -> Reply | StreamReply:
-    await exchange.completion.begin()
-    if exchange.completion.request.stream:
-        return StreamReply(_events(exchange))
-    answer = await exchange.completion.answer()
-    return Reply(200, json.dumps(exchange.answer(answer)).encode())
-
-
-async def _events(exchange: Exchange) -> AsyncGenerator[bytes, None]:
-    """A completion as the server-sent events of its dialect."""
-    try:
-        for event in exchange.opening():
-            yield event
-        async with contextlib.aclosing(exchange.completion.stream()) as parts:
-            async for part in parts:
-                if isinstance(part, Answer):
-                    for event in exchange.closing(part):
-                        yield event
-                else:
-                    for event in exchange.delta(*part):
-                        yield event
-    except RequestError as error:
-        yield exchange.failure(error)
-    except Exception as error:
-        yield exchange.failure(_failure(exchange.completion.session, error))
-
-
-async def _once(
-    kind: type[Exchange], session: Session, role: str | None, body: bytes, key: str
-) -> Reply | StreamReply:
-    """The answer to a request with an idempotency key: sampled once, then replayed."""
-    while (known := session.replays.get(key)) is not None:
-        if known.request != body:
-            raise FieldError(
-                f"the idempotency key {key!r} was used for another request before: send each "
-                "request with a key of its own",
-                path=("Idempotency-Key",),
-            )
-        if known.answer is not None:
-            return known.answer
-        await known.done.wait()  # a retry that overtook the first attempt
-    replay = session.replays[key] = Replay(body)
-
-    def settle() -> None:
-        if replay.answer is None:
-            session.replays.pop(key, None)
-        replay.done.set()
-
-    reply: Reply | StreamReply | None = None
-    try:
-        exchange = kind(session, role, body)
-        reply = await _complete(exchange)
-        if isinstance(reply, Reply):
-            replay.answer = reply
-            return reply
-        return StreamReply(_Kept(reply.events, exchange.completion, replay, settle))
-    finally:
-        if not isinstance(reply, StreamReply):
-            settle()
-
-
-@dataclass(eq=False)
-class _Kept:
-    """A stream's events; they become the replay's answer when they have ended well."""
-
-    events: Events
-    completion: Completion
-    replay: Replay
-    settle: Callable[[], None]
-    seen: list[bytes] = field(default_factory=list)
-
-    def __aiter__(self) -> _Kept:
-        return self
-
-    async def __anext__(self) -> bytes:
-        try:
-            event = await anext(self.events)
-        except BaseException:
-            if self.completion.committed:
-                self.replay.answer = Reply(200, b"".join(self.seen), EVENT_STREAM)
-            self.settle()
-            raise
-        self.seen.append(event)
-        return event
-
-    async def aclose(self) -> None:
-        await self.events.aclose()
-        self.settle()
-
-
-def _failure(session: Session | None, error: Exception) -> RequestError:
-    """What a caller is told of a failure that is not its own; the session keeps the cause."""
-    logger.exception("a call of session %s failed", session.id if session else None)
-    if session is not None:
-        session.errors.append(error)
-    return RequestError(
-        f"the call failed inside the engine or the gateway: {type(error).__name__}: {error}",
-        status=500,
-    )
 
 
 async def _from_elsewhere(

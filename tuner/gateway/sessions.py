@@ -107,7 +107,7 @@ class Recording:
     @property
     def tokens(self) -> int:
         """Sampled tokens of all calls."""
-        return sum(len(call.completion_ids) for call in self._calls)
+        return sum(call.usage.output_tokens for call in self._calls)
 
     def for_workflow(self) -> list[RecordedCall]:
         """The calls so far that were delivered."""

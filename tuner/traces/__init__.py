@@ -1,7 +1,7 @@
 """Traces: what a rollout leaves behind, exactly, and the token tree over a batch of them."""
 
 from tuner.traces.branches import Branch, BranchCause, branches
-from tuner.traces.call import Call, Dialect, ReasoningPolicy, Rerendered
+from tuner.traces.call import Call, Dialect, ReasoningPolicy, Rerendered, Usage
 from tuner.traces.store import TraceStore, read_traces
 from tuner.traces.successors import successors
 from tuner.traces.trace import Outcome, RolloutId, Trace
@@ -20,6 +20,7 @@ __all__ = [
     "Trace",
     "TraceStore",
     "TreeRow",
+    "Usage",
     "branches",
     "read_traces",
     "successors",

@@ -14,6 +14,19 @@ ReasoningPolicy = Literal["template", "keep"]
 
 
 @dataclass(frozen=True)
+class Usage:
+    """Tokens that were read and written."""
+
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            self.input_tokens + other.input_tokens, self.output_tokens + other.output_tokens
+        )
+
+
+@dataclass(frozen=True)
 class Call:
     """One completion that an agent received, exactly as sampled.
 
@@ -64,6 +77,8 @@ class Call:
         kept: For each position the tokens that top_k, top_p and min_p left, as
             `tuner.engines.sampling` packs them, "" where they are not known; empty where nothing
             was cut.
+        billed: What a model elsewhere says that it read and wrote, as tokens of its own, whose ids
+            are not known; None where they are.
         invalid: Why the call can never be trained, or None.
     """
 
@@ -95,7 +110,13 @@ class Call:
     kept_reasoning_ids: int = 0
     recomputed_ids: int = 0
     kept: tuple[str, ...] = ()
+    billed: Usage | None = None
     invalid: str | None = field(default=None)
+
+    @property
+    def usage(self) -> Usage:
+        """The tokens of its prompt and of its completion."""
+        return self.billed or Usage(len(self.prompt_ids), len(self.completion_ids))
 
     @property
     def constrained(self) -> bool:

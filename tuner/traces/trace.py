@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from tuner.traces.call import Call
+from tuner.traces.call import Call, Usage
 
 
 class Outcome(StrEnum):
@@ -82,3 +82,8 @@ class Trace:
     def sampled_tokens(self) -> int:
         """Tokens that the engine sampled for this attempt."""
         return sum(len(call.completion_ids) for call in self.calls)
+
+    @property
+    def usage(self) -> Usage:
+        """What all calls read and wrote."""
+        return sum((call.usage for call in self.calls), Usage())
