@@ -28,6 +28,7 @@ ORDER = [
     {"settings"},
     {"tune"},
     {"areal", "trinity", "viewer", "check", "commands", "templates"},
+    {"prompts"},
     {"cli"},
     {"__main__"},
 ]

@@ -35,8 +35,9 @@ if TYPE_CHECKING:
         WorkflowOutput,
         WorkflowType,
     )
+    from tuner.prompts.tuning import tune_prompt
     from tuner.result import TuneResult
-    from tuner.settings import AlgorithmConfig, TunerModelConfig
+    from tuner.settings import AlgorithmConfig, PromptTuneConfig, TunerModelConfig
     from tuner.tune import tune
 
     # The class depends on what is installed, so type checkers cannot see it.
@@ -57,8 +58,9 @@ _MODULES = {
         "WorkflowOutput",
         "WorkflowType",
     ),
+    "tuner.prompts.tuning": ("tune_prompt",),
     "tuner.result": ("TuneResult",),
-    "tuner.settings": ("AlgorithmConfig", "TunerModelConfig"),
+    "tuner.settings": ("AlgorithmConfig", "PromptTuneConfig", "TunerModelConfig"),
     "tuner.tune": ("tune",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
@@ -76,6 +78,7 @@ __all__ = [
     "JudgeType",
     "MissingDependencyError",
     "ModelLoadError",
+    "PromptTuneConfig",
     "Rejected",
     "RemoteModel",
     "RunConfig",
@@ -92,6 +95,7 @@ __all__ = [
     "require_agentscope1",
     "require_agentscope2",
     "tune",
+    "tune_prompt",
 ]
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 from pydantic import BaseModel, Field
 
@@ -126,6 +126,61 @@ class AlgorithmConfig(PublicSettings):
             for name, key in _ALGORITHM_KEYS.items()
             if name in self.model_fields_set
         }
+
+
+class PromptTuneConfig(PublicSettings):
+    """How a prompt is searched for; the first six are AgentScope's. Nothing of it is in a file."""
+
+    lm_model_name: str = Field(
+        default="dashscope/qwen-plus",
+        min_length=1,
+        description="Who proposes prompts: `provider/model`; the key is in the provider's "
+        "environment variable ([providers](prompts.md#who-reflects)).",
+    )
+    optimization_level: Literal["light", "medium", "heavy"] | None = Field(
+        default="light",
+        description="How many rollouts the search may take, where no `max_` says it.",
+    )
+    eval_display_progress: bool = Field(default=True, description="Show progress.")
+    eval_display_table: int = Field(
+        default=5, ge=0, description="Rows of the evaluation set that are shown in the end."
+    )
+    eval_num_threads: int = Field(default=16, ge=1, description="Rollouts at the same time.")
+    compare_performance: bool = Field(
+        default=True,
+        description="Try the first prompt on the evaluation set, too, and say what was gained.",
+    )
+    optimizer: Literal["gepa", "mipro"] = Field(
+        default="gepa",
+        description="`gepa` reflects on traces and feedback; `mipro` is DSPy's MIPROv2 with "
+        "instructions alone (extra `dspy`).",
+    )
+    reflection_model: RemoteModel | None = Field(
+        default=None, description="Who proposes prompts, by URL, in place of `lm_model_name`."
+    )
+    max_rollouts: int | None = Field(default=None, ge=1, description="Rollouts of the search.")
+    max_tokens: int | None = Field(
+        default=None, ge=1, description="Tokens of the search, read and written, of both models."
+    )
+    max_cost: float | None = Field(
+        default=None,
+        gt=0,
+        description="Money that the search may cost, by the prices of its `RemoteModel`s.",
+    )
+    minibatch_size: int = Field(
+        default=3,
+        ge=1,
+        description="Rollouts that one reflection reads; a new prompt is tried on "
+        "the same tasks, and on the others if it is better there.",
+    )
+    failure_score: float = Field(
+        default=0.0,
+        description="What the search takes a rollout for that has no reward; it is counted apart.",
+    )
+    perfect_score: float | None = Field(
+        default=None, description="Tasks with this reward are not reflected on."
+    )
+    seed: int = Field(default=0, description="Of the search and its rollouts.")
 
 
 class Given(TypedDict, total=False):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 from tuner.chat_models import ChatModelKind, chat_model, remote_chat_model
 from tuner.config import RemoteModel
 from tuner.data.order import derive_seed
-from tuner.errors import ConfigError
 from tuner.gateway import Gateway, SamplingDefaults
 
 
@@ -36,16 +34,9 @@ class AuxiliaryModels:
         Raises:
             ConfigError: The environment variable that should hold the key is not set.
         """
-        variable = remote.api_key_env
-        key = os.environ.get(variable) if variable else "none"
-        if key is None:
-            raise ConfigError(
-                f"tuner.auxiliary_models.{name}.api_key_env = {variable!r}: this environment "
-                "variable is not set; set it, or leave api_key_env out if no key is needed"
-            )
         self._remote[name] = remote_chat_model(
             base_url=remote.base_url,
-            api_key=key,
+            api_key=remote.api_key(f"tuner.auxiliary_models.{name}"),
             model_name=remote.model_name,
             kind=self._kind,
             max_concurrent=remote.max_concurrent,

@@ -180,7 +180,7 @@ def build_stack(
         served = ServedCopy(model)
     kind = default_kind()
     auxiliary = AuxiliaryModels(kind)
-    loaded = _add_auxiliary_models(auxiliary, config, model)
+    loaded = add_auxiliary_models(auxiliary, config, model.device, model.dtype)
     context = context_length(config.model.max_model_len, model.config, "model.max_model_len")
     longest = config.model.max_response_tokens
     if longest is not None and longest >= context:
@@ -283,10 +283,10 @@ def chat_renderer(config: RunConfig, tokenizer: Any) -> ChatRenderer:
     )
 
 
-def _add_auxiliary_models(
-    auxiliary: AuxiliaryModels, config: RunConfig, policy: PreTrainedModel
+def add_auxiliary_models(
+    auxiliary: AuxiliaryModels, config: RunConfig, device: torch.device, dtype: torch.dtype
 ) -> dict[str, tuple[PreTrainedModel, Any]]:
-    """Load and serve them.
+    """Load and serve them, on the policy's device and in its type.
 
     Returns:
         Model and tokenizer of each that is served here, by name.
@@ -296,8 +296,8 @@ def _add_auxiliary_models(
         where = f"explorer.auxiliary_models[{index}]"
         model = load_model(
             settings.model_path,
-            device=policy.device,
-            dtype=policy.dtype,
+            device=device,
+            dtype=dtype,
             setting=f"{where}.model_path",
         )
         tokenizer = load_tokenizer(settings.model_path, setting=f"{where}.model_path")

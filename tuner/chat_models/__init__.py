@@ -18,6 +18,9 @@ from tuner.chat_models.without_framework import PlainChatModel
 from tuner.errors import MissingDependencyError
 
 if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+    from tuner.config import RemoteModel
     from tuner.gateway import Session
 
 __all__ = [
@@ -27,6 +30,7 @@ __all__ = [
     "chat_model",
     "default_kind",
     "remote_chat_model",
+    "remote_client",
     "require_agentscope1",
     "require_agentscope2",
     "trinity_chat_model_class",
@@ -82,6 +86,26 @@ def remote_chat_model(
         api_key=api_key,
         model_name=model_name,
         http_client=PatientClient(max_concurrent=max_concurrent),
+    )
+
+
+def remote_client(remote: RemoteModel, setting: str) -> AsyncOpenAI:
+    """An OpenAI client of a model behind a URL, which holds back when the API asks for it.
+
+    Args:
+        setting: Where the model is set, as messages name it.
+
+    Raises:
+        ConfigError: The environment variable that should hold its key is not set.
+    """
+    import openai
+
+    from tuner.chat_models.patience import PatientClient
+
+    return openai.AsyncOpenAI(
+        base_url=remote.base_url,
+        api_key=remote.api_key(setting),
+        http_client=PatientClient(max_concurrent=remote.max_concurrent),
     )
 
 

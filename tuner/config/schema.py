@@ -7,6 +7,7 @@ configuration is loaded (`tuner.config.foreign`), and never gets this far.
 
 from __future__ import annotations
 
+import os
 import secrets
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +21,7 @@ from tuner.config.buffer import BufferSection, EvalTasksetSection, RolloutArgs, 
 from tuner.config.explorer import EngineSection, ExplorerSection, ModelSection, SynchronizerSection
 from tuner.config.section import Arguments, Section, null_is
 from tuner.config.source import concealed
+from tuner.errors import ConfigError
 
 MonitorName = Literal["tensorboard", "wandb", "mlflow", "swanlab"]
 
@@ -95,6 +97,29 @@ class RemoteModel(Section):
         ge=1,
         description="Requests to it at the same time, of all rollouts. Not set: any number.",
     )
+    input_price: float | None = Field(
+        default=None, ge=0, description="Money for a million tokens that it reads."
+    )
+    output_price: float | None = Field(
+        default=None, ge=0, description="Money for a million tokens that it writes."
+    )
+
+    def api_key(self, setting: str) -> str:
+        """The API key; "none" where none is needed.
+
+        Args:
+            setting: Where this model is set, as the message names it.
+
+        Raises:
+            ConfigError: The environment variable that should hold it is not set.
+        """
+        key = os.environ.get(self.api_key_env) if self.api_key_env else "none"
+        if key is None:
+            raise ConfigError(
+                f"{setting}.api_key_env = {self.api_key_env!r}: this environment variable is not "
+                "set; set it, or leave api_key_env out if no key is needed"
+            )
+        return key
 
 
 class NamedClass(Section):

@@ -37,6 +37,8 @@ class RolloutSettings:
         deterministic: Set the global random states of Python, NumPy and torch at the start of
             each attempt; only one may then run at a time.
         needs_reward: Whether a rollout without a reward is a mistake in the program.
+        needs_calls: Whether a rollout without calls has failed: not where nothing is trained, and
+            the workflow brings a model of its own.
     """
 
     timeout: float
@@ -46,6 +48,7 @@ class RolloutSettings:
     tool_seconds: float | None = None
     deterministic: bool = False
     needs_reward: bool = True
+    needs_calls: bool = True
 
 
 @dataclass
@@ -161,7 +164,8 @@ class RolloutRunner:
                     f"{self.settings.tool_seconds:g} s in the agent's own code and tools "
                     "(tuner.max_tool_seconds)"
                 )
-        if state.outcome is Outcome.COMPLETED and all(call.undelivered for call in calls):
+        unread = all(call.undelivered for call in calls) and self.settings.needs_calls
+        if state.outcome is Outcome.COMPLETED and unread:
             state.outcome = Outcome.NO_CALLS
             state.error = (
                 "the workflow read no answer of `model` to its end: there is nothing to train"

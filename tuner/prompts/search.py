@@ -1,0 +1,334 @@
+"""One search for prompts: its directory, its budget, what is said of it and what is returned."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from tuner.chat_models import remote_client
+from tuner.config import RemoteModel
+from tuner.errors import ConfigError, TrainingError
+from tuner.gateway import SamplingDefaults
+from tuner.prompts.candidate_tree import CandidateTree
+from tuner.prompts.contenders import Contender, elsewhere, served_here
+from tuner.prompts.evolution import SEARCH, evolve
+from tuner.prompts.reflection import Reflection
+from tuner.prompts.trials import CandidateLog, Prompts, Spent, Trials
+from tuner.run.console import ConsoleMonitor
+from tuner.run.directory import RunDirectory, read_json, write_atomically
+from tuner.run.estimates import estimate
+from tuner.run.interrupts import run_async
+from tuner.run.record import open_directory
+from tuner.settings import PromptTuneConfig
+from tuner.traces import Trace, TraceStore
+from tuner.tune import Run
+
+logger = logging.getLogger("tuner")
+
+HELD_OUT = "eval"
+COMPARED = 100
+"""Rows that candidates are compared on, at most."""
+FEW = 10
+"""Of fewer rows all are reflected on and compared on."""
+# Candidates that a level has room for, as DSPy's optimizers have; five proposals for each.
+LEVELS = {"light": 6, "medium": 12, "heavy": 18}
+PROPOSALS = 5
+
+
+@dataclass(eq=False)
+class Search:
+    """One search, from what was given to what is returned.
+
+    Attributes:
+        run: The configuration, the judge and the rows.
+        workflow: The user's.
+        settings: How to search.
+        first: The texts to begin with.
+        single: Whether the workflow is given a text, and no dict.
+        model: Who makes the rollouts, where that is elsewhere.
+        own_model: Whether the workflow brings its own.
+        temperature: Of the rollouts, where it was given.
+        proposer: Who reflects.
+    """
+
+    run: Run
+    workflow: Callable[..., Any]
+    settings: PromptTuneConfig
+    first: dict[str, str]
+    single: bool
+    model: RemoteModel | None
+    own_model: bool
+    temperature: float | None
+    proposer: RemoteModel
+    _warned: bool = field(default=False, init=False)
+
+    def check_budget(self) -> None:
+        """
+        Raises:
+            ConfigError: Nothing says how long the search is, or nothing says what it costs.
+        """
+        settings = self.settings
+        limits = (settings.max_rollouts, settings.max_tokens, settings.max_cost)
+        if settings.optimization_level is None and limits == (None, None, None):
+            raise ConfigError(
+                "PromptTuneConfig.optimization_level is None, and nothing else says how long the "
+                "search is: set max_rollouts, max_tokens or max_cost"
+            )
+        unpriced = [m.model_name for m in (self.model, self.proposer) if m and not any(_prices(m))]
+        if settings.max_cost is not None and unpriced:
+            raise ConfigError(
+                f"PromptTuneConfig.max_cost is set, and {unpriced[0]} has no prices: set "
+                "input_price and output_price of its RemoteModel, money for a million tokens"
+            )
+
+    def result(self) -> tuple[Any, dict[str, float]]:
+        """What `tune_prompt()` returns, searched for or read where it was found before."""
+        with open_directory(self.run.config, self.run.eval_tasks) as directory:
+            self._check_same_search(directory)
+            if directory.result.exists():
+                logger.warning("%s is complete; returning its result", directory.path)
+                found = read_json(directory.result, "delete it: it is written anew from traces")
+                prompts, metrics = found["prompts"], found["metrics"]
+            else:
+                began = time.perf_counter()
+                prompts, metrics = run_async(self._found(directory))
+                metrics["seconds"] = time.perf_counter() - began
+                text = json.dumps({"prompts": prompts, "metrics": metrics}, indent=2)
+                write_atomically(directory.result, text)
+            best = next(iter(prompts.values())) if self.single else prompts
+            return best, metrics
+
+    def _check_same_search(self, directory: RunDirectory) -> None:
+        """Keep what this search is; raises ConfigError where the directory has another one."""
+        now = {"first": self.first, "settings": self.settings.model_dump(mode="json")}
+        file = directory.path / "search.json"
+        if file.exists():
+            before = read_json(file, "give this search another experiment_name")
+            old, new = ({"first": d["first"], **d["settings"]} for d in (before, now))
+            may_change = ("eval_display_progress", "eval_display_table", "eval_num_threads")
+            changed = [k for k in new if old.get(k) != new[k] and k not in may_change]
+            if changed:
+                raise ConfigError(
+                    f"{directory.path} holds a search that was started differently: "
+                    f"{', '.join(changed)} changed. Give this one another experiment_name"
+                )
+        elif directory.has_begun():
+            raise ConfigError(
+                f"{directory.path} holds a run of tune(): give this search another experiment_name"
+            )
+        write_atomically(file, json.dumps(now, indent=2))
+
+    def _contender(self) -> AbstractAsyncContextManager[Contender]:
+        if self.own_model or self.model is not None:
+            return elsewhere(self.run, self.model)
+        return served_here(self.run)
+
+    async def _found(self, directory: RunDirectory) -> tuple[dict[str, str], dict[str, float]]:
+        config, settings = self.run.config, self.settings
+        monitor = ConsoleMonitor(1, _console(quiet=not settings.eval_display_progress))
+        client = remote_client(self.proposer, "PromptTuneConfig.reflection_model")
+        spent = Spent()
+        reflection = Reflection(
+            client,
+            self.proposer.model_name,
+            directory.path / "reflections.jsonl",
+            prices=_prices(self.proposer),
+            spent=lambda: spent,
+        )
+        arguments = config.rollout_args(config.buffer.explorer_input.eval_tasksets[0])
+        if self.temperature is not None:
+            arguments = arguments.model_copy(update={"temperature": self.temperature})
+        async with self._contender() as contender:
+            trials = Trials(
+                workflow=self.workflow,
+                contender=contender,
+                tasks=self.run.eval_tasks,
+                store=TraceStore(directory.traces),
+                log=CandidateLog(directory.path / "candidates.jsonl"),
+                defaults=SamplingDefaults(**arguments.model_dump()),
+                max_running=settings.eval_num_threads,
+                single=self.single,
+                prices=_prices(self.model),
+                on_trace=monitor.rollout_done,
+                spent=spent,
+            )
+            with monitor:
+                try:
+                    return await self._searched(directory, trials, reflection, monitor)
+                finally:
+                    await client.close()
+
+    async def _searched(
+        self,
+        directory: RunDirectory,
+        trials: Trials,
+        reflection: Reflection,
+        monitor: ConsoleMonitor,
+    ) -> tuple[dict[str, str], dict[str, float]]:
+        settings, rows = self.settings, range(len(trials.tasks[SEARCH]))
+        reflect_on, compare_on = _halves(list(rows), settings.seed)
+        budget = self._rollouts(len(compare_on))
+        monitor.say(
+            f"{len(reflect_on)} tasks to reflect on, {len(compare_on)} to compare on; "
+            f"{self._limits(budget)}; {directory.path}"
+        )
+
+        async def evaluate(prompts: Prompts, asked: Sequence[int]) -> list[Trace]:
+            number = trials.log.number(prompts)
+            monitor.begin(f"candidate {number}", len(asked), step=1)
+            traces = await trials.run(prompts, SEARCH, asked)
+            self._look_at(traces, first=number == 0)
+            return traces
+
+        result = await evolve(
+            self.first,
+            reflect_on=reflect_on,
+            compare_on=compare_on,
+            evaluate=evaluate,
+            ask=reflection.ask,
+            spent_all=lambda: self._spent_all(trials.spent, budget),
+            callbacks=[CandidateTree(directory, trials, monitor, compare_on, budget)],
+            minibatch_size=settings.minibatch_size,
+            failure_score=settings.failure_score,
+            perfect_score=settings.perfect_score,
+            seed=settings.seed,
+        )
+        scores = result.val_aggregate_scores
+        best = dict(result.candidates[result.best_idx])
+        metrics = {"search_before": scores[0], "search_after": scores[result.best_idx]}
+        metrics |= await self._held_out(trials, best, monitor)
+        spent = trials.spent
+        metrics |= {
+            "rollouts": spent.rollouts,
+            "failed": spent.failed.total(),
+            "reflections": spent.reflections,
+            "input_tokens": spent.usage.input_tokens,
+            "output_tokens": spent.usage.output_tokens,
+            "cost": spent.cost,
+        }
+        return best, metrics
+
+    def _rollouts(self, compared: int) -> int | None:
+        settings = self.settings
+        if settings.max_rollouts is not None or settings.optimization_level is None:
+            return settings.max_rollouts
+        if settings.max_tokens is not None or settings.max_cost is not None:
+            return None
+        tried = compared + PROPOSALS * 2 * settings.minibatch_size
+        return compared + LEVELS[settings.optimization_level] * tried
+
+    def _limits(self, rollouts: int | None) -> str:
+        settings = self.settings
+        found = {"rollouts": rollouts, "tokens": settings.max_tokens, "money": settings.max_cost}
+        said = [f"{limit:g} {name}" for name, limit in found.items() if limit is not None]
+        return f"at most {' or '.join(said)}"
+
+    def _spent_all(self, spent: Spent, rollouts: int | None) -> bool:
+        tokens = spent.usage.input_tokens + spent.usage.output_tokens
+        limits = ((spent.rollouts, rollouts), (tokens, self.settings.max_tokens))
+        over = any(limit is not None and used >= limit for used, limit in limits)
+        return over or (self.settings.max_cost is not None and spent.cost >= self.settings.max_cost)
+
+    def _look_at(self, traces: Sequence[Trace], *, first: bool) -> None:
+        """
+        Raises:
+            TrainingError: No rollout of the first prompt came to a reward.
+        """
+        rewards = [trace.reward for trace in traces if trace.reward is not None]
+        if first and not rewards:
+            trace = traces[0]
+            raise TrainingError(
+                f"no rollout of the first prompt came to a reward; {trace.id} for one ended with "
+                f"{trace.outcome}: {trace.error}"
+            )
+        floor = self.settings.failure_score
+        if not self._warned and min(rewards, default=floor) < floor:
+            self._warned = True
+            logger.warning(
+                "a reward is %g: the search takes a rollout that fails for better, since "
+                "PromptTuneConfig.failure_score is %g; set it below every reward",
+                min(rewards),
+                floor,
+            )
+
+    async def _held_out(
+        self, trials: Trials, best: Prompts, monitor: ConsoleMonitor
+    ) -> dict[str, float]:
+        """What was gained on rows that the search has not seen."""
+        rows = range(len(trials.tasks.get(HELD_OUT, ())))
+        if not rows:
+            return {}
+        means: dict[str, float] = {}
+        compared = {"before": self.first} if self.settings.compare_performance else {}
+        for when, prompts in {**compared, "after": best}.items():
+            monitor.begin(f"{HELD_OUT}, {when}", len(rows), step=1)
+            traces = await trials.run(prompts, HELD_OUT, rows)
+            rewards = [trace.reward for trace in traces if trace.reward is not None]
+            if not rewards:
+                raise TrainingError(
+                    f"no rollout on the evaluation set came to a reward; {traces[0].error}"
+                )
+            means[when] = fmean(rewards)
+            monitor.say(f"{HELD_OUT}, {when}: {_interval(rewards)}{_failed(traces)}")
+            if when == "after":
+                self._show(traces, monitor)
+        return {f"eval_{when}": mean for when, mean in means.items()} | _improvement(means)
+
+    def _show(self, traces: Sequence[Trace], monitor: ConsoleMonitor) -> None:
+        for trace in traces[: self.settings.eval_display_table]:
+            reward = "no reward" if trace.reward is None else f"reward {trace.reward:.3g}"
+            said = " ".join((trace.response or trace.error or "").split())
+            monitor.say(f"  {reward}  {said[:90]}")
+
+
+def _halves(rows: list[int], seed: int) -> tuple[list[int], list[int]]:
+    """Rows to reflect on, and rows to compare on: the same where there are few.
+
+    What is reflected on may find its way into a prompt word by word, so it does not decide.
+    """
+    if len(rows) < FEW:
+        return rows, rows
+    random.Random(seed).shuffle(rows)
+    compared = min(len(rows) // 2, COMPARED)
+    return sorted(rows[compared:]), sorted(rows[:compared])
+
+
+def _prices(remote: RemoteModel | None) -> tuple[float, float]:
+    """For a million tokens read, and written; 0 where they are not known."""
+    if remote is None:
+        return 0.0, 0.0
+    return remote.input_price or 0.0, remote.output_price or 0.0
+
+
+def _improvement(means: Mapping[str, float]) -> dict[str, float]:
+    """Percent, as AgentScope has it; of a baseline of 0 it is not 0, whatever was gained."""
+    if "before" not in means:
+        return {}
+    before, gained = means["before"], means["after"] - means["before"]
+    if before:
+        return {"valset_improvement": gained / abs(before) * 100}
+    return {"valset_improvement": math.copysign(math.inf, gained) if gained else 0.0}
+
+
+def _interval(rewards: Sequence[float]) -> str:
+    found = estimate(rewards)
+    return "" if found is None else f"reward {found.text()}"
+
+
+def _failed(traces: Sequence[Trace]) -> str:
+    failed = sum(trace.reward is None for trace in traces)
+    return f", {failed} failed" if failed else ""
+
+
+def _console(*, quiet: bool) -> Any:
+    from rich.console import Console
+
+    return Console(quiet=quiet, highlight=False, soft_wrap=True)

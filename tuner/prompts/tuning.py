@@ -1,0 +1,187 @@
+"""`tune_prompt()`: search for the prompt with which a workflow's rollouts are rewarded best."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tuner.config import RemoteModel
+from tuner.data.dataset import DatasetConfig, Task, load_tasks
+from tuner.errors import ConfigError, FunctionError
+from tuner.functions.calling import Signature, check_function
+from tuner.functions.loading import require_nothing_loads
+from tuner.functions.outputs import WorkflowOutput
+from tuner.prompts.evolution import SEARCH
+from tuner.prompts.providers import remote_named
+from tuner.prompts.search import HELD_OUT, Search
+from tuner.prompts.trials import Prompted
+from tuner.run.interrupts import outside_event_loop
+from tuner.settings import PromptTuneConfig, TunerModelConfig
+from tuner.tune import prepare_evaluation
+
+WORKFLOW = Signature(
+    "workflow",
+    ("task", "system_prompt"),
+    ("model", "auxiliary_models", "logger"),
+    WorkflowOutput.__name__,
+)
+COMPONENT = "system_prompt"
+"""The name of the only component, where one text is searched for."""
+
+
+def tune_prompt(
+    workflow_func: Callable[..., Any] | None = None,
+    judge_func: Callable[..., Any] | None = None,
+    train_dataset: Any = None,
+    eval_dataset: Any = None,
+    init_system_prompt: str | Mapping[str, str] = "",
+    config: PromptTuneConfig | None = None,
+    *,
+    workflow: Callable[..., Any] | None = None,
+    model: TunerModelConfig | RemoteModel | None = None,
+    auxiliary_models: Mapping[str, TunerModelConfig | RemoteModel | Mapping[str, Any]]
+    | None = None,
+    project_name: str | None = None,
+    experiment_name: str | None = None,
+    config_path: Any = None,
+    overrides: Sequence[str] = (),
+) -> Any:
+    """Search for a better system prompt, or for several texts together; no weights change.
+
+    The run directory has every rollout as a trace, every reflection, the candidates and a page. A
+    search that was interrupted goes on where it stopped when it is called again with the same
+    `experiment_name`. Also works inside a running event loop.
+
+    Args:
+        workflow_func: Runs the agent on one task: `(task, system_prompt)` with a model of its own,
+            or `(task, model, system_prompt)`; `auxiliary_models` and `logger` are optional. Async
+            or plain.
+        judge_func: Scores the response, as for `tune()`; its feedback is reflected on. None: the
+            workflow gives the reward.
+        train_dataset: A `DatasetConfig`, a `datasets.Dataset`, a list of dicts or a path. One half
+            is reflected on, the other decides which prompt is better; `total_steps` is how many of
+            its rows are taken.
+        eval_dataset: Rows that the search never sees, for what was gained; None: nothing is said.
+        init_system_prompt: The text to begin with; or texts by the names of components, and the
+            workflow gets a dict.
+        config: How to search, and how long.
+        workflow: AgentScope's name of `workflow_func`.
+        model: Who makes the rollouts of a workflow that takes `model`: a model to be served here,
+            or a `RemoteModel`. None: the file's, else the tiny model that comes with tuner.
+        auxiliary_models, project_name, experiment_name, config_path, overrides: As for `tune()`.
+
+    Returns:
+        The best prompt found, a text or a dict as it was given, and metrics: "eval_before",
+        "eval_after" and "valset_improvement" (percent) with an evaluation set and
+        `compare_performance`; "search_before", "search_after", "rollouts", "failed", "reflections",
+        "input_tokens", "output_tokens", "cost" and "seconds".
+
+    Raises:
+        FunctionError: A function cannot be called or returned something of the wrong type.
+        ConfigError: A setting is unknown, unsupported, of the wrong type or in conflict.
+        DatasetError: A dataset is missing or empty.
+        TrainingError: No rollout of the first prompt came to a reward, an engine or the reflecting
+            model failed.
+    """
+    require_nothing_loads("tune_prompt()")
+    given = _function(workflow_func, workflow)
+    settings = config or PromptTuneConfig()
+    texts = _texts(init_system_prompt)
+    own_model = _brings_its_model(given, model)
+    tasks = {SEARCH: _rows(train_dataset, "train_dataset")}
+    if eval_dataset is not None:
+        tasks[HELD_OUT] = _rows(eval_dataset, "eval_dataset")
+    run = prepare_evaluation(
+        Prompted(given, init_system_prompt if isinstance(init_system_prompt, str) else texts),
+        judge_func,
+        eval_dataset=tasks,
+        model=model if isinstance(model, TunerModelConfig) else None,
+        auxiliary_models=auxiliary_models,
+        project_name=project_name,
+        experiment_name=experiment_name,
+        config_path=config_path,
+        overrides=[*overrides, f"tuner.seed={settings.seed}"],
+    )
+    search = Search(
+        run=run,
+        workflow=given,
+        settings=settings,
+        first=texts,
+        single=isinstance(init_system_prompt, str),
+        model=model if isinstance(model, RemoteModel) else None,
+        own_model=own_model,
+        temperature=model.temperature
+        if isinstance(model, TunerModelConfig) and "temperature" in model.model_fields_set
+        else None,
+        proposer=settings.reflection_model or remote_named(settings.lm_model_name),
+    )
+    search.check_budget()
+    return outside_event_loop(search.result)
+
+
+def _function(
+    workflow_func: Callable[..., Any] | None, workflow: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    if workflow_func is not None and workflow is not None:
+        raise FunctionError("workflow and workflow_func are two names of one argument: give one")
+    given = workflow_func if workflow is None else workflow
+    if given is None:
+        raise FunctionError(f"there is no workflow: pass workflow_func, {WORKFLOW}")
+    check_function(given, WORKFLOW)
+    return given
+
+
+def _texts(init: Any) -> dict[str, str]:
+    """The texts to begin with, by component.
+
+    Raises:
+        ConfigError: One of them is no text, or empty.
+    """
+    texts = {COMPONENT: init} if isinstance(init, str) else init
+    if not isinstance(texts, Mapping) or not texts:
+        raise ConfigError(
+            f"init_system_prompt is {init!r:.60} ({type(init).__name__}); pass a text, or a dict "
+            "of texts by the names of components"
+        )
+    for name, text in texts.items():
+        if not isinstance(name, str) or not isinstance(text, str) or not text.strip():
+            of = "" if isinstance(init, str) else f"[{name!r}]"
+            raise ConfigError(
+                f"init_system_prompt{of} is {text!r:.60}; pass the text that the search begins with"
+            )
+    return dict(texts)
+
+
+def _brings_its_model(workflow: Callable[..., Any], model: Any) -> bool:
+    """Whether a workflow takes no `model`; raises ConfigError where one is given nevertheless."""
+    if model is not None and not isinstance(model, TunerModelConfig | RemoteModel):
+        raise ConfigError(
+            f"model is {model!r:.80} ({type(model).__name__}); pass a TunerModelConfig, or a "
+            "RemoteModel(base_url=..., model_name=...)"
+        )
+    parameters = inspect.signature(workflow).parameters
+    takes = "model" in parameters or any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
+    if model is not None and not takes:
+        raise ConfigError(
+            "model is given, but the workflow takes none: name it `(task, model, system_prompt)`, "
+            "or leave `model` out"
+        )
+    return not takes
+
+
+def _rows(dataset: Any, role: str) -> list[Task]:
+    """The rows of a dataset, of which `total_steps` says how many are taken."""
+    if dataset is None:
+        raise ConfigError(f"there is nothing to search on: pass {role}")
+    fields: frozenset[str] = getattr(dataset, "model_fields_set", frozenset())
+    if "total_epochs" in fields:
+        raise ConfigError(f"{role}: total_epochs is set, and a search has none; remove it")
+    limit = dataset.total_steps if "total_steps" in fields else None
+    if isinstance(dataset, DatasetConfig) or not fields:
+        return load_tasks(dataset, role=role)[:limit]
+    # AgentScope's own class of this name.
+    same = DatasetConfig(path=dataset.path, name=dataset.name, split=dataset.split)
+    return load_tasks(same, role=role)[:limit]
