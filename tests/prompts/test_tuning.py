@@ -1,18 +1,43 @@
-"""`tune_prompt` with the real GEPA, a workflow of its own and a reflecting model over HTTP."""
+"""`tune_prompt` with the real GEPA, real workflows and a reflecting model over HTTP."""
 
-from tests.chat_server import chat_server
-from tuner import JudgeOutput, PromptTuneConfig, RemoteModel, WorkflowOutput, tune_prompt
+import asyncio
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
+import pytest
+
+from tests.chat_server import Refusal, chat_server
+from tuner import (
+    ConfigError,
+    FunctionError,
+    JudgeOutput,
+    PromptTuneConfig,
+    RemoteModel,
+    TrainingError,
+    TunerModelConfig,
+    WorkflowOutput,
+    tune_prompt,
+)
+from tuner.rewards import final_answer, math_equal
+from tuner.traces import Outcome, read_traces
+
+ROOT = Path(__file__).resolve().parents[2]
 ROWS = [{"number": n} for n in range(20)]
-PROPOSALS = ["Be brief.", "Add one.", "Add one. Twice."]
+FIRST = "Answer."
+PROPOSALS = ("Be brief.", "Add one.", "Add one. Twice.")
 
 
 def proposer(proposals=PROPOSALS):
-    """Proposes what is on the list, one after the other."""
+    """Proposes what is on the list, one after the other, and then the last again."""
     left = list(proposals)
 
     def answer(body):
-        return f"I propose:\n```\n{left.pop(0) if left else 'Nothing.'}\n```"
+        return f"I propose:\n```\n{left.pop(0) if len(left) > 1 else left[0]}\n```"
 
     return chat_server(answer)
 
@@ -23,30 +48,335 @@ async def workflow(task, system_prompt):
 
 async def judge(task, response):
     right = str(task["number"] + 1)
-    said = "right" if response == right else f"it is {right}"
-    return JudgeOutput(
-        reward=float(response == right), feedback=f"The answer is {response}: {said}."
+    feedback = f"You say {response}, and it is {right}."
+    return JudgeOutput(reward=float(response == right), feedback=feedback)
+
+
+@pytest.fixture
+def tuned(tmp_path):
+    """Searches with what a test changes of it."""
+
+    def run(server, **changed):
+        options = {"max_rollouts": 60, **changed.pop("settings", {})}
+        remote = RemoteModel(base_url=server.base_url, model_name="big")
+        given = {
+            "workflow_func": workflow,
+            "judge_func": judge,
+            "train_dataset": ROWS,
+            "init_system_prompt": FIRST,
+            "config": PromptTuneConfig(**{"reflection_model": remote, **options}),
+            "overrides": [f"checkpoint_root_dir={tmp_path}"],
+            "experiment_name": "search",
+        }
+        return tune_prompt(**given | changed)
+
+    return run
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "AgentScope" / "search"
+
+
+def traces(folder, split="search"):
+    return [t for file in sorted(folder.glob(f"traces/{split}_*")) for t in read_traces(file)]
+
+
+def test_the_best_prompt_is_found_by_what_the_judge_says(tuned, folder):
+    with proposer() as server:
+        prompt, metrics = tuned(server, eval_dataset=ROWS[:5])
+    assert prompt == "Add one."
+    assert (metrics["eval_before"], metrics["eval_after"]) == (0.0, 1.0)
+    assert metrics["valset_improvement"] == math.inf, "of nothing, and not 0 percent"
+    asked = server.requests[0]["messages"][0]["content"]
+    assert FIRST in asked
+    assert "Score: 0. You say" in asked
+    recorded = [*traces(folder), *traces(folder, "eval")]
+    assert len(recorded) == metrics["rollouts"]
+    assert all(trace.feedback for trace in recorded)
+    reflected = folder.joinpath("reflections.jsonl").read_text().splitlines()
+    assert len(reflected) == len(server.requests) == metrics["reflections"]
+
+
+def test_names_and_order_of_agentscope_are_understood(tuned):
+    with proposer() as server:
+        prompt, metrics = tuned(server, workflow=workflow, workflow_func=None)
+        assert prompt == "Add one."
+        assert "valset_improvement" not in metrics
+        with pytest.raises(FunctionError, match="two names of one argument"):
+            tuned(server, workflow=workflow)
+
+
+@pytest.mark.parametrize("kind", ["plain", "loop"])
+def test_plain_functions_and_a_running_event_loop(tuned, kind):
+    def plain(task, system_prompt):
+        return asyncio.run(workflow(task, system_prompt))
+
+    async def inside():
+        return tuned(server)
+
+    with proposer() as server:
+        found = tuned(server, workflow_func=plain) if kind == "plain" else asyncio.run(inside())
+    assert found[0] == "Add one."
+
+
+def test_several_texts_are_searched_together(tuned):
+    async def of_two(task, system_prompt):
+        writer, critic = system_prompt["writer"], system_prompt["critic"]
+        right = ("one" in writer) + ("kind" in critic)
+        return WorkflowOutput(response="", reward=right / 2)
+
+    texts = {"writer": "Write.", "critic": "Judge."}
+    with proposer(["Be kind, one and all."]) as server:
+        found, metrics = tuned(
+            server, workflow_func=of_two, judge_func=None, init_system_prompt=texts
+        )
+    assert found == dict.fromkeys(texts, "Be kind, one and all.")
+    assert (metrics["search_before"], metrics["search_after"]) == (0.0, 1.0)
+
+
+def test_a_failed_rollout_is_fed_back_and_counted_and_is_no_zero(tuned, folder, caplog):
+    async def fragile(task, system_prompt):
+        if "one" not in system_prompt and task["number"] % 2:
+            raise ValueError("the tool is missing a quote")
+        return await workflow(task, system_prompt)
+
+    with proposer() as server:
+        prompt, metrics = tuned(server, workflow_func=fragile, settings={"failure_score": -0.5})
+    assert prompt == "Add one."
+    failed = [t for t in traces(folder) if t.final and t.outcome is Outcome.WORKFLOW_ERROR]
+    assert len(failed) == metrics["failed"] > 0
+    assert {trace.reward for trace in failed} == {None}
+    asked = "".join(request["messages"][0]["content"] for request in server.requests)
+    assert "failed and has no score (workflow_error): ValueError: the tool is missing a" in asked
+    compared = json.loads((folder / "tree.json").read_text())["candidates"][0]["scores"].values()
+    assert set(compared) == {0.0, -0.5}
+    warned = [record for record in caplog.records if "the tool is missing" in record.message]
+    assert len(warned) == 1, "once for all candidates"
+
+
+def test_a_first_prompt_that_always_fails_stops_the_search_with_its_error(tuned):
+    async def broken(task, system_prompt):
+        raise ValueError("no such tool")
+
+    with proposer() as server, pytest.raises(TrainingError, match=r"first prompt.*no such tool"):
+        tuned(server, workflow_func=broken)
+    assert server.requests == []
+
+
+def test_a_reflecting_model_that_fails_is_said_and_the_search_goes_on_later(tuned, folder):
+    def refuse(body):
+        raise Refusal(401, "wrong key")
+
+    with (
+        chat_server(refuse) as server,
+        pytest.raises(TrainingError, match=r"reflecting model 'big'.*wrong key"),
+    ):
+        tuned(server)
+    before = {trace.id: trace.started for trace in traces(folder)}
+    with proposer() as server:
+        assert tuned(server)[0] == "Add one."
+    after = {trace.id: trace.started for trace in traces(folder)}
+    assert before
+    assert before.items() <= after.items(), "what was tried is not tried again"
+
+
+@pytest.mark.parametrize("limit", ["max_rollouts", "max_tokens", "max_cost"])
+def test_the_budget_ends_the_search(tuned, limit):
+    async def talkative(task, model, system_prompt):
+        answer = await model.client.chat.completions.create(
+            model=model.model_name, messages=[{"role": "user", "content": system_prompt}]
+        )
+        return WorkflowOutput(response=answer.choices[0].message.content, reward=0.0)
+
+    prices = {"input_price": 10.0, "output_price": 20.0}
+    limits = {"max_rollouts": 40, "max_tokens": 400, "max_cost": 0.005}
+    with proposer() as server, chat_server(lambda body: "four words of it") as rollouts:
+        remote = RemoteModel(base_url=server.base_url, model_name="big", **prices)
+        _, metrics = tuned(
+            server,
+            workflow_func=talkative,
+            judge_func=None,
+            model=RemoteModel(base_url=rollouts.base_url, model_name="m", **prices),
+            settings={"max_rollouts": None, limit: limits[limit], "reflection_model": remote},
+        )
+    tokens = metrics["input_tokens"] + metrics["output_tokens"]
+    spent = {"max_rollouts": metrics["rollouts"], "max_tokens": tokens, "max_cost": metrics["cost"]}
+    one_more = {"max_rollouts": 16, "max_tokens": 200, "max_cost": 0.002}
+    assert limits[limit] <= spent[limit] <= limits[limit] + one_more[limit]
+    assert len(rollouts.requests) == metrics["rollouts"]
+    assert metrics["output_tokens"] >= 4 * metrics["rollouts"]
+    assert metrics["cost"] == pytest.approx(
+        (10 * metrics["input_tokens"] + 20 * metrics["output_tokens"]) / 1e6
     )
 
 
-def settings(server, **options):
-    remote = RemoteModel(base_url=server.base_url, model_name="big")
-    return PromptTuneConfig(reflection_model=remote, **{"max_rollouts": 60, **options})
+def test_what_cannot_be_searched_is_refused_before_anything_is_asked(tuned, tmp_path):
+    remote = RemoteModel(base_url="http://127.0.0.1:9/v1", model_name="m")
 
+    async def with_model(task, model, system_prompt):
+        return WorkflowOutput(reward=0.0)
 
-def test_the_best_prompt_is_found_by_what_the_judge_says(tmp_path):
+    async def without_prompt(task, model):
+        return WorkflowOutput(reward=0.0)
+
+    endless = {"max_rollouts": None, "optimization_level": None}
+    unnamed = {"reflection_model": None, "lm_model_name": "qwen"}
+    cases = [
+        (FunctionError, "system_prompt is missing", {"workflow_func": without_prompt}),
+        (ConfigError, "the workflow takes none", {"model": remote}),
+        (ConfigError, "pass a TunerModelConfig", {"workflow_func": with_model, "model": "gpt"}),
+        (ConfigError, "init_system_prompt is ''", {"init_system_prompt": ""}),
+        (ConfigError, r"init_system_prompt\['a'\]", {"init_system_prompt": {"a": 3}}),
+        (ConfigError, "nothing else says how long", {"settings": endless}),
+        (ConfigError, "has no prices", {"settings": {"max_cost": 1.0}}),
+        (ConfigError, "max_cots", {"settings": {"max_cots": 1.0}}),
+        (ConfigError, "give provider/model", {"settings": unnamed}),
+        (ConfigError, "pass train_dataset", {"train_dataset": None}),
+    ]
     with proposer() as server:
-        prompt, metrics = tune_prompt(
-            workflow,
-            judge,
-            ROWS,
-            ROWS[:5],
-            "Answer.",
-            settings(server),
-            overrides=[f"checkpoint_root_dir={tmp_path}"],
-        )
+        for error, message, changed in cases:
+            with pytest.raises(error, match=message):
+                tuned(server, **changed)
+    assert server.requests == []
+    assert not list(tmp_path.rglob("*.jsonl"))
+
+
+def test_names_of_models_become_urls_and_keys(tuned, monkeypatch):
+    with proposer() as server:
+        monkeypatch.setenv("DASHSCOPE_API_BASE", server.base_url)
+        named = {"reflection_model": None, "lm_model_name": "dashscope/qwen-plus"}
+        monkeypatch.delenv("DASHSCOPE_API_KEY", raising=False)
+        with pytest.raises(ConfigError, match="'DASHSCOPE_API_KEY': this environment variable"):
+            tuned(server, settings=named)
+        monkeypatch.setenv("DASHSCOPE_API_KEY", "sk-1")
+        prompt, _ = tuned(server, settings=named)
     assert prompt == "Add one."
-    assert (metrics["eval_before"], metrics["eval_after"]) == (0.0, 1.0)
-    asked = server.requests[0]["messages"][0]["content"]
-    assert "Answer." in asked
-    assert "it is" in asked
+    assert server.requests[0]["model"] == "qwen-plus"
+    assert server.requests[0]["headers"]["authorization"] == "Bearer sk-1"
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from tests.prompts.test_tuning import FIRST, ROWS, judge, workflow
+from tuner import PromptTuneConfig, RemoteModel, tune_prompt
+
+async def slow(task, system_prompt):
+    with open(sys.argv[3], "a") as log:
+        print(task["number"], file=log)
+    return await workflow(task, system_prompt)
+
+prompt, metrics = tune_prompt(
+    slow, judge, ROWS, ROWS[:5], FIRST,
+    PromptTuneConfig(
+        reflection_model=RemoteModel(base_url=sys.argv[1], model_name="big"),
+        max_rollouts=60, eval_num_threads=2, eval_display_progress=False,
+    ),
+    experiment_name="search", overrides=[f"checkpoint_root_dir={sys.argv[2]}"],
+)
+print(prompt)
+"""
+
+
+def test_a_killed_search_goes_on_and_asks_for_nothing_twice(tmp_path):
+    """Killed in the middle of a reflection, it ends as if it had not been."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    left, running = list(PROPOSALS), []
+
+    def answer(body):
+        if len(server.requests) == 3 and running:
+            os.kill(running.pop(0).pid, signal.SIGKILL)
+        return f"```\n{left.pop(0) if len(left) > 1 else left[0]}\n```"
+
+    def start(name):
+        command = [sys.executable, tmp_path / "script.py", server.base_url, tmp_path / name]
+        process = subprocess.Popen(
+            [*map(str, command), str(tmp_path / f"{name}.log")],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        return process
+
+    with chat_server(answer) as server:
+        running.append(start("killed"))
+        process = running[0]
+        assert process.wait(120) == -signal.SIGKILL
+        begun = len((tmp_path / "killed.log").read_text().splitlines())
+        again = start("killed")
+        assert again.communicate(timeout=120)[0].strip() == "Add one."
+        assert again.returncode == 0
+    folder = tmp_path / "killed/AgentScope/search"
+    metrics = json.loads((folder / "result.json").read_text())["metrics"]
+    rollouts = len((tmp_path / "killed.log").read_text().splitlines())
+    assert begun < rollouts == metrics["rollouts"]
+    # The answer to the one who was killed never reached the disk.
+    assert metrics["reflections"] == len(server.requests) - 1
+    stored = [t for file in folder.glob("traces/*") for t in read_traces(file)]
+    assert len(stored) == metrics["rollouts"]
+
+
+def test_a_finished_search_gives_its_result_and_another_one_is_refused(tuned, folder):
+    with proposer() as server:
+        found = tuned(server)
+        asked = len(server.requests)
+        assert tuned(server) == found
+        assert len(server.requests) == asked
+        longer, metrics = tuned(server, settings={"max_rollouts": 90})
+        assert longer == found[0]
+        assert found[1]["rollouts"] < metrics["rollouts"]
+        with pytest.raises(ConfigError, match="first changed"):
+            tuned(server, init_system_prompt="Another.")
+        with pytest.raises(ConfigError, match="rows of dataset 'search'"):
+            tuned(server, train_dataset=ROWS[1:])
+
+
+SKILL = [
+    "Answer in one word.",
+    "You are a poet.",
+    "Be as short as you can.",
+    "Work out the problem step by step before you answer.",
+]
+
+
+async def solve(task, model, system_prompt):
+    messages = [
+        {"role": "system", "content": system_prompt},
+        {"role": "user", "content": task["question"]},
+    ]
+    answer = await model.client.chat.completions.create(model=model.model_name, messages=messages)
+    return WorkflowOutput(response=answer.choices[0].message.content)
+
+
+async def right(task, response):
+    reward = math_equal(final_answer(response), final_answer(task["answer"]))
+    said = "right" if reward else f"wrong, it is {final_answer(task['answer'])}"
+    return JudgeOutput(reward=reward, feedback=f"{response} is {said}")
+
+
+def problems(split, count):
+    lines = (ROOT / f"examples/gsm8k/data/{split}.jsonl").read_text().splitlines()[:count]
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_model_whose_skill_hangs_on_its_prompt_gets_the_prompt(tuned, folder, seed):
+    """Held-out reward below 0.3 with the first prompt, above 0.8 with the one that is found."""
+    with proposer(SKILL) as server:
+        prompt, metrics = tuned(
+            server,
+            workflow_func=solve,
+            judge_func=right,
+            train_dataset=problems("train", 24),
+            eval_dataset=problems("test", 60),
+            init_system_prompt="Answer the question.",
+            model=TunerModelConfig(
+                model_path=str(ROOT / "models/tiny_prompt"), max_model_len=512, max_tokens=64
+            ),
+            settings={"max_rollouts": 80, "seed": seed},
+        )
+    assert prompt == SKILL[-1]
+    assert metrics["eval_before"] < 0.3
+    assert metrics["eval_after"] > 0.8
+    assert all(len(call.logprobs) for trace in traces(folder) for call in trace.calls)

@@ -39,11 +39,11 @@ class Bridge:
         self._closed = False
         self.failure: BaseException | None = None
 
-    def result(self, work: Awaitable[T]) -> T:
-        """The result of `work`, for which the calling thread waits; its failure is kept."""
+    def result(self, work: Callable[[], Awaitable[T]]) -> T:
+        """The result of `work()`, for which the calling thread waits; its failure is kept."""
 
         async def awaited() -> T:
-            return await work
+            return await work()
 
         if self._closed or self.failure is not None:
             raise CancelledError
@@ -85,7 +85,7 @@ class GepaAdapter:
         """GEPA's `EvaluationBatch` of a candidate on rows that are named by their numbers."""
         from gepa.core.adapter import EvaluationBatch
 
-        traces = self._bridge.result(self._evaluate(candidate, batch))
+        traces = self._bridge.result(lambda: self._evaluate(candidate, batch))
         return EvaluationBatch(
             outputs=[trace.response for trace in traces],
             scores=[score_of(trace, self._failure_score) for trace in traces],
@@ -184,7 +184,7 @@ async def evolve(
             trainset=list(reflect_on),
             valset=list(compare_on),
             adapter=adapter,
-            reflection_lm=lambda prompt: bridge.result(ask(str(prompt))),
+            reflection_lm=lambda prompt: bridge.result(lambda: ask(str(prompt))),
             reflection_minibatch_size=min(minibatch_size, len(reflect_on)),
             skip_perfect_score=perfect_score is not None,
             perfect_score=1.0 if perfect_score is None else perfect_score,

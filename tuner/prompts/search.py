@@ -38,6 +38,22 @@ COMPARED = 100
 """Rows that candidates are compared on, at most."""
 FEW = 10
 """Of fewer rows all are reflected on and compared on."""
+# Of `PromptTuneConfig`, what may change when a search goes on: what its result depends on, and who
+# is asked.
+_RESULT = (
+    "compare_performance",
+    "max_cost",
+    "max_rollouts",
+    "max_tokens",
+    "optimization_level",
+)
+_MAY_CHANGE = (
+    "eval_display_progress",
+    "eval_display_table",
+    "eval_num_threads",
+    "lm_model_name",
+    "reflection_model",
+)
 # Candidates that a level has room for, as DSPy's optimizers have; five proposals for each.
 LEVELS = {"light": 6, "medium": 12, "heavy": 18}
 PROPOSALS = 5
@@ -92,7 +108,8 @@ class Search:
     def result(self) -> tuple[Any, dict[str, float]]:
         """What `tune_prompt()` returns, searched for or read where it was found before."""
         with open_directory(self.run.config, self.run.eval_tasks) as directory:
-            self._check_same_search(directory)
+            if not self._continues(directory):
+                directory.result.unlink(missing_ok=True)
             if directory.result.exists():
                 logger.warning("%s is complete; returning its result", directory.path)
                 found = read_json(directory.result, "delete it: it is written anew from traces")
@@ -106,25 +123,29 @@ class Search:
             best = next(iter(prompts.values())) if self.single else prompts
             return best, metrics
 
-    def _check_same_search(self, directory: RunDirectory) -> None:
-        """Keep what this search is; raises ConfigError where the directory has another one."""
-        now = {"first": self.first, "settings": self.settings.model_dump(mode="json")}
+    def _continues(self, directory: RunDirectory) -> bool:
+        """Whether a result of the directory is this search's; keeps what it is.
+
+        Raises:
+            ConfigError: The directory has a run, or a search that began differently.
+        """
+        now = {"first": self.first, **self.settings.model_dump(mode="json")}
         file = directory.path / "search.json"
-        if file.exists():
-            before = read_json(file, "give this search another experiment_name")
-            old, new = ({"first": d["first"], **d["settings"]} for d in (before, now))
-            may_change = ("eval_display_progress", "eval_display_table", "eval_num_threads")
-            changed = [k for k in new if old.get(k) != new[k] and k not in may_change]
-            if changed:
-                raise ConfigError(
-                    f"{directory.path} holds a search that was started differently: "
-                    f"{', '.join(changed)} changed. Give this one another experiment_name"
-                )
-        elif directory.has_begun():
+        if not file.exists() and directory.has_begun():
             raise ConfigError(
                 f"{directory.path} holds a run of tune(): give this search another experiment_name"
             )
+        before = now
+        if file.exists():
+            before = read_json(file, "give this search another experiment_name")
+        changed = [name for name in now if before.get(name) != now[name]]
+        if decisive := [name for name in changed if name not in (*_RESULT, *_MAY_CHANGE)]:
+            raise ConfigError(
+                f"{directory.path} holds a search that was started differently: "
+                f"{', '.join(decisive)} changed. Give this one another experiment_name"
+            )
         write_atomically(file, json.dumps(now, indent=2))
+        return not any(name in _RESULT for name in changed)
 
     def _contender(self) -> AbstractAsyncContextManager[Contender]:
         if self.own_model or self.model is not None:

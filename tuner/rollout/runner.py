@@ -76,6 +76,9 @@ class RolloutRunner:
         auxiliary_models: Opens, for one attempt and its seed, the frozen models by the user's
             names; both functions get them.
         settings: Limits.
+        told: What was warned of, once. As `watchdog` it is another runner's too that is made of
+            this one by `dataclasses.replace`.
+        watchdog: Looks after the functions.
     """
 
     gateway: Gateway
@@ -85,10 +88,11 @@ class RolloutRunner:
     make_model: Callable[[Session], Any]
     auxiliary_models: Callable[[str, int], AbstractContextManager[Mapping[str, Any]]]
     settings: RolloutSettings
-    _told: set[str] = field(default_factory=set, init=False)
+    told: set[str] = field(default_factory=set)
+    watchdog: Watchdog = None  # type: ignore[assignment]  # made of the settings
 
     def __post_init__(self) -> None:
-        self._watchdog = Watchdog(self.settings.timeout)
+        self.watchdog = self.watchdog or Watchdog(self.settings.timeout)
 
     async def run(
         self,
@@ -212,9 +216,9 @@ class RolloutRunner:
                     model=model,
                     auxiliary_models=auxiliary,
                     logger=logger,
-                    apart=self._watchdog.apart,
+                    apart=self.watchdog.apart,
                 )
-                with self._watchdog.watching(Running("workflow", sessions, work)):
+                with self.watchdog.watching(Running("workflow", sessions, work)):
                     output = await contained(work, session)
             if hasattr(model, "workflow_ended"):  # frameworks whose agents can stop half-way
                 model.workflow_ended()
@@ -256,8 +260,8 @@ class RolloutRunner:
         for name, value in (metrics or {}).items():
             if math.isfinite(value):
                 state.metrics[name] = value
-            elif name not in self._told:
-                self._told.add(name)
+            elif name not in self.told:
+                self.told.add(name)
                 logger.warning(
                     "metric %r is %s: it is left out wherever it is not finite", name, value
                 )
@@ -265,8 +269,8 @@ class RolloutRunner:
     def _say_where(self, error: BaseException, described: str) -> None:
         """Warn of an error in the user's own code, once for each line."""
         where = raised_in(error)
-        if where is not None and where not in self._told:
-            self._told.add(where)
+        if where is not None and where not in self.told:
+            self.told.add(where)
             logger.warning("%s: %s", where, described)
 
     async def _run_judge(
@@ -285,9 +289,9 @@ class RolloutRunner:
                     response=state.response,
                     auxiliary_models=auxiliary,
                     logger=logger,
-                    apart=self._watchdog.apart,
+                    apart=self.watchdog.apart,
                 )
-                with self._watchdog.watching(Running("judge", _sessions(session, auxiliary), work)):
+                with self.watchdog.watching(Running("judge", _sessions(session, auxiliary), work)):
                     verdict = await contained(work, session)
             except FunctionError:
                 raise
