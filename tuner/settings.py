@@ -175,6 +175,7 @@ class PromptTuneConfig(PublicSettings):
     )
     failure_score: float = Field(
         default=0.0,
+        allow_inf_nan=False,
         description="What the search takes a rollout for that has no reward; it is counted apart.",
     )
     perfect_score: float | None = Field(

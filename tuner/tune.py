@@ -18,7 +18,14 @@ from tuner.data.dataset import (
     load_tasks,
 )
 from tuner.errors import ConfigError, DatasetError, FunctionError
-from tuner.functions.calling import check_judge_function, check_settings, check_workflow_function
+from tuner.functions.calling import (
+    check_judge_function,
+    check_settings,
+    check_workflow_function,
+    judges_groups,
+    names,
+    where,
+)
 from tuner.functions.loading import require_nothing_loads
 from tuner.run.interrupts import outside_event_loop
 from tuner.settings import (
@@ -208,6 +215,7 @@ def prepare_evaluation(
     if workflow_func is None:
         raise FunctionError("there is no workflow to evaluate with: pass workflow_func")
     check_settings(workflow_func, config)
+    _check_feedback(config, workflow_func, judge_func)
     tasks = _eval_tasks(config, given.get("eval_dataset"))
     if not tasks:
         raise DatasetError(
@@ -251,6 +259,7 @@ def _prepared(
     config = with_default_model(checked(layers))
     _check_functions_are_there(config, workflow_func, judge_func)
     check_settings(workflow_func, config)
+    _check_feedback(config, workflow_func, judge_func)
     train_tasks = _train_tasks(config, train_dataset)
     return Run(config, workflow_func, judge_func, train_tasks, _eval_tasks(config, eval_dataset))
 
@@ -280,6 +289,30 @@ def _check_functions_are_there(
         )
     if judge is not None:
         raise FunctionError("there is a judge, but no workflow to judge: pass workflow_func too")
+
+
+def _check_feedback(
+    config: RunConfig, workflow: Callable[..., Any] | None, judge: Callable[..., Any] | None
+) -> None:
+    """
+    Raises:
+        FunctionError: `tuner.feedback_attempts` is set, and nobody gives feedback, or gets it.
+    """
+    attempts = config.tuner.feedback_attempts
+    if not attempts or workflow is None:
+        return
+    found = f"tuner.feedback_attempts is {attempts}"
+    if judge is None or judges_groups(judge):
+        alone = "there is no judge" if judge is None else "the judge takes whole groups"
+        raise FunctionError(
+            f"{found}, and {alone}: pass a judge of single responses that returns "
+            "JudgeOutput(feedback=...), or leave it out"
+        )
+    if not names(workflow, "feedback"):
+        raise FunctionError(
+            f"{found}, and {where(workflow)} takes no feedback: add the parameter `feedback` (None "
+            "at the first attempt), or leave the setting out"
+        )
 
 
 def with_default_model(config: RunConfig) -> RunConfig:

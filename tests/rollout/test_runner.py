@@ -12,40 +12,16 @@ import pytest
 
 from tests.rewards import functions
 from tests.rollout.clock import jump
-from tuner.assembly.models import load_model, load_tokenizer
-from tuner.chat_models import chat_model
-from tuner.engines.transformers.engine import TransformersEngine
 from tuner.errors import FunctionError, TrainingError
 from tuner.functions.outputs import JudgeOutput, Rejected, WorkflowOutput
-from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults
+from tuner.gateway import SamplingDefaults
 from tuner.rewards import in_process
-from tuner.rollout import RolloutRunner, RolloutSettings, StepPlan, collect, limits
+from tuner.rollout import RolloutSettings, StepPlan, collect, limits
 from tuner.rollout.limits import Ending
 from tuner.traces import Outcome, RolloutId, TraceStore
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 DEFAULTS = SamplingDefaults(max_tokens=4)
-
-
-@pytest.fixture
-def make_runner(random_model_path):
-    import torch
-
-    model = load_model(str(random_model_path), device=torch.device("cpu"), dtype=torch.float32)
-    tokenizer = load_tokenizer(str(random_model_path))
-
-    def make(workflow, judge=None, *, timeout=60.0, retries=0, auxiliary=None):
-        engine = TransformersEngine(model, tokenizer, max_model_len=128)
-        return RolloutRunner(
-            Gateway(engine, ChatRenderer(tokenizer), model_name="m"),
-            workflow,
-            judge,
-            make_model=lambda session: chat_model(session, kind="plain"),
-            auxiliary_models=lambda rollout, seed: contextlib.nullcontext(auxiliary or {}),
-            settings=RolloutSettings(timeout=timeout, max_retries=retries, seed=1),
-        )
-
-    return make
 
 
 async def run(runner, task=None):

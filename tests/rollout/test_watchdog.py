@@ -8,13 +8,11 @@ import threading
 import openai
 import pytest
 
-from tests.rollout.test_runner import MESSAGES, ask, make_runner, run
+from tests.rollout.test_runner import MESSAGES, ask, run
 from tuner.functions.outputs import JudgeOutput, WorkflowOutput
 from tuner.rollout import watchdog
 from tuner.rollout.watchdog import Standstill
 from tuner.traces import Outcome
-
-__all__ = ["make_runner"]
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,8 @@ def rollout_settings(config: RunConfig) -> RolloutSettings:
         limits=SessionLimits(config.tuner.max_calls, config.tuner.max_tokens),
         tool_seconds=config.tuner.max_tool_seconds,
         deterministic=config.tuner.deterministic,
+        feedback_attempts=config.tuner.feedback_attempts,
+        pass_reward=config.tuner.pass_reward,
         # Without training rollouts, those of an evaluation are there for their rewards.
         needs_reward=row.recorded is not None
         or ADVANTAGES[config.algorithm.advantage_fn].needs_reward,

@@ -98,10 +98,16 @@ class RemoteModel(Section):
         description="Requests to it at the same time, of all rollouts. Not set: any number.",
     )
     input_price: float | None = Field(
-        default=None, ge=0, description="Money for a million tokens that it reads."
+        default=None,
+        ge=0,
+        allow_inf_nan=False,
+        description="Money for a million tokens that it reads.",
     )
     output_price: float | None = Field(
-        default=None, ge=0, description="Money for a million tokens that it writes."
+        default=None,
+        ge=0,
+        allow_inf_nan=False,
+        description="Money for a million tokens that it writes.",
     )
 
     def api_key(self, setting: str) -> str:
@@ -223,8 +229,16 @@ class TunerSection(Section):
     pass_reward: float = Field(
         default=1.0,
         allow_inf_nan=False,
-        description="A rollout of an evaluation has passed with at least this reward: for "
-        "`pass_at_<n>` and `pass_hat_<n>`, which change nothing that is trained.",
+        description="A rollout has passed with at least this reward: for `pass_at_<n>` and "
+        "`pass_hat_<n>` of evaluations, which change nothing that is trained, and for "
+        "`feedback_attempts`.",
+    )
+    feedback_attempts: int = Field(
+        default=0,
+        ge=0,
+        description="How often the workflow runs again in the same rollout, with the judge's "
+        "feedback as its argument `feedback`, while the reward is below `pass_reward`; the last "
+        "reward is the rollout's.",
     )
     signal_patience: int = Field(
         default=3, ge=1, description="Steps without anything to learn from before the run stops."

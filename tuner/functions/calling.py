@@ -13,7 +13,7 @@ import contextvars
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -46,13 +46,30 @@ class Signature:
 
 
 WORKFLOW = Signature(
-    "workflow", ("task", "model"), ("auxiliary_models", "logger"), WorkflowOutput.__name__
+    "workflow",
+    ("task", "model"),
+    ("auxiliary_models", "logger", "feedback"),
+    WorkflowOutput.__name__,
 )
 
 
 JUDGE = Signature(
     "judge", ("task", "response"), ("auxiliary_models", "logger"), JudgeOutput.__name__
 )
+
+
+GROUP_JUDGE = Signature(
+    "judge", ("task", "responses"), ("auxiliary_models", "logger"), f"list[{JudgeOutput.__name__}]"
+)
+
+
+def judges_groups(func: Callable[..., Any]) -> bool:
+    """Whether a judge takes the `responses` of a group together, and not each `response`."""
+    try:
+        parameters = inspect.signature(func).parameters
+    except (TypeError, ValueError):  # the check says it
+        return False
+    return "responses" in parameters and "response" not in parameters
 
 
 def check_workflow_function(func: Callable[..., Any]) -> None:
@@ -67,10 +84,12 @@ def check_workflow_function(func: Callable[..., Any]) -> None:
 def check_judge_function(func: Callable[..., Any]) -> None:
     """Check that `func` can be called as a judge; imports nothing and calls nothing.
 
+    One that takes `responses` in place of `response` judges a group together.
+
     Raises:
         FunctionError: It is no function, or its parameters do not fit.
     """
-    check_function(func, JUDGE)
+    check_function(func, GROUP_JUDGE if judges_groups(func) else JUDGE)
 
 
 def check_settings(func: Any, config: RunConfig) -> None:
@@ -140,11 +159,13 @@ async def call_workflow(
     model: Any,
     auxiliary_models: Mapping[str, Any],
     logger: Any,
+    feedback: str | None = None,
     apart: Container[str] = (),
 ) -> WorkflowOutput:
     """Run a workflow with the arguments it takes.
 
     Args:
+        feedback: What the judge said of the attempt before, in the same rollout.
         apart: Roles whose functions run apart (`call_function`), as it is when this begins.
 
     Raises:
@@ -156,6 +177,8 @@ async def call_workflow(
         "auxiliary_models": auxiliary_models,
         "logger": logger,
     }
+    if feedback is not None or names(func, "feedback"):  # who only passes on may know none
+        arguments["feedback"] = feedback
     value = await call_function(func, arguments, apart=WORKFLOW.role in apart)
     return as_workflow_output(value, func)
 
@@ -182,6 +205,37 @@ async def call_judge(
     }
     value = await call_function(func, arguments, apart=JUDGE.role in apart)
     return as_judge_output(value, func)
+
+
+async def call_group_judge(
+    func: Callable[..., Any],
+    *,
+    task: Mapping[str, Any],
+    responses: Sequence[Any],
+    auxiliary_models: Mapping[str, Any],
+    logger: Any,
+    apart: Container[str] = (),
+) -> list[JudgeOutput]:
+    """Run a judge on the responses of a group, `apart` as for a workflow.
+
+    Raises:
+        FunctionError: It returned something else than a judge's output for each, in their order.
+    """
+    arguments = {
+        "task": TaskRow(task),
+        "responses": list(responses),
+        "auxiliary_models": auxiliary_models,
+        "logger": logger,
+    }
+    value = await call_function(func, arguments, apart=JUDGE.role in apart)
+    if not isinstance(value, (list, tuple)):
+        raise wrong_return(value, func, GROUP_JUDGE)
+    if len(value) != len(responses):
+        raise FunctionError(
+            f"{where(func)} returned {len(value)} outputs for {len(responses)} responses; a judge "
+            "of groups returns one for each, in their order"
+        )
+    return [as_judge_output(one, func) for one in value]
 
 
 async def call_function(
@@ -277,6 +331,11 @@ def as_judge_output(value: Any, func: Callable[..., Any]) -> JudgeOutput:
         feedback = getattr(value, "feedback", None)  # AgentScope's has none
         return JudgeOutput(reward=value.reward, metrics=value.metrics, feedback=feedback)
     raise wrong_return(value, func, JUDGE)
+
+
+def names(func: Callable[..., Any], parameter: str) -> bool:
+    """Whether a function has a parameter of this name; `**kwargs` is none."""
+    return parameter in inspect.signature(func).parameters
 
 
 def is_async(func: Callable[..., Any]) -> bool:

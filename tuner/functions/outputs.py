@@ -99,6 +99,16 @@ def text_of(value: Any, form: Callable[[Any], str] = repr) -> str:
         return f"<a {type(value).__name__} that cannot be shown: {type(error).__name__}>"
 
 
+def response_text(response: Any) -> str:
+    """A workflow's response as people read it; a framework's message as its text."""
+    if response is None:
+        return ""
+    get_text = getattr(response, "get_text_content", None)
+    if callable(get_text):
+        return text_of(response, lambda _: get_text() or "")
+    return response if isinstance(response, str) else text_of(response)
+
+
 def shown(value: Any) -> str:
     """A value and its type, shortened, for error messages."""
     text = text_of(value)

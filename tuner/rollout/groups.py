@@ -17,6 +17,7 @@ from tuner.data.order import batch_indices
 from tuner.errors import TrainingError, TunerError
 from tuner.gateway import SamplingDefaults
 from tuner.rollout.limits import Ending
+from tuner.rollout.panel import panels_of
 from tuner.rollout.runner import RolloutRunner
 from tuner.rollout.schedule import Schedule
 from tuner.traces import Outcome, RolloutId, Trace, TraceStore
@@ -139,7 +140,12 @@ class Rollouts:
             FunctionError: The workflow or judge returned something of the wrong type.
             TrainingError: `abort_on_failure` is set and a rollout did not complete.
         """
+        panels = panels_of(self.runner, wanted)
         done = {trace.id for trace in known if trace.final}
+        # Rollouts that are judged together are made together.
+        done -= {
+            id for panel in panels.values() for id in panel.ids if not done.issuperset(panel.ids)
+        }
         # Attempts of a rollout that never got to its final one are run again from the start.
         traces = [trace for trace in known if trace.id in done]
         for trace in traces:
@@ -147,9 +153,16 @@ class Rollouts:
 
         async def run(id: RolloutId, task: dict[str, Any]) -> None:
             asked, ending = time.perf_counter(), endings.get(id)
-            async with self._slots:
-                queued = time.perf_counter() - asked
-                attempts = await self.runner.run(task, id, defaults, ending=ending, queued=queued)
+
+            async def attempted(**options: Any) -> list[Trace]:
+                async with self._slots:
+                    queued = time.perf_counter() - asked
+                    return await self.runner.run(
+                        task, id, defaults, ending=ending, queued=queued, **options
+                    )
+
+            panel = panels.get((id.step, id.task))
+            attempts = await (attempted() if panel is None else panel.run(id, attempted))
             for trace in attempts:
                 if self.store is not None:
                     self.store.append(trace)

@@ -122,7 +122,7 @@ class ToolTime:
             watch.cancel()
 
     async def _watch(self, seconds: float, deadline: asyncio.Timeout) -> None:
-        started = time.perf_counter()
+        started = time.perf_counter() - self.session.in_flight.seconds
         while True:
             spent = time.perf_counter() - started - self.session.in_flight.seconds
             if spent >= seconds:

@@ -6,20 +6,23 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from tuner.data.order import derive_seed, seed_everything
-from tuner.errors import FunctionError, RewardError, RewardTimeout
-from tuner.functions.calling import call_judge, call_workflow
-from tuner.functions.outputs import Rejected, text_of
+from tuner.errors import FunctionError, RewardError
+from tuner.functions.calling import call_group_judge, call_judge, call_workflow, judges_groups
+from tuner.functions.outputs import JudgeOutput, Rejected, response_text
 from tuner.gateway import Gateway, SamplingDefaults, Session, SessionLimits
+from tuner.rollout.failures import JudgeFailure, being_cancelled, describe, of_judge
 from tuner.rollout.limits import Ending, Exited, ToolTime, contained
 from tuner.rollout.watchdog import Running, Watchdog, raised_in
 from tuner.traces import Outcome, RolloutId, Trace
 
+T = TypeVar("T")
 logger = logging.getLogger("tuner.rollout")
 
 
@@ -37,6 +40,9 @@ class RolloutSettings:
         deterministic: Set the global random states of Python, NumPy and torch at the start of
             each attempt; only one may then run at a time.
         needs_reward: Whether a rollout without a reward is a mistake in the program.
+        feedback_attempts: How often the workflow runs again in the same rollout, with what the
+            judge said of the attempt before, while the reward is below `pass_reward`.
+        pass_reward: See `feedback_attempts`.
         needs_calls: Whether a rollout without calls has failed: not where nothing is trained, and
             the workflow brings a model of its own.
     """
@@ -49,6 +55,8 @@ class RolloutSettings:
     deterministic: bool = False
     needs_reward: bool = True
     needs_calls: bool = True
+    feedback_attempts: int = 0
+    pass_reward: float = 1.0
 
 
 @dataclass
@@ -94,6 +102,11 @@ class RolloutRunner:
     def __post_init__(self) -> None:
         self.watchdog = self.watchdog or Watchdog(self.settings.timeout)
 
+    @property
+    def judges_groups(self) -> bool:
+        """Whether the judge takes a group together: `run` then leaves rollouts unjudged."""
+        return self.judge is not None and judges_groups(self.judge)
+
     async def run(
         self,
         task: dict[str, Any],
@@ -102,6 +115,7 @@ class RolloutRunner:
         *,
         ending: Ending | None = None,
         queued: float = 0.0,
+        keep: Callable[[Any], None] = lambda response: None,
     ) -> list[Trace]:
         """All attempts at one rollout; the last is final and is the one that counts.
 
@@ -111,6 +125,7 @@ class RolloutRunner:
             defaults: What calls that do not say are sampled with.
             ending: Who may end it from outside.
             queued: Seconds that it waited until there was room for it.
+            keep: Is given the response of the last attempt, as the workflow returned it.
 
         Raises:
             FunctionError: A function returned something of the wrong type: a mistake in the
@@ -122,11 +137,12 @@ class RolloutRunner:
             if ending is not None and (why := ending.reason) is not None:
                 never = Trace(id, task, (), Outcome.CANCELLED, None, error=why, attempt=number)
                 return [*traces, never]
-            trace = await self._attempt(task, id, number, defaults, ending or Ending())
+            trace, response = await self._attempt(task, id, number, defaults, ending or Ending())
             if not traces:
                 trace.seconds["queue"] = queued
             retry = trace.outcome in (Outcome.WORKFLOW_ERROR, Outcome.TIMEOUT)
             if not retry or number > self.settings.max_retries:
+                keep(response)
                 return [*traces, trace]
             logger.info("%s, attempt %d: %s; trying again", id, number, trace.error)
             traces.append(replace(trace, final=False))
@@ -138,7 +154,7 @@ class RolloutRunner:
         number: int,
         defaults: SamplingDefaults,
         ending: Ending,
-    ) -> Trace:
+    ) -> tuple[Trace, Any]:
         started = time.time()
         seed = derive_seed(self.settings.seed, id, number)
         if self.settings.deterministic:
@@ -152,7 +168,7 @@ class RolloutRunner:
             with self.auxiliary_models(session.id, seed) as auxiliary:
                 async with asyncio.timeout(self.settings.timeout) as deadline:
                     with ending.of(deadline):
-                        limited = tools.limiting(deadline)
+                        limited = partial(tools.limiting, deadline)
                         await self._run_functions(task, session, dict(auxiliary), state, limited)
         except TimeoutError:
             pass
@@ -178,14 +194,14 @@ class RolloutRunner:
             )
         if state.outcome is not Outcome.COMPLETED:
             state.reward = None
-        return Trace(
+        trace = Trace(
             id=id,
             task=task,
             calls=calls,
             outcome=state.outcome,
             reward=state.reward,
             metrics=state.metrics,
-            response=_as_text(state.response),
+            response=response_text(state.response),
             feedback=state.feedback,
             error=state.error,
             attempt=number,
@@ -196,6 +212,7 @@ class RolloutRunner:
                 "generation": session.in_flight.seconds,
             },
         )
+        return trace, state.response
 
     async def _run_functions(
         self,
@@ -203,68 +220,91 @@ class RolloutRunner:
         session: Session,
         auxiliary: dict[str, Any],
         state: _Attempt,
-        limited: AbstractContextManager[None],
+        limited: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        started = time.perf_counter()
+        """The workflow and the judge; and again where the judge says how to do better."""
+        for attempt in range(self.settings.feedback_attempts + 1):
+            started = time.perf_counter()
+            try:
+                with limited():
+                    returned = await self._run_workflow(task, session, auxiliary, state)
+            finally:
+                state.workflow_seconds += time.perf_counter() - started
+            if not returned:
+                return
+            if self.judge is not None and not self.judges_groups:
+                started = time.perf_counter()
+                try:
+                    await self._run_judge(task, session, auxiliary, state)
+                finally:
+                    state.judge_seconds += time.perf_counter() - started
+            if state.outcome is Outcome.COMPLETED:
+                needed = self.settings.needs_reward and not self.judges_groups
+                _check_reward(state, judged=self.judge is not None, needed=needed)
+            if state.outcome is not Outcome.COMPLETED or not self._tries_again(state, attempt):
+                return
+
+    def _tries_again(self, state: _Attempt, attempt: int) -> bool:
+        """Whether the judge said how to do better, and there may be a further attempt."""
+        if not self.settings.feedback_attempts or state.reward is None:
+            return False
+        state.metrics.setdefault("first_reward", state.reward)
+        state.metrics["feedback_attempts"] = attempt
+        return state.feedback is not None and state.reward < self.settings.pass_reward
+
+    async def _run_workflow(
+        self, task: dict[str, Any], session: Session, auxiliary: dict[str, Any], state: _Attempt
+    ) -> bool:
+        """Whether it returned; if not, `state` says why."""
         try:
             model = self.make_model(session)
-            sessions = _sessions(session, auxiliary)
-            with limited:
-                work = call_workflow(
-                    self.workflow,
-                    task=dict(task),
-                    model=model,
-                    auxiliary_models=auxiliary,
-                    logger=logger,
-                    apart=self.watchdog.apart,
-                )
-                with self.watchdog.watching(Running("workflow", sessions, work)):
-                    output = await contained(work, session)
+            work = call_workflow(
+                self.workflow,
+                task=dict(task),
+                model=model,
+                auxiliary_models=auxiliary,
+                logger=logger,
+                feedback=state.feedback,
+                apart=self.watchdog.apart,
+            )
+            with self.watchdog.watching(Running("workflow", _sessions(session, auxiliary), work)):
+                output = await contained(work, session)
             if hasattr(model, "workflow_ended"):  # frameworks whose agents can stop half-way
                 model.workflow_ended()
         except asyncio.CancelledError:
-            if _being_cancelled():
+            if being_cancelled():
                 raise
             state.outcome, state.error = Outcome.CANCELLED, "the workflow cancelled itself"
-            return
         except FunctionError:
             raise
         except Rejected as rejection:
             state.outcome = Outcome.REJECTED
             state.error = str(rejection) or "the workflow rejected the rollout"
-            return
         except RewardError as error:
-            state.outcome, state.error = _of_judge(error), _describe(error, None)
-            return
+            state.outcome, state.error = of_judge(error), describe(error, None)
         except Exception as error:
-            state.outcome, state.error = Outcome.WORKFLOW_ERROR, _describe(error, session)
+            state.outcome, state.error = Outcome.WORKFLOW_ERROR, describe(error, session)
             if not any(isinstance(known, Exited) for known in session.errors):  # which says it
                 self._say_where(error, state.error)
             logger.debug("%s failed", session.id, exc_info=True)
-            return
-        finally:
-            state.workflow_seconds = time.perf_counter() - started
-        state.response, state.reward = output.response, output.reward
-        self._note(state, output.metrics)
-        if self.judge is not None:
-            started = time.perf_counter()
-            try:
-                await self._run_judge(task, session, auxiliary, state)
-            finally:
-                state.judge_seconds = time.perf_counter() - started
-        if state.outcome is Outcome.COMPLETED:
-            _check_reward(state, judged=self.judge is not None, needed=self.settings.needs_reward)
+        else:
+            state.response, state.reward = output.response, output.reward
+            state.metrics |= self.noted(output.metrics)
+            return True
+        return False
 
-    def _note(self, state: _Attempt, metrics: Mapping[str, float] | None) -> None:
-        """Keep the user's metrics but those that no mean can be taken of, which the log names."""
+    def noted(self, metrics: Mapping[str, float] | None) -> dict[str, float]:
+        """The user's metrics but those that no mean can be taken of, which the log names."""
+        found = {}
         for name, value in (metrics or {}).items():
             if math.isfinite(value):
-                state.metrics[name] = value
+                found[name] = value
             elif name not in self.told:
                 self.told.add(name)
                 logger.warning(
                     "metric %r is %s: it is left out wherever it is not finite", name, value
                 )
+        return found
 
     def _say_where(self, error: BaseException, described: str) -> None:
         """Warn of an error in the user's own code, once for each line."""
@@ -281,31 +321,62 @@ class RolloutRunner:
         state: _Attempt,
     ) -> None:
         assert self.judge is not None
+        ask = partial(call_judge, self.judge, task=dict(task), response=state.response)
+        verdict = await self._verdict(ask, session, auxiliary)
+        if isinstance(verdict, JudgeFailure):
+            state.outcome, state.error = verdict
+            return
+        state.reward, state.feedback = verdict.reward, verdict.feedback
+        state.metrics |= self.noted(verdict.metrics)
+
+    async def judge_group(
+        self, task: dict[str, Any], id: RolloutId, responses: Sequence[Any]
+    ) -> list[JudgeOutput] | JudgeFailure:
+        """What the judge says of the responses of a group, in their order.
+
+        Args:
+            task: The group's.
+            id: Of its first rollout.
+            responses: As the workflow returned them.
+
+        Raises:
+            FunctionError: It returned something else than an output for each.
+        """
+        seed = derive_seed(self.settings.seed, id, "judge")
+        session = self.gateway.open_session(f"{id}-judge", seed=seed, recorded=False)
+        assert self.judge is not None
+        ask = partial(call_group_judge, self.judge, task=dict(task), responses=responses)
+        try:
+            with self.auxiliary_models(session.id, seed) as auxiliary:
+                async with asyncio.timeout(self.settings.timeout):
+                    return await self._verdict(ask, session, dict(auxiliary))
+        except TimeoutError:
+            took = f"no verdict within {self.settings.timeout:g} s (explorer.max_timeout)"
+            return JudgeFailure(Outcome.JUDGE_TIMEOUT, took)
+        finally:
+            session.seal()
+
+    async def _verdict(
+        self,
+        ask: Callable[..., Coroutine[Any, Any, T]],
+        session: Session,
+        auxiliary: dict[str, Any],
+    ) -> T | JudgeFailure:
+        """What a judge says, which is asked again as often as a rollout may be tried again."""
         for tries_left in range(self.settings.max_retries, -1, -1):
+            work = ask(auxiliary_models=auxiliary, logger=logger, apart=self.watchdog.apart)
             try:
-                work = call_judge(
-                    self.judge,
-                    task=dict(task),
-                    response=state.response,
-                    auxiliary_models=auxiliary,
-                    logger=logger,
-                    apart=self.watchdog.apart,
-                )
                 with self.watchdog.watching(Running("judge", _sessions(session, auxiliary), work)):
-                    verdict = await contained(work, session)
+                    return await contained(work, session)
             except FunctionError:
                 raise
             except (Exception, asyncio.CancelledError) as error:
-                if _being_cancelled():
+                if being_cancelled():
                     raise
-                if tries_left:
-                    continue
-                state.outcome, state.error = _of_judge(error), _describe(error, None)
-                self._say_where(error, state.error)
-            else:
-                state.reward, state.feedback = verdict.reward, verdict.feedback
-                self._note(state, verdict.metrics)
-            return
+                failure = JudgeFailure(of_judge(error), describe(error, None))
+                if not tries_left:
+                    self._say_where(error, failure.error)
+        return failure
 
 
 def _check_reward(state: _Attempt, *, judged: bool, needed: bool) -> None:
@@ -327,39 +398,3 @@ def _sessions(session: Session, auxiliary: Mapping[str, Any]) -> list[Session]:
     """An attempt's session, and those of its auxiliary models that are served here."""
     found = (getattr(model, "session", None) for model in auxiliary.values())
     return [session, *(other for other in found if isinstance(other, Session))]
-
-
-def _of_judge(error: BaseException) -> Outcome:
-    """A reward function that failed is the judge's failure, whoever called it."""
-    return Outcome.JUDGE_TIMEOUT if isinstance(error, RewardTimeout) else Outcome.JUDGE_ERROR
-
-
-def _being_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
-# What an error of Python's own means here.
-_HINTS = {
-    "'coroutine' object": " (is an `await` missing?)",
-    "cannot be called from a running event loop": " (`await` the coroutine in place of that)",
-}
-
-
-def _describe(error: BaseException, session: Session | None) -> str:
-    """One line for people. An error of the engine says more than what the client made of it."""
-    cause = session.errors[-1] if session is not None and session.errors else error
-    text = " ".join(text_of(cause, str).split())
-    text += next((hint for sign, hint in _HINTS.items() if sign in text), "")
-    if isinstance(cause, Exited):
-        return text
-    return f"{type(cause).__name__}: {text}" if text else type(cause).__name__
-
-
-def _as_text(response: Any) -> str:
-    if response is None:
-        return ""
-    get_text = getattr(response, "get_text_content", None)
-    if callable(get_text):
-        return text_of(response, lambda _: get_text() or "")
-    return response if isinstance(response, str) else text_of(response)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tuner.config.load import read_layers
 from tuner.config.source import concealed, lookup
 from tuner.errors import ConfigError, FunctionError
-from tuner.functions.calling import where
+from tuner.functions.calling import judges_groups, where
 from tuner.result import Verdict
 from tuner.run.directory import free_name
 from tuner.trinity.datafiles import put_evaluations, put_recorded, put_tasks
@@ -145,6 +145,12 @@ def _check_functions(
         raise FunctionError(
             f"mode {mode} runs no rollouts, so workflow_func and judge_func have nothing to do: "
             "leave them out"
+        )
+    split = lookup(settings.tree, "explorer.max_repeat_times_per_runner")
+    if split and judge is not None and judges_groups(judge):
+        raise FunctionError(
+            f"explorer.max_repeat_times_per_runner is {split}, which splits the groups that the "
+            "judge is to see whole: remove it, or judge each `response`"
         )
 
 

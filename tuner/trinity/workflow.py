@@ -26,6 +26,7 @@ from tuner.config import RemoteModel
 from tuner.errors import FunctionError, TrainingError
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults, SessionLimits
 from tuner.rollout import RolloutRunner, RolloutSettings
+from tuner.rollout.panel import Panel, panels_of
 from tuner.traces import Outcome, RolloutId, Trace
 from tuner.training.batch import alike, reward_of, unreplayed
 from tuner.trinity.datafiles import task_of
@@ -73,23 +74,39 @@ class TunerWorkflow(Workflow):  # type: ignore[misc]  # untyped
         host = await _host(self.model, self.auxiliary_model_wrappers or [], self._settings)
         first = self.run_id_base
         ids = [self._id(rollout) for rollout in range(first, first + self.repeat_times)]
+        task, runner = task_of(self.task.raw_task), host.runner(self._settings)
+        panel = next(iter(panels_of(runner, dict.fromkeys(ids, task)).values()), None)
+        found = self._known(ids, whole=panel is not None)
         try:
             async with asyncio.TaskGroup() as group:
-                running = [group.create_task(self._rollout(host, id)) for id in ids]
+                running = [
+                    group.create_task(self._rollout(runner, task, id, panel))
+                    for id in ids
+                    if id not in found
+                ]
         except BaseExceptionGroup as errors:
             error = errors.exceptions[0]
             if isinstance(error, (FunctionError, TrainingError)):
                 # Trinity-RFT would write it to a log and go on with the next task.
                 self._journal.stop(error)
             raise error from None
-        return self._experiences([task.result() for task in running])
+        found |= {one.result().id: one.result() for one in running}
+        return self._experiences([found[id] for id in ids])
 
-    async def _rollout(self, host: _Host, id: RolloutId) -> Trace:
+    def _known(self, ids: Sequence[RolloutId], *, whole: bool) -> dict[RolloutId, Trace]:
+        """Rollouts that a run which goes on has, and does not sample again.
+
+        Args:
+            whole: Whether they are made together or not at all.
+        """
+        before = _step_before(self._journal.folder, ids[0].split, ids[0].step)
+        known = {trace.id: trace for trace in before if trace.final and trace.id in ids}
+        return {} if whole and len(known) < len(ids) else known
+
+    async def _rollout(
+        self, runner: RolloutRunner, task: dict[str, Any], id: RolloutId, panel: Panel | None
+    ) -> Trace:
         """One rollout's last attempt; all of them go to the trace store."""
-        task = task_of(self.task.raw_task)
-        for before in _step_before(self._journal.folder, id.split, id.step):
-            if before.id == id and before.final:
-                return before  # a run that goes on has it; it is not sampled again
         given = self.task.rollout_args
         sampling = SamplingDefaults(
             temperature=given.temperature,
@@ -97,7 +114,8 @@ class TunerWorkflow(Workflow):  # type: ignore[misc]  # untyped
             top_k=given.top_k,
             max_tokens=given.max_tokens,
         )
-        attempts = await host.runner(self._settings).run(task, id, sampling)
+        make = partial(runner.run, task, id, sampling)
+        attempts = await (make() if panel is None else panel.run(id, make))
         self._journal.write(attempts)
         final = attempts[-1]
         if (

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tuner.errors import FunctionError, TunerError
-from tuner.functions.calling import call_judge, check_judge_function
+from tuner.functions.calling import call_judge, check_judge_function, judges_groups, where
 from tuner.run.directory import write_atomically
 from tuner.traces import Outcome, Trace, TraceStore, read_traces
 
@@ -139,6 +139,11 @@ def replay(
         TunerError: The run has no such traces.
     """
     check_judge_function(judge)
+    if judges_groups(judge):
+        raise FunctionError(
+            f"{where(judge)} judges groups, and a replay scores each response alone: give a judge "
+            "that takes `response`"
+        )
     scores: list[Score] = []
     unscored: dict[int, Counter[str]] = {}
     for step, file in _files(run, split, steps):
