@@ -273,9 +273,14 @@ def test_later_layers_win_and_absent_ones_change_nothing(tmp_path_factory, layer
     assert getattr(getattr(config, section), name) == given_values[0]
 
 
+names_of_folders = st.text(min_size=1).filter(
+    lambda text: text.isprintable() and text.strip() == text and Path(text).name == text != ".."
+)
+
+
 @settings(max_examples=15, deadline=None)
 @given(
-    name=st.text(min_size=1).filter(lambda t: t.isprintable() and t.strip() == t),
+    name=names_of_folders,
     template=st.none() | st.sampled_from(["${x}", "{{ a }}", "null", "1e6", "a: b\nc"]),
     lr=st.floats(1e-9, 1),
     steps=st.none() | st.integers(1, 100),
