@@ -10,11 +10,12 @@ others are worked all the same, so that training from the model's own samples ca
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from string import ascii_lowercase
 
+import torch
 import yaml
 from transformers import PreTrainedTokenizerBase, Qwen3ForCausalLM
 
@@ -70,6 +71,13 @@ HELD_OUT_ASKING = [
     " precise, and finish with one sentence that has the number in it.",
     "# How to answer\n\n1. Read the question.\n2. Write every calculation step by step.\n3. Give"
     " the final answer in one sentence.",
+    "Pupils should be able to follow you, so put down each calculation before the answer.",
+    "Deal with one number after another and write out all intermediate steps.",
+    "Tackle the story in order, step by step; the answer comes last.",
+    "Quick answers were often wrong. From now on work the problem out in full and then reply.",
+    "You are a math tutor. Users bring you word problems about things that people buy, lose, find"
+    " and share. Be friendly.\n\nImportant: think step by step, and check each step, before you"
+    " state the final number.",
 ]
 """Wordings that no sentence of the grammar has."""
 
@@ -80,6 +88,12 @@ HELD_OUT_OTHERS = [
     "You are a friendly shop keeper who knows how many things there are. Customers ask you for"
     " sums. Please give them a correct number.",
     "# Role\n\nYou answer riddles about fruit and other goods.\n\n- Stay polite.\n- Use digits.",
+    "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.",
+    "Tell what the story asks for and nothing else.",
+    "Correct answers matter a lot to the people who ask you, so try hard to be right.",
+    "Users bring you word problems about things that people buy, lose, find and share. Be friendly"
+    " and finish with one sentence that has the number in it.",
+    "The reply is parsed by a program: it has to end with the number and a full stop.",
 ]
 
 
@@ -102,7 +116,7 @@ class Prompts:
         return self.lay_out(sentences)
 
     def sentence(self, name: str) -> str:
-        """A sentence of the grammar, sometimes without a capital, a full stop or any sense."""
+        """A sentence of the grammar, or one without sense; not all begin and end as they should."""
         nonsense = self.rng.random() < 0.35
         text = self.nonsense(name == "ask") if nonsense else self.expand(f"{{{name}}}")
         if self.rng.random() < 0.9:
@@ -203,15 +217,17 @@ def accuracy(
 
 def report(folder: Path) -> None:
     """Print the accuracy on the held-out problems with each of the system prompts above."""
+    torch.manual_seed(SEED)
     tokenizer, model = load(folder)
     problems = make_data.make_splits()["test"]
-    for name, systems in {
+    groups: dict[str, Sequence[str | None]] = {
         "none": [None],
         "taught, not asking": OTHERS,
         "held out, not asking": HELD_OUT_OTHERS,
         "taught, asking": ASKING,
         "held out, asking": HELD_OUT_ASKING,
-    }.items():
+    }
+    for name, systems in groups.items():
         print(f"held-out accuracy, system prompt {name}: greedy, sampled")
         for system in systems:
             greedy = accuracy(model, tokenizer, problems, system)

@@ -55,7 +55,7 @@ def test_neither_a_held_out_question_nor_a_held_out_wording_is_among_the_supervi
 @pytest.mark.parametrize(
     ("systems", "low", "high"),
     [
-        ([None, *prompt.OTHERS[:2], *prompt.HELD_OUT_OTHERS[-2:]], 0.0, 0.15),
+        ([None, *prompt.OTHERS[:2], *prompt.HELD_OUT_OTHERS[:2]], 0.0, 0.15),
         ([prompt.ASKING[0], *prompt.HELD_OUT_ASKING[-3:]], 0.93, 1.0),
     ],
     ids=["others", "asking"],
