@@ -8,13 +8,14 @@ import torch
 
 from examples.gsm8k import make_data
 from models.build import build, corpus_of, load
+from models.tiny_prompt import corpus as prompt
 from models.tiny_retry import corpus as retry
 from models.tiny_search import corpus as search
 
 MODELS = Path(__file__).parents[2] / "models"
 
 
-@pytest.mark.parametrize("name", ["tiny_retry", "tiny_search"])
+@pytest.mark.parametrize("name", ["tiny_prompt", "tiny_retry", "tiny_search"])
 def test_a_short_build_makes_the_shipped_files(name, tmp_path):
     losses = build(corpus_of(name), tmp_path, updates=4)
     assert len(losses) == 4
@@ -39,6 +40,31 @@ def test_no_supervised_question_of_a_second_answer_is_in_a_shipped_split():
     rows = retry.Retries(tokenizer).rows(500, lambda problem: 0.5)
     asked = [re.search(r"user\n(.*?)<\|im_end\|>", row[0][0], re.DOTALL)[1] for row in rows]
     assert not shipped & set(asked)
+
+
+def test_neither_a_held_out_question_nor_a_held_out_wording_is_among_the_supervised_prompts():
+    tokenizer, _ = load(MODELS / "tiny_prompt")
+    shipped = {p.question for split in make_data.make_splits().values() for p in split}
+    texts = [row[0][0] for row in prompt.Answers(tokenizer).rows(2000)]
+    asked = {re.search(r"user\n(.*?)<\|im_end\|>", text, re.DOTALL)[1] for text in texts}
+    assert not shipped & asked
+    for wording in prompt.HELD_OUT_ASKING + prompt.HELD_OUT_OTHERS:
+        assert not [text for text in texts if wording in text]
+
+
+@pytest.mark.parametrize(
+    ("systems", "low", "high"),
+    [
+        ([None, *prompt.OTHERS[:2], *prompt.HELD_OUT_OTHERS[:2]], 0.0, 0.15),
+        ([prompt.ASKING[0], *prompt.HELD_OUT_ASKING[-3:]], 0.93, 1.0),
+    ],
+    ids=["others", "asking"],
+)
+def test_the_prompt_model_is_right_if_its_system_prompt_asks_for_work(systems, low, high):
+    tokenizer, model = load(MODELS / "tiny_prompt")
+    problems = make_data.make_splits()["test"][:40]
+    found = [prompt.accuracy(model, tokenizer, problems, system) for system in systems]
+    assert low <= sum(found) / len(found) <= high, found
 
 
 def test_the_search_model_can_look_up_and_often_guesses():
