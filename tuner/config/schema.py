@@ -110,6 +110,11 @@ class RemoteModel(Section):
         description="Money for a million tokens that it writes.",
     )
 
+    @property
+    def prices(self) -> tuple[float, float]:
+        """For a million tokens read, and written; 0 where it is not said."""
+        return self.input_price or 0.0, self.output_price or 0.0
+
     def api_key(self, setting: str) -> str:
         """The API key; "none" where none is needed.
 

@@ -13,12 +13,10 @@ from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
 from tuner.data.dataset import row_text
-from tuner.prompts.trials import Prompts
+from tuner.prompts.prompted import Prompts
 from tuner.traces import Call, Trace
 
 T = TypeVar("T")
-SEARCH = "search"
-"""The split of the rows that are searched with."""
 CHARACTERS = 4_000
 """Of a rollout's conversation, what a reflection is shown: its beginning and its end."""
 

@@ -19,9 +19,10 @@ from tuner.errors import ConfigError, TrainingError
 from tuner.gateway import SamplingDefaults
 from tuner.prompts.candidate_tree import CandidateTree
 from tuner.prompts.contenders import Contender, elsewhere, served_here
-from tuner.prompts.evolution import SEARCH, evolve
+from tuner.prompts.evolution import evolve
+from tuner.prompts.prompted import HELD_OUT, SEARCH, Prompts
 from tuner.prompts.reflection import Reflection
-from tuner.prompts.trials import CandidateLog, Prompts, Spent, Trials
+from tuner.prompts.trials import CandidateLog, Spent, Trials
 from tuner.run.console import ConsoleMonitor
 from tuner.run.directory import RunDirectory, read_json, write_atomically
 from tuner.run.estimates import estimate
@@ -33,7 +34,6 @@ from tuner.tune import Run
 
 logger = logging.getLogger("tuner")
 
-HELD_OUT = "eval"
 COMPARED = 100
 """Rows that candidates are compared on, at most."""
 FEW = 10
@@ -85,25 +85,6 @@ class Search:
     temperature: float | None
     proposer: RemoteModel
     _warned: bool = field(default=False, init=False)
-
-    def check_budget(self) -> None:
-        """
-        Raises:
-            ConfigError: Nothing says how long the search is, or nothing says what it costs.
-        """
-        settings = self.settings
-        limits = (settings.max_rollouts, settings.max_tokens, settings.max_cost)
-        if settings.optimization_level is None and limits == (None, None, None):
-            raise ConfigError(
-                "PromptTuneConfig.optimization_level is None, and nothing else says how long the "
-                "search is: set max_rollouts, max_tokens or max_cost"
-            )
-        unpriced = [m.model_name for m in (self.model, self.proposer) if m and not any(_prices(m))]
-        if settings.max_cost is not None and unpriced:
-            raise ConfigError(
-                f"PromptTuneConfig.max_cost is set, and {unpriced[0]} has no prices: set "
-                "input_price and output_price of its RemoteModel, money for a million tokens"
-            )
 
     def result(self) -> tuple[Any, dict[str, float]]:
         """What `tune_prompt()` returns, searched for or read where it was found before."""
@@ -161,7 +142,7 @@ class Search:
             client,
             self.proposer.model_name,
             directory.path / "reflections.jsonl",
-            prices=_prices(self.proposer),
+            prices=self.proposer.prices,
             spent=lambda: spent,
         )
         arguments = config.rollout_args(config.buffer.explorer_input.eval_tasksets[0])
@@ -177,7 +158,7 @@ class Search:
                 defaults=SamplingDefaults(**arguments.model_dump()),
                 max_running=settings.eval_num_threads,
                 single=self.single,
-                prices=_prices(self.model),
+                prices=self.model.prices if self.model else (0.0, 0.0),
                 on_trace=monitor.rollout_done,
                 spent=spent,
             )
@@ -320,13 +301,6 @@ def _halves(rows: list[int], seed: int) -> tuple[list[int], list[int]]:
     random.Random(seed).shuffle(rows)
     compared = min(len(rows) // 2, COMPARED)
     return sorted(rows[compared:]), sorted(rows[:compared])
-
-
-def _prices(remote: RemoteModel | None) -> tuple[float, float]:
-    """For a million tokens read, and written; 0 where they are not known."""
-    if remote is None:
-        return 0.0, 0.0
-    return remote.input_price or 0.0, remote.output_price or 0.0
 
 
 def _improvement(means: Mapping[str, float]) -> dict[str, float]:

@@ -11,43 +11,15 @@ from typing import Any
 
 from tuner.data.dataset import Task
 from tuner.errors import TunerError
-from tuner.functions.calling import as_workflow_output, call_function
-from tuner.functions.outputs import WorkflowOutput
 from tuner.gateway import SamplingDefaults
 from tuner.prompts.contenders import Contender
+from tuner.prompts.prompted import Prompted, Prompts
 from tuner.rollout import Rollouts
 from tuner.traces import RolloutId, Trace, TraceStore, Usage
 from tuner.traces.store import complete_lines, cut_torn_line
 
-Prompts = Mapping[str, str]
-"""The texts that are searched for, by the names of the components."""
 PER_PRICE = 1_000_000
 """Tokens that a price is for."""
-
-
-@dataclass(frozen=True)
-class Prompted:
-    """A workflow that is given its prompts, as a run calls workflows.
-
-    Attributes:
-        workflow: Takes `task` and `system_prompt`, and `model` if it likes.
-        system_prompt: A text, or a dict of them where there are several components.
-    """
-
-    workflow: Callable[..., Any]
-    system_prompt: str | dict[str, str]
-
-    async def __call__(
-        self, task: Task, model: Any, auxiliary_models: Mapping[str, Any], logger: Any
-    ) -> WorkflowOutput:
-        arguments = {
-            "task": task,
-            "model": model,
-            "system_prompt": self.system_prompt,
-            "auxiliary_models": auxiliary_models,
-            "logger": logger,
-        }
-        return as_workflow_output(await call_function(self.workflow, arguments), self.workflow)
 
 
 @dataclass

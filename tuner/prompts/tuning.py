@@ -9,25 +9,13 @@ from typing import Any
 from tuner.config import RemoteModel
 from tuner.data.dataset import DatasetConfig, Task, load_tasks
 from tuner.errors import ConfigError, FunctionError
-from tuner.functions.calling import Signature, check_function
+from tuner.functions.calling import check_function
 from tuner.functions.loading import require_nothing_loads
-from tuner.functions.outputs import WorkflowOutput
-from tuner.prompts.evolution import SEARCH
+from tuner.prompts.prompted import COMPONENT, HELD_OUT, SEARCH, WORKFLOW, Prompted
 from tuner.prompts.providers import remote_named
-from tuner.prompts.search import HELD_OUT, Search
-from tuner.prompts.trials import Prompted
 from tuner.run.interrupts import outside_event_loop
 from tuner.settings import PromptTuneConfig, TunerModelConfig
 from tuner.tune import prepare_evaluation
-
-WORKFLOW = Signature(
-    "workflow",
-    ("task", "system_prompt"),
-    ("model", "auxiliary_models", "logger"),
-    WorkflowOutput.__name__,
-)
-COMPONENT = "system_prompt"
-"""The name of the only component, where one text is searched for."""
 
 
 def tune_prompt(
@@ -89,6 +77,9 @@ def tune_prompt(
     settings = config or PromptTuneConfig()
     texts = _texts(init_system_prompt)
     own_model = _brings_its_model(given, model)
+    proposer = settings.reflection_model or remote_named(settings.lm_model_name)
+    proposer.api_key("PromptTuneConfig.reflection_model")
+    _check_budget(settings, [proposer, *([model] if isinstance(model, RemoteModel) else [])])
     tasks = {SEARCH: _rows(train_dataset, "train_dataset")}
     if eval_dataset is not None:
         tasks[HELD_OUT] = _rows(eval_dataset, "eval_dataset")
@@ -103,6 +94,8 @@ def tune_prompt(
         config_path=config_path,
         overrides=[*overrides, f"tuner.seed={settings.seed}"],
     )
+    from tuner.prompts.search import Search  # imports PyTorch: only once the rest is in order
+
     search = Search(
         run=run,
         workflow=given,
@@ -114,9 +107,8 @@ def tune_prompt(
         temperature=model.temperature
         if isinstance(model, TunerModelConfig) and "temperature" in model.model_fields_set
         else None,
-        proposer=settings.reflection_model or remote_named(settings.lm_model_name),
+        proposer=proposer,
     )
-    search.check_budget()
     return outside_event_loop(search.result)
 
 
@@ -185,3 +177,22 @@ def _rows(dataset: Any, role: str) -> list[Task]:
     # AgentScope's own class of this name.
     same = DatasetConfig(path=dataset.path, name=dataset.name, split=dataset.split)
     return load_tasks(same, role=role)[:limit]
+
+
+def _check_budget(settings: PromptTuneConfig, models: Sequence[RemoteModel]) -> None:
+    """
+    Raises:
+        ConfigError: Nothing says how long the search is, or nothing says what it costs.
+    """
+    limits = (settings.max_rollouts, settings.max_tokens, settings.max_cost)
+    if settings.optimization_level is None and limits == (None, None, None):
+        raise ConfigError(
+            "PromptTuneConfig.optimization_level is None, and nothing else says how long the "
+            "search is: set max_rollouts, max_tokens or max_cost"
+        )
+    unpriced = [model.model_name for model in models if not any(model.prices)]
+    if settings.max_cost is not None and unpriced:
+        raise ConfigError(
+            f"PromptTuneConfig.max_cost is set, and {unpriced[0]} has no prices: set input_price "
+            "and output_price of its RemoteModel, money for a million tokens"
+        )
