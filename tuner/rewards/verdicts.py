@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -252,9 +251,6 @@ def _response_format(form: type[BaseModel]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": schema}
 
 
-_THINKING = re.compile(r".*</think>", re.DOTALL)
-
-
 def read(text: str, form: type[Form]) -> Form:
     """The one object of the form in a text, which may have words and fences around it.
 
@@ -264,7 +260,7 @@ def read(text: str, form: type[Form]) -> Form:
     Raises:
         ValueError: There is none, or several: which of them is meant is not for us to say.
     """
-    values, text, at = [], _THINKING.sub("", text), 0
+    values, text, at = [], text.rpartition("</think>")[2], 0
     while (at := text.find("{", at)) >= 0:
         try:
             value, at = json.JSONDecoder().raw_decode(text, at)
