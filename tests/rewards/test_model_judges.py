@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 import json
 import pickle
+import re
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +27,7 @@ from tuner.rewards.verdicts import Asker, read
 from tuner.rollout import RolloutRunner, RolloutSettings, StepPlan, collect
 from tuner.traces import Outcome, TraceStore
 
+PAGE = Path(__file__).parents[2] / "docs/judges.md"
 TASK = {"question": "Where is the old bridge?", "answer": "in the north"}
 
 
@@ -66,6 +69,25 @@ async def test_a_verdict_is_a_reward_with_its_reasons_and_its_cost():
     assert form["schema"]["properties"]["score"].items() >= {"minimum": 0, "maximum": 1}.items()
     for shown in ("Be right.", '"answer": "in the north"', "<number from 0 to 1>"):
         assert shown in prompt_of(request)
+
+
+async def test_the_page_shows_the_prompt_and_its_code_runs(tmp_path, monkeypatch):
+    page = PAGE.read_text()
+    monkeypatch.setenv("JUDGE_API_KEY", "secret")
+    monkeypatch.chdir(tmp_path)
+    with chat_server(lambda request: said(0.5)) as server:
+        await judge_at(server)({"question": "What is 2 + 2?", "answer": "4"}, "It is 4.")
+        assert f"```text\n{prompt_of(server.requests[0])}\n```" in page
+        code = "\n".join(re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
+        names = {}
+        exec(code.replace("https://api.example.com/v1", server.base_url), names)
+        verdict = await names["judge"](TASK, "in the north")
+        assert verdict.metrics["judge_cost"] == (7 * 0.4 + 4 * 1.6) / 1e6
+        assert server.requests[1]["headers"]["authorization"] == "Bearer secret"
+        assert len(list((tmp_path / "verdicts").iterdir())) == 1
+    shortest = await names["shortest_wins"](TASK, ["aa", "a"])
+    assert [verdict.reward for verdict in shortest] == [0, 1]
+    assert callable(names["compare"])
 
 
 async def test_what_is_sent_is_what_was_set():

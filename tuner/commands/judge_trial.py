@@ -125,9 +125,9 @@ class Bench:
         """Its verdicts on the responses and on the probes."""
         rulings = await self.rule(task, responses)
         worth = labels or [-math.inf if r.reward is None else r.reward for r in rulings]
-        best = max(range(len(worth)), key=worth.__getitem__, default=None)
+        best = max(range(len(worth)), key=worth.__getitem__)
         answers: dict[str, Any] = {name: StoredResponse(t) for name, t in UNDESERVED.items()}
-        mixed = None if best is None else _shuffled(as_text(responses[best]))
+        mixed = None if worth[best] == -math.inf else _shuffled(as_text(responses[best]))
         if mixed is not None:
             answers[SHUFFLED] = StoredResponse(mixed)
         texts, beside = list(answers.values()), rulings
