@@ -186,7 +186,9 @@ def test_a_judge_of_groups_sees_the_probes_among_the_responses(checked):
         return [JudgeOutput(reward=1.0)]
 
     verdict = checked(forgets)
-    assert "for 4 responses; a judge of groups returns a list" in verdict.text
+    assert (
+        "returned 1 outputs for 4 responses; a judge of groups returns one for each" in verdict.text
+    )
     assert not verdict.ready
 
 

@@ -27,7 +27,7 @@ from tuner.commands.judge_trial import (
 )
 from tuner.errors import ConfigError
 from tuner.functions.calling import where
-from tuner.functions.outputs import JudgeOutput, StoredResponse, as_text
+from tuner.functions.outputs import JudgeOutput, StoredResponse, response_text
 from tuner.gateway import SamplingDefaults
 from tuner.result import Verdict
 from tuner.rollout import StepPlan, collect
@@ -153,7 +153,7 @@ def _rewards(looks: Sequence[Look], traces: Sequence[Trace]) -> Iterator[str]:
     pairs = [
         pair
         for look in looks
-        for pair in _rewarded([len(as_text(one)) for one in look.responses], look.rulings)
+        for pair in _rewarded([len(response_text(one)) for one in look.responses], look.rulings)
     ]
     longest = max(length for length, _ in pairs)
     mean = fmean(reward for length, reward in pairs if length == longest)
