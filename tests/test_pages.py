@@ -92,6 +92,7 @@ BESIDE_A_RUN = ("reward_does_not_rise.md", "traces.md")
 ELSEWHERE = {
     "README.md": "tests/test_readme.py",
     "agentscope2.md": "tests/integration/agentscope2/test_docs.py",
+    "judges.md": "tests/rewards/test_model_judges.py",
     "frameworks.md": "tests/integration/frameworks/test_docs.py",
     "not_python.md": "tests/test_pages.py",
     "trinity.md": "tests/integration/trinity/test_examples.py",

@@ -99,7 +99,18 @@ def run(config: ConfigFile, overrides: Overrides = None) -> None:
 
 
 @app.command(epilog="Example: tuner check config.yaml")
-def check(config: ConfigFile, overrides: Overrides = None) -> None:
+def check(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    of_judge: Annotated[
+        bool, typer.Option("--judge", help="Is the judge any good? It judges rollouts and more.")
+    ] = False,
+    labelled: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="For --judge: JSON lines of task, response, reward."),
+    ] = None,
+    tasks: Annotated[int, typer.Option(min=1, help="For --judge: tasks with rollouts.")] = 4,
+) -> None:
     """Validate everything, look at two rollouts or at recorded data, and say what would happen.
 
     For Trinity-RFT: its own check, without a GPU or a cluster; no rollouts.
@@ -107,16 +118,26 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
     from tuner.run.interrupts import outside_event_loop
     from tuner.tune import prepare
 
+    if labelled is not None and not of_judge:
+        raise ConfigError("--labelled is for the judge: add --judge")
     workflow, judge, backend = _functions(config, overrides or [])
+    if of_judge and backend == "trinity":
+        raise ConfigError("--judge needs rollouts, which are run here: add tuner.backend=local")
     if backend == "trinity":
         from tuner.trinity.preparation import check_trinity
 
         verdict = check_trinity(config, overrides or [], workflow=workflow, judge=judge)
     else:
         run = prepare(workflow, judge, config_path=config, overrides=overrides or [])
-        from tuner.check import check_run  # imports PyTorch: only once the rest is in order
+        # These import PyTorch: only once the rest is in order.
+        if of_judge:
+            from tuner.commands.judge_check import check_judge
 
-        verdict = outside_event_loop(lambda: check_run(run))
+            verdict = outside_event_loop(lambda: check_judge(run, tasks=tasks, labelled=labelled))
+        else:
+            from tuner.check import check_run
+
+            verdict = outside_event_loop(lambda: check_run(run))
     typer.echo(verdict.text)
     if not verdict.ready:
         raise typer.Exit(FAILED)

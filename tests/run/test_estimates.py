@@ -6,7 +6,7 @@ from statistics import NormalDist, fmean, stdev
 import numpy as np
 import pytest
 
-from tuner.run.estimates import estimate, pass_at_k, pass_hat_k, passes
+from tuner.run.estimates import estimate, pass_at_k, pass_hat_k, passes, spearman
 
 
 @pytest.mark.parametrize(
@@ -57,3 +57,12 @@ def test_one_task_has_no_interval_and_none_no_mean():
     assert estimate([0.5]).low is None
     assert estimate([0.5]).text() == "0.500"
     assert estimate([1.0, 1.0, 1.0]).text(".1f") == "1.0 [1.0, 1.0]"
+
+
+def test_rank_correlation_with_ties_is_pearsons_of_the_mean_ranks():
+    first, second = [0.75, 0.25, 0, 0, 0.5, 0.5, 0.5], [0.75, 0.25, 0, 0.5, 0.75, 0.75, 0.75]
+    ranks = [7, 3, 1.5, 1.5, 5, 5, 5], [5.5, 2, 1, 3, 5.5, 5.5, 5.5]
+    assert spearman(first, second) == pytest.approx(np.corrcoef(*ranks)[0, 1])
+    assert spearman([1, 2, 3], [10, 100, 1000]) == pytest.approx(1)
+    assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    assert spearman([1, 2], [1, 1]) is None

@@ -10,10 +10,10 @@ import pytest
 from tests.builders import call, trace
 from tests.viewer.stored import store_run
 from tuner.errors import FunctionError, TunerError
-from tuner.functions.outputs import JudgeOutput
+from tuner.functions.outputs import JudgeOutput, StoredResponse
 from tuner.traces import Outcome
 from tuner.viewer import replay
-from tuner.viewer.replay import StoredResponse, parse_steps, replay_table
+from tuner.viewer.replay import parse_steps, replay_table
 
 
 def answered(task, rollout, response, reward, **fields):

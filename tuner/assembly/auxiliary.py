@@ -41,6 +41,7 @@ class AuxiliaryModels:
             kind=self._kind,
             max_concurrent=remote.max_concurrent,
         )
+        self._remote[name].remote = remote  # its prices, for judges that count their cost
 
     @contextmanager
     def opened(self, rollout: str, seed: int) -> Iterator[dict[str, Any]]:

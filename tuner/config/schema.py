@@ -132,6 +132,13 @@ class RemoteModel(Section):
             )
         return key
 
+    def cost(self, input_tokens: int, output_tokens: int) -> float | None:
+        """What so many tokens cost; None where neither price is set, of which one is else 0."""
+        if self.input_price is None and self.output_price is None:
+            return None
+        prices = self.input_price or 0.0, self.output_price or 0.0
+        return (input_tokens * prices[0] + output_tokens * prices[1]) / 1e6
+
 
 class NamedClass(Section):
     """`tuner.agent.*`, `tuner.environment.*`: a class by name, and what its constructor gets."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -107,6 +107,29 @@ def response_text(response: Any) -> str:
     if callable(get_text):
         return text_of(response, lambda _: get_text() or "")
     return response if isinstance(response, str) else text_of(response)
+
+
+class StoredResponse(str):
+    """The text of a response, for judges written for text and for those written for messages.
+
+    It is a `str`, and like AgentScope's `Msg` it has `content` and `get_text_content()`. Whatever
+    else the response was is not stored.
+    """
+
+    __slots__ = ()
+
+    @property
+    def content(self) -> str:
+        return str(self)
+
+    def get_text_content(self) -> str:
+        return str(self)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"the judge reads response.{name}, but a trace stores a response as text: use it as "
+            "a str, or response.get_text_content()"
+        )
 
 
 def shown(value: Any) -> str:

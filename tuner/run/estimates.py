@@ -99,6 +99,20 @@ def passes(
     return [pass_at_k(n, c, k) for n, c in counts], [pass_hat_k(n, c, k) for n, c in counts]
 
 
+def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """The correlation of two sequences' ranks, ties with their mean rank; None where one of them
+    has but one value."""
+    if len(set(first)) < 2 or len(set(second)) < 2:
+        return None
+    return float(np.corrcoef(_ranks(first), _ranks(second))[0, 1])
+
+
+def _ranks(values: Sequence[float]) -> np.ndarray:
+    _, place, counts = np.unique(np.asarray(values), return_inverse=True, return_counts=True)
+    ranks: np.ndarray = (counts.cumsum() - (counts - 1) / 2)[place]
+    return ranks
+
+
 def rewards_by_task(traces: Iterable[Trace]) -> Mapping[int, list[float]]:
     """The rewards of each task's rollouts, by its number; of a task where all failed none."""
     found: defaultdict[int, list[float]] = defaultdict(list)

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from tuner.errors import FunctionError, TunerError
 from tuner.functions.calling import call_judge, check_judge_function, judges_groups, where
+from tuner.functions.outputs import StoredResponse
 from tuner.run.directory import write_atomically
 from tuner.traces import Outcome, Trace, TraceStore, read_traces
 
@@ -28,29 +29,6 @@ JUDGED = (
     Outcome.INVALID_REWARD,
 )
 MAX_RUNNING = 16
-
-
-class StoredResponse(str):
-    """The text of a response, for judges written for text and for those written for messages.
-
-    It is a `str`, and like AgentScope's `Msg` it has `content` and `get_text_content()`. Whatever
-    else the response was is not stored.
-    """
-
-    __slots__ = ()
-
-    @property
-    def content(self) -> str:
-        return str(self)
-
-    def get_text_content(self) -> str:
-        return str(self)
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(
-            f"the judge reads response.{name}, but a trace stores a response as text: use it as "
-            "a str, or response.get_text_content()"
-        )
 
 
 class NoModels(dict[str, Any]):
