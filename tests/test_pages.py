@@ -95,6 +95,7 @@ ELSEWHERE = {
     "judges.md": "tests/rewards/test_model_judges.py",
     "frameworks.md": "tests/integration/frameworks/test_docs.py",
     "not_python.md": "tests/test_pages.py",
+    "prompts.md": "tests/prompts/test_tuning.py",
     "trinity.md": "tests/integration/trinity/test_examples.py",
 }
 # Blocks that need what is not here: models of the Hub.

@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.chat_server import Refusal, chat_server
 from tuner import (
     ConfigError,
@@ -380,3 +382,16 @@ def test_a_model_whose_skill_hangs_on_its_prompt_gets_the_prompt(tuned, folder, 
     assert metrics["eval_before"] < 0.3
     assert metrics["eval_after"] > 0.8
     assert all(len(call.logprobs) for trace in traces(folder) for call in trace.calls)
+
+
+def test_the_pages_script_searches(tmp_path):
+    (page,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/prompts.md").read_text(), re.DOTALL)
+    for split in ("train", "test"):
+        lines = [json.dumps(row) for row in problems(split, 12)]
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
+    with proposer(["Think."]) as server:
+        (tmp_path / "main.py").write_text(page.replace("PROPOSER", repr(server.base_url)))
+        printed = forked.script(tmp_path / "main.py")
+    assert "Traceback" not in printed
+    assert re.search(r"^(Answer the question|Think)\. [\d.]+ [\d.]+$", printed, re.MULTILINE)
+    assert len(server.requests) > 0
