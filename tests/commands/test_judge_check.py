@@ -39,7 +39,7 @@ def checked(random_model_path, tmp_path):
     def check(judge, *overrides, func=workflow, labelled=None, tasks=2):
         run = prepare(
             func,
-            None,
+            scoring(sound),
             [{"question": f"number {n}"} for n in range(4)],
             overrides=[
                 f"model.model_path={random_model_path}",
@@ -149,6 +149,16 @@ def test_a_workflow_that_fails_leaves_nothing_to_judge(checked):
     assert not verdict.ready
     assert "8 did not complete: workflow_error: RuntimeError: no such tool" in verdict.text
     assert "nothing to judge" in verdict.text
+
+
+def test_attempts_after_feedback_are_not_made(checked):
+    async def again(task, model, feedback):
+        assert feedback is None
+        return await workflow(task, model)
+
+    verdict = checked(scoring(sound), "tuner.feedback_attempts=2", func=again)
+    assert "REWARDS of 8 rollouts" in verdict.text
+    assert verdict.ready
 
 
 def test_a_judge_gets_what_the_workflow_returned(checked):

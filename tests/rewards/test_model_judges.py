@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import pickle
 import re
@@ -384,18 +385,19 @@ def gateway_over(parts):
     return Gateway(engine, ChatRenderer(tokenizer), model_name="m")
 
 
-def runner_of(parts, judge, auxiliary, *, timeout=120.0):
-    async def workflow(task, model):
-        await model([{"role": "user", "content": "hi"}])
-        return WorkflowOutput(response=task["response"])
+async def answers(task, model):
+    await model([{"role": "user", "content": "hi"}])
+    return WorkflowOutput(response=task["response"])
 
+
+def runner_of(parts, judge, auxiliary, *, workflow=answers):
     return RolloutRunner(
         gateway_over(parts),
         workflow,
         judge,
         make_model=lambda session: chat_model(session, kind="plain"),
         auxiliary_models=auxiliary.opened,
-        settings=RolloutSettings(timeout=timeout, max_retries=0, seed=1),
+        settings=RolloutSettings(timeout=120.0, max_retries=0, seed=1),
     )
 
 
@@ -407,7 +409,8 @@ async def outcomes(parts, tmp_path, judge, texts, *, auxiliary=None):
     return await collect(plan, runner, TraceStore(tmp_path), max_running=len(texts))
 
 
-async def test_sixty_four_verdicts_at_once_all_arrive_within_the_limit(parts, tmp_path):
+@pytest.mark.parametrize("of_the_run", [True, False])
+async def test_sixty_four_verdicts_at_once_all_arrive_within_the_limit(parts, tmp_path, of_the_run):
     lock, full, flying, most = threading.Lock(), threading.Barrier(8), 0, 0
 
     def answer(request):
@@ -423,8 +426,9 @@ async def test_sixty_four_verdicts_at_once_all_arrive_within_the_limit(parts, tm
 
     with chat_server(answer) as server:
         auxiliary = AuxiliaryModels("plain")
-        auxiliary.add_remote("far", remote(server, max_concurrent=8, input_price=1.0))
-        judge = llm_judge(rubric="Count.", model="far")
+        far = remote(server, max_concurrent=8, input_price=1.0)
+        auxiliary.add_remote("far", far)
+        judge = llm_judge(rubric="Count.", model="far" if of_the_run else far)
         texts = [f"number {n:02}" for n in range(64)]
         traces = await outcomes(parts, tmp_path, judge, texts, auxiliary=auxiliary)
     assert [trace.reward for trace in traces] == [n / 64 for n in range(64)]
@@ -475,6 +479,32 @@ async def test_a_judge_that_fails_is_an_outcome_and_never_a_reward(parts, tmp_pa
     assert "gave no verdict in 3 answers: there is no JSON object: 'very nice'" in chatted.error
     assert [trace.reward for trace in traces] == [None, None, None, 1]
     assert fine.outcome is Outcome.COMPLETED
+
+
+async def test_a_group_is_compared_once_and_fails_together(parts, tmp_path):
+    count = itertools.count()
+
+    async def workflow(task, model):
+        await model([{"role": "user", "content": "hi"}])
+        return WorkflowOutput(response=str(next(count) % 3))
+
+    def answer(request):
+        if "broken" in prompt_of(request):
+            raise Refusal(401, "no such key")
+        return compared(request, {"0": 0.0, "1": 0.5, "2": 1.0})
+
+    with chat_server(answer) as server:
+        judge = ruler(model=remote(server))
+        runner = runner_of(parts, judge, AuxiliaryModels("plain"), workflow=workflow)
+        plan = StepPlan("train", 1, [{"q": "fine"}, {"q": "broken"}], 3, SamplingDefaults())
+        traces = await collect(plan, runner, TraceStore(tmp_path), max_running=1)
+    assert len(server.requests) == 2
+    fine, broken = traces[:3], traces[3:]
+    assert sorted(trace.reward for trace in fine) == [0.0, 0.5, 1.0]
+    assert all(trace.feedback == f"{trace.response} is {trace.reward}" for trace in fine)
+    assert sum(trace.metrics["judge_input_tokens"] for trace in fine) == pytest.approx(7)
+    assert [trace.outcome for trace in broken] == [Outcome.JUDGE_ERROR] * 3
+    assert [trace.reward for trace in broken] == [None] * 3
 
 
 @pytest.mark.parametrize("kind", ["plain", "agentscope1"])

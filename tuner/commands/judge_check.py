@@ -70,7 +70,9 @@ def check_judge(run: Run, *, tasks: int = 4, labelled: Path | None = None) -> Ve
 async def _check(
     run: Run, judge: Callable[..., Any], tasks: int, rows: Sequence[Labelled]
 ) -> Verdict:
-    config, kept = run.config, list[Any]()
+    # What it would say of a first attempt decides whether there is another one.
+    once = run.config.tuner.model_copy(update={"feedback_attempts": 0})
+    config, kept = run.config.model_copy(update={"tuner": once}), list[Any]()
 
     async def keep(task: Any, response: Any) -> JudgeOutput:
         """Rewards each rollout with the number of its response."""
