@@ -224,7 +224,12 @@ def test_what_cannot_be_searched_is_refused_before_anything_is_asked(tuned, tmp_
 
     endless = {"max_rollouts": None, "optimization_level": None}
     unnamed = {"reflection_model": None, "lm_model_name": "qwen"}
+
+    async def of_group(task, responses):
+        return []
+
     cases = [
+        (FunctionError, "judges groups", {"judge_func": of_group}),
         (FunctionError, "system_prompt is missing", {"workflow_func": without_prompt}),
         (ConfigError, "the workflow takes none", {"model": remote}),
         (ConfigError, "pass a TunerModelConfig", {"workflow_func": with_model, "model": "gpt"}),

@@ -9,7 +9,7 @@ from typing import Any
 from tuner.config import RemoteModel
 from tuner.data.dataset import DatasetConfig, Task, load_tasks
 from tuner.errors import ConfigError, FunctionError
-from tuner.functions.calling import check_function
+from tuner.functions.calling import check_function, judges_groups, where
 from tuner.functions.loading import require_nothing_loads
 from tuner.prompts.prompted import COMPONENT, HELD_OUT, SEARCH, WORKFLOW, Prompted
 from tuner.prompts.providers import remote_named
@@ -76,6 +76,11 @@ def tune_prompt(
     given = _function(workflow_func, workflow)
     settings = config or PromptTuneConfig()
     texts = _texts(init_system_prompt)
+    if judge_func is not None and judges_groups(judge_func):
+        raise FunctionError(
+            f"{where(judge_func)} judges groups, and what it gives depends on who else is in one: "
+            "a search compares rollouts that are made apart, so give a judge that takes `response`"
+        )
     own_model = _brings_its_model(given, model)
     proposer = settings.reflection_model or remote_named(settings.lm_model_name)
     proposer.api_key("PromptTuneConfig.reflection_model")
