@@ -261,6 +261,10 @@ def test_labels_decide_where_no_rollout_is_rewarded(checked, tmp_path):
     assert "READY: " in seeing.text
     # The labelled one is what is shuffled.
     assert "the best one, its words mixed        0        1  as it was" in seeing.text
+    wrong = checked(
+        scoring(lambda text: {"number 2": 1.0, "number 1": 0.25}.get(text, 0.0)), labelled=file
+    )
+    assert "the best one, its words mixed        0     0.25  as it was" in wrong.text
 
 
 @pytest.mark.parametrize(

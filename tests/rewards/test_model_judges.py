@@ -409,32 +409,47 @@ async def outcomes(parts, tmp_path, judge, texts, *, auxiliary=None):
     return await collect(plan, runner, TraceStore(tmp_path), max_running=len(texts))
 
 
-@pytest.mark.parametrize("of_the_run", [True, False])
-async def test_sixty_four_verdicts_at_once_all_arrive_within_the_limit(parts, tmp_path, of_the_run):
-    lock, full, flying, most = threading.Lock(), threading.Barrier(8), 0, 0
+class EightByEight:
+    """Answers when eight requests are in flight: with fewer none would end.
 
-    def answer(request):
-        nonlocal flying, most
-        with lock:
-            flying += 1
-            most = max(most, flying)
-        full.wait()  # each eighth request lets eight go: with fewer in flight none would end
-        with lock:
-            flying -= 1
-        number = prompt_of(request).partition("number ")[2][:2]
-        return said(int(number) / 64)
+    Attributes:
+        most: How many there were at most.
+    """
 
-    with chat_server(answer) as server:
+    def __init__(self):
+        self.lock, self.full, self.flying, self.most = threading.Lock(), threading.Barrier(8), 0, 0
+
+    def __call__(self, request):
+        with self.lock:
+            self.flying += 1
+            self.most = max(self.most, self.flying)
+        self.full.wait()
+        with self.lock:
+            self.flying -= 1
+        return said(int(prompt_of(request).partition("number ")[2][:2]) / 64)
+
+
+NUMBERS = [f"number {n:02}" for n in range(64)]
+
+
+async def test_sixty_four_rollouts_judge_at_once_within_the_limit(parts, tmp_path):
+    with chat_server(EightByEight()) as server:
         auxiliary = AuxiliaryModels("plain")
-        far = remote(server, max_concurrent=8, input_price=1.0)
-        auxiliary.add_remote("far", far)
-        judge = llm_judge(rubric="Count.", model="far" if of_the_run else far)
-        texts = [f"number {n:02}" for n in range(64)]
-        traces = await outcomes(parts, tmp_path, judge, texts, auxiliary=auxiliary)
+        auxiliary.add_remote("far", remote(server, max_concurrent=8, input_price=1.0))
+        judge = llm_judge(rubric="Count.", model="far")
+        traces = await outcomes(parts, tmp_path, judge, NUMBERS, auxiliary=auxiliary)
     assert [trace.reward for trace in traces] == [n / 64 for n in range(64)]
     assert all(trace.feedback == "because" for trace in traces)
     assert sum(trace.metrics["judge_cost"] for trace in traces) == pytest.approx(64 * 7 / 1e6)
-    assert most == 8
+    assert server.answer.most == 8
+
+
+async def test_a_judge_with_a_model_of_its_own_keeps_its_limit():
+    with chat_server(EightByEight()) as server:
+        judge = llm_judge(rubric="Count.", model=remote(server, max_concurrent=8))
+        found = await asyncio.gather(*(judge(TASK, text) for text in NUMBERS))
+    assert [verdict.reward for verdict in found] == [n / 64 for n in range(64)]
+    assert server.answer.most == 8
 
 
 async def test_a_rate_limited_judge_waits_and_succeeds(parts, tmp_path):

@@ -70,12 +70,10 @@ def check_judge(run: Run, *, tasks: int = 4, labelled: Path | None = None) -> Ve
 async def _check(
     run: Run, judge: Callable[..., Any], tasks: int, rows: Sequence[Labelled]
 ) -> Verdict:
-    # What it would say of a first attempt decides whether there is another one.
-    once = run.config.tuner.model_copy(update={"feedback_attempts": 0})
-    config, kept = run.config.model_copy(update={"tuner": once}), list[Any]()
+    config, kept = run.config, list[Any]()
 
     async def keep(task: Any, response: Any) -> JudgeOutput:
-        """Rewards each rollout with the number of its response."""
+        """Rewards each rollout with the number of its response; without feedback, so once."""
         kept.append(response)
         return JudgeOutput(reward=len(kept) - 1)
 
