@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import openai
 import pytest
 
 from tests.builders import logged
@@ -445,11 +446,27 @@ async def test_sixty_four_rollouts_judge_at_once_within_the_limit(parts, tmp_pat
 
 
 async def test_a_judge_with_a_model_of_its_own_keeps_its_limit():
-    with chat_server(EightByEight()) as server:
+    came, full, go = [], threading.Event(), threading.Event()
+
+    def answer(request):
+        if prompt_of(request) != "last":
+            came.append(request)
+            if len(came) == 8:
+                full.set()
+            go.wait()
+        return said(0.5)
+
+    with chat_server(answer) as server, contextlib.ExitStack() as stack:
+        stack.callback(go.set)
         judge = llm_judge(rubric="Count.", model=remote(server, max_concurrent=8))
-        found = await asyncio.gather(*(judge(TASK, text) for text in NUMBERS))
-    assert [verdict.reward for verdict in found] == [n / 64 for n in range(64)]
-    assert server.answer.most == 8
+        work = asyncio.gather(*(judge(TASK, text) for text in NUMBERS))
+        await asyncio.to_thread(full.wait)
+        async with openai.AsyncOpenAI(base_url=server.base_url, api_key="k") as client:
+            last = [{"role": "user", "content": "last"}]
+            await client.chat.completions.create(model="m", messages=last)
+        assert len(came) == 8  # who could come would have come before the last
+        go.set()
+        assert len(await work) == 64
 
 
 async def test_a_rate_limited_judge_waits_and_succeeds(parts, tmp_path):
