@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+import yaml
 
 from tuner.errors import ConfigError, TrainingError, TunerError
 from tuner.templates import Template, create, missing
@@ -96,6 +99,22 @@ def run(config: ConfigFile, overrides: Overrides = None) -> None:
         _say_notes(interruption)
         raise
     typer.echo(result)
+
+
+@app.command("distill-prompt", epilog="Example: tuner distill-prompt config.yaml --prompt long.txt")
+def distill_prompt(
+    config: ConfigFile,
+    prompt: Annotated[
+        str, typer.Option(metavar="TEXT|FILE", help="The system prompt, or a file that holds it.")
+    ],
+    overrides: Overrides = None,
+) -> None:
+    """Teach the model to do without a system prompt what it does with it; a judge is not needed."""
+    text = Path(prompt).read_text(encoding="utf-8") if os.path.isfile(prompt) else prompt
+    # In quotes and on one line it is text whatever it looks like, a reference included.
+    quoted = yaml.safe_dump(text.replace("${", "\\${"), default_style='"', width=math.inf)
+    settings = ["algorithm.algorithm_type=prompt_distill", f"tuner.algorithm.prompt={quoted}"]
+    run(config, [*settings, *(overrides or [])])
 
 
 @app.command(epilog="Example: tuner check config.yaml")

@@ -126,7 +126,7 @@ async def _run(
                 source = RowSource(config, record, data)
             else:
                 assert rollouts is not None, "prepare() lets no rollouts be without a workflow"
-                source = RolloutSource(config, record, data, rollouts)
+                source = RolloutSource(config, record, data, rollouts, stack.teacher_prompt)
             evaluate = partial(_evaluate, config, record, rollouts, eval_tasks)
             await _steps(config, record, stack, trainer, source, evaluate, thread)
         return record.finish(trainer.step, rows=source.rows)

@@ -31,7 +31,7 @@ from tuner.run.metrics import (
 )
 from tuner.run.record import RunRecord
 from tuner.traces import Trace
-from tuner.training import Batch, RecordedBatch, build_batch
+from tuner.training import Batch, RecordedBatch, TeacherPrompt, build_batch
 
 Task = dict[str, Any]
 
@@ -91,9 +91,15 @@ class RolloutSource(Source):
     """Rollouts of the run's own tasks, collected ahead where that is allowed."""
 
     def __init__(
-        self, config: RunConfig, record: RunRecord, tasks: list[Task], rollouts: Rollouts
+        self,
+        config: RunConfig,
+        record: RunRecord,
+        tasks: list[Task],
+        rollouts: Rollouts,
+        teacher_prompt: TeacherPrompt,
     ) -> None:
         self._config = config
+        self._teacher_prompt = teacher_prompt
         self._record = record
         self._latest: Sequence[Trace] = ()
         self._costs_said = any(row.get(RECOMPUTED) for row in record.recent)
@@ -121,6 +127,7 @@ class RolloutSource(Source):
             selection=selection(config),
             oldest=version - _oldest(config) if groups.ahead else 0,
             unfinished=collected.unfinished,
+            teacher_prompt=self._teacher_prompt,
         )
         advantage = config.algorithm.advantage_fn
         compared = ADVANTAGES[advantage].needs_group
@@ -144,13 +151,14 @@ class RolloutSource(Source):
         return {"groups/waiting": waiting, "rollouts/running": running}
 
     def diagnosis(self, *, without_update: bool) -> str | None:
+        of_rewards = ADVANTAGES[self._config.algorithm.advantage_fn].needs_reward
         if without_update:
-            return diagnosis(self._latest, self._record.total_steps)
+            return diagnosis(self._latest, self._record.total_steps, of_rewards=of_rewards)
         patience = self._config.tuner.signal_patience
         latest = list(self._record.recent)[-patience:]
         recent = [row["signal"] for row in latest if "signal" in row]
         stuck = len(recent) == patience and not any(recent)
-        return diagnosis(self._latest, patience) if stuck else None
+        return diagnosis(self._latest, patience, of_rewards=of_rewards) if stuck else None
 
     async def close(self) -> None:
         await self._groups.cancel()

@@ -24,6 +24,7 @@ AdvantageName = Literal[
     "best_of_group",
     "ppo",
     "on_policy_distill",
+    "prompt_distill",
     "none",
 ]
 PolicyLossName = Literal[
@@ -40,6 +41,10 @@ KLName = Literal["none", "k1", "k2", "k3", "abs"]
 StdLevel = Literal["group", "batch", "none"]
 OPMDBaseline = Literal["mean", "logavgexp"]
 EntropyName = Literal["none", "default"]
+
+# Who reads the prompt that `prompt_distill` teaches the policy to do without: its frozen start, or
+# the policy itself as a step begins.
+PromptTeacher = Literal["start", "policy"]
 
 # What the log-ratio of a policy loss is taken to: the policy that the step began with, or the one
 # that sampled; a loss without a ratio needs neither.
@@ -168,7 +173,8 @@ class DistillAdvantage(AdvantageArgs):
     kl_coef: float = Field(
         default=1.0,
         gt=0,
-        description="The advantage is this times `teacher - student` (1). For on_policy_distill.",
+        description="The advantage is this times `teacher - student` (1). For on_policy_distill "
+        "and prompt_distill.",
     )
 
 
@@ -187,6 +193,7 @@ ADVANTAGES: Mapping[AdvantageName, type[AdvantageArgs]] = {
     "reinforce": ReinforceAdvantage,
     "best_of_group": BestOfGroupAdvantage,
     "on_policy_distill": DistillAdvantage,
+    "prompt_distill": DistillAdvantage,
     "none": NoAdvantage,
 }
 

@@ -28,6 +28,7 @@ AlgorithmName = Literal[
     "topr",
     "raft",
     "on_policy_distill",
+    "prompt_distill",
     "sft",
     "dpo",
 ]
@@ -108,6 +109,13 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = {
     "on_policy_distill": Algorithm(
         "A teacher's log-probs are the reward of every token that the student wrote.",
         "on_policy_distill",
+        "ppo",
+        kl_loss_fn="none",
+        entropy_loss_fn="none",
+    ),
+    "prompt_distill": Algorithm(
+        "The model learns to do without a system prompt what it does with it.",
+        "prompt_distill",
         "ppo",
         kl_loss_fn="none",
         entropy_loss_fn="none",

@@ -71,6 +71,7 @@ def trainer_settings(
         activation_checkpointing=config.tuner.activation_checkpointing,
         compile=config.tuner.compile,
         turn_discount=extras.turn_discount,
+        prompt_teacher=extras.prompt_teacher,
         critic=CriticSettings(
             lr=critic.lr,
             betas=critic.betas,

@@ -33,8 +33,10 @@ from tuner.engines.transformers.engine import TransformersEngine
 from tuner.engines.transformers.kv_cache import length_limit
 from tuner.errors import ConfigError
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults
+from tuner.gateway.model.system_prompt import SystemPrompt
 from tuner.rollout import RolloutRunner
-from tuner.training import PolicyTrainer
+from tuner.training import PolicyTrainer, TeacherPrompt
+from tuner.training.batch import own_prompt
 from tuner.training.references import Reference
 
 _log = logging.getLogger(__name__)
@@ -78,6 +80,7 @@ class Stack:
         arrangement: Of an engine with a copy; None for the one over transformers.
         runner: None where there is no workflow, so that nothing can be rolled out.
         teacher: The auxiliary model that `on_policy_distill` learns from.
+        teacher_prompt: What a teacher reads before a call.
     """
 
     model: PreTrainedModel
@@ -88,6 +91,7 @@ class Stack:
     auxiliary: AuxiliaryModels
     runner: RolloutRunner | None
     teacher: PreTrainedModel | None = None
+    teacher_prompt: TeacherPrompt = own_prompt
     served: ServedCopy | None = None
     arrangement: Arrangement | None = None
 
@@ -156,8 +160,8 @@ def build_stack(
     Raises:
         ModelLoadError: A model or adapter cannot be loaded.
         ConfigError: `max_model_len` is more than the model has positions, the teacher has another
-            vocabulary, `lora_configs` asks for layers that the model does not have, or vLLM does
-            not fit beside the trainer.
+            vocabulary, the chat template has no place for the prompt of a teacher, `lora_configs`
+            asks for layers that the model does not have, or vLLM does not fit beside the trainer.
         MissingDependencyError: `lora_configs` is set, and peft is not installed; or vLLM is asked
             for, and it is not.
     """
@@ -202,9 +206,10 @@ def build_stack(
             p.numel() * p.element_size() for other, _ in loaded.values() for p in other.parameters()
         ),
     )
+    renderer = chat_renderer(config, tokenizer)
     gateway = Gateway(
         engine,
-        chat_renderer(config, tokenizer),
+        renderer,
         model_name=path,
         reasoning=config.tuner.reasoning,
     )
@@ -213,6 +218,9 @@ def build_stack(
         name = config.tuner.algorithm.teacher or config.explorer.auxiliary_models[0].name
         teacher, spoken = loaded[name]
         check_same_vocabulary(tokenizer, spoken, what=f"the teacher {name!r}")
+    told: TeacherPrompt = own_prompt
+    if config.tuner.algorithm.prompt is not None:
+        told = SystemPrompt(renderer, config.tuner.algorithm.prompt, limit=context)
     runner = None
     if workflow is not None:
         runner = RolloutRunner(
@@ -224,7 +232,17 @@ def build_stack(
             settings=rollout_settings(config),
         )
     return Stack(
-        model, adapter, tokenizer, engine, gateway, auxiliary, runner, teacher, served, arrangement
+        model,
+        adapter,
+        tokenizer,
+        engine,
+        gateway,
+        auxiliary,
+        runner,
+        teacher=teacher,
+        teacher_prompt=told,
+        served=served,
+        arrangement=arrangement,
     )
 
 

@@ -27,6 +27,7 @@ from tuner.algorithms.spec import (
     KLPenalty,
     PolicyLossArgs,
     PolicyLossName,
+    PromptTeacher,
 )
 from tuner.algorithms.table import ALGORITHMS, NOT_HERE, AlgorithmName
 from tuner.config.section import Section
@@ -105,8 +106,8 @@ class AlgorithmSection(Section):
         default=8,
         ge=1,
         description="Group size: rollouts of one task in one step. 1 is for advantages that "
-        "compare nothing inside a group: ppo, reinforceplusplus, reinforce, on_policy_distill. Not "
-        "read without rollouts. Trinity-RFT's is 1.",
+        "compare nothing inside a group: ppo, reinforceplusplus, reinforce, on_policy_distill, "
+        "prompt_distill. Not read without rollouts. Trinity-RFT's is 1.",
     )
     optimizer: OptimizerSection = OptimizerSection()
     advantage_fn: AdvantageName = Field(
@@ -322,4 +323,15 @@ class AlgorithmExtras(Section):
         min_length=1,
         description="Which of `explorer.auxiliary_models` is the teacher of on_policy_distill. Not "
         "set: the first.",
+    )
+    prompt: str | None = Field(
+        default=None,
+        min_length=1,
+        description="The system prompt that prompt_distill teaches the model to do without. It "
+        "takes the place of the agent's own, where there is one.",
+    )
+    prompt_teacher: PromptTeacher = Field(
+        default="start",
+        description="Who reads that prompt: the model that the run began with (`start`), or the "
+        "one that is trained, as each step begins (`policy`).",
     )

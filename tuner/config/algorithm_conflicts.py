@@ -204,6 +204,7 @@ def recorded_conflicts(config: RunConfig, foreign: Mapping[str, Any]) -> Iterato
                 "set it to queue, or remove it"
             )
         yield from _teacher(config)
+        yield from _prompt(config)
         return
     if config.mode == "both":
         yield (
@@ -253,6 +254,24 @@ def _without_rollouts(config: RunConfig, recorded: Recorded) -> Iterator[str]:
         yield (
             f"{path} is set, but algorithm.algorithm_type {name} makes no rollouts: set "
             f"{BUFFER}.path instead"
+        )
+
+
+def _prompt(config: RunConfig) -> Iterator[str]:
+    """The prompt that an algorithm needs, or has no use for."""
+    extras, advantage = config.tuner.algorithm, config.algorithm.advantage_fn
+    if advantage == "prompt_distill":
+        if extras.prompt is None:
+            yield (
+                "tuner.algorithm.prompt is not set, but prompt_distill needs the system prompt "
+                "that the model is to do without: write it there, or use tuner distill-prompt"
+            )
+        return
+    for name in sorted(extras.changed() & {"prompt", "prompt_teacher"}):
+        yield (
+            f"tuner.algorithm.{name} is {getattr(extras, name)!r:.60}, but algorithm.advantage_fn "
+            f"{advantage} has no use for a prompt: remove it, or set algorithm.algorithm_type to "
+            "prompt_distill"
         )
 
 

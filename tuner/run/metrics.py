@@ -151,7 +151,7 @@ def has_signal(
     rollout teaches; of `best_of_group` the batch has only what is worth imitating. With a discount
     from call to call, what calls lead to counts.
     """
-    if advantage in ("best_of_group", "on_policy_distill"):
+    if advantage in ("best_of_group", "on_policy_distill", "prompt_distill"):
         return bool(batch.rows)
     if advantage == "ppo" and len(batch.rewards_R) == 1:
         return bool(batch.rows)
@@ -214,8 +214,13 @@ def time_split(
     }
 
 
-def diagnosis(traces: Sequence[Trace], steps: int) -> str:
-    """Why `steps` steps in a row taught nothing, in the user's words; from the last of them."""
+def diagnosis(traces: Sequence[Trace], steps: int, *, of_rewards: bool = True) -> str:
+    """Why `steps` steps in a row taught nothing, in the user's words; from the last of them.
+
+    Args:
+        traces: Every attempt of the last step.
+        of_rewards: Whether rewards are what is learned from.
+    """
     final = [trace for trace in traces if trace.final]
     failed = [trace for trace in final if trace.outcome is not Outcome.COMPLETED]
     rewards = {trace.reward for trace in final if trace.reward is not None}
@@ -229,7 +234,7 @@ def diagnosis(traces: Sequence[Trace], steps: int) -> str:
             f"{head} {len(failed)} of {len(final)} rollouts of the last step failed, most often "
             f"({count} times) with {outcome.value}: {error}"
         )
-    if not rewards:
+    if not rewards or not of_rewards:
         return (
             f"{head} No call of the last step could be trained: tokens/dropped in metrics.jsonl "
             "says why"

@@ -1,9 +1,10 @@
 """The trainer: batches, log-probs, optimizer."""
 
-from tuner.training.batch import Batch, Overlong, Row, Selection, build_batch
+from tuner.training.batch import Batch, Row, TeacherPrompt, build_batch
 from tuner.training.likelihood import RecordedBatch, recorded_update
 from tuner.training.optimizer import MasterAdamW, make_optimizer
 from tuner.training.scoring import ScoredBatch
+from tuner.training.selection import Overlong, Selection
 from tuner.training.trainer import PolicyTrainer
 from tuner.training.trainer_settings import CriticSettings, TrainerSettings
 
@@ -17,6 +18,7 @@ __all__ = [
     "Row",
     "ScoredBatch",
     "Selection",
+    "TeacherPrompt",
     "TrainerSettings",
     "build_batch",
     "make_optimizer",

@@ -1,4 +1,4 @@
-"""The frozen models beside the policy: its start, which the KL term is taken to, and a teacher.
+"""The models beside the policy: its frozen start, which the KL term is taken to, and a teacher.
 
 Where all weights are trained the start is a copy of the model. Where only an adapter is trained,
 the weights below it never change, so nothing is copied: the reference is the same model with
@@ -123,7 +123,7 @@ def _changes_nothing(model: nn.Module) -> bool:
 class Teacher:
     """A model and how it is computed, which may be otherwise than the student."""
 
-    model: nn.Module
+    model: Reference
     forward: Forward
     max_tokens: int
 
@@ -134,10 +134,21 @@ class Teacher:
         forward = Forward.of(frozen, grammars, layout=settings.layout, compiled=settings.compile)
         return Teacher(frozen, forward, settings.max_tokens_per_micro_batch)
 
+    @staticmethod
+    def prompted(
+        policy: nn.Module, start: Reference | None, forward: Forward, settings: TrainerSettings
+    ) -> Teacher:
+        """The policy, or what it started as, with a system prompt; computed as the policy is."""
+        reads = start if settings.prompt_teacher == "start" else policy
+        assert reads is not None, "settings.uses_reference has it"
+        return Teacher(reads, forward, settings.max_tokens_per_micro_batch)
+
     def logp(self, batch: HasRows) -> tuple[Tensor, ...]:
         """The teacher's log-probs of each row's completion tokens, one tensor [T_row] for each.
 
         They are those of the distribution that the teacher would have sampled from with the
         student's settings, over the tokens that its cuts left.
         """
-        return self.forward.all_logprobs(self.model, batch.rows, self.max_tokens)
+        rows = [row.of_teacher for row in batch.rows]
+        with acting(self.model) as network:
+            return self.forward.all_logprobs(network, rows, self.max_tokens)

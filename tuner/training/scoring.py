@@ -222,6 +222,12 @@ def row_advantages(
     if isinstance(args, DistillAdvantage):
         if teacher_logp is None:
             raise TrainingError("on_policy_distill needs a teacher (PolicyTrainer(teacher=...))")
+        told = all(row.teacher_prompt_ids for row in batch.rows)
+        if settings.advantage == "prompt_distill" and not told:
+            raise TrainingError(
+                "prompt_distill needs what the teacher reads before each call "
+                "(build_batch(teacher_prompt=...))"
+            )
         return tuple(
             distilled(
                 teacher_T.cpu().double(), torch.tensor(row.logprobs, dtype=torch.float64), args

@@ -67,13 +67,11 @@ class PolicyTrainer:
         model: A transformers causal LM, or one that peft has wrapped for LoRA; those of its
             parameters that require a gradient are changed in place.
         settings: The numbers.
-        reference: Frozen start of the policy for the KL term; by default `model` as it is now, of
-            which a copy is made unless only an adapter is trained (`tuner.training.references`).
-            Pass it when `model` already holds later weights.
+        reference: Frozen start of the policy; by default `model` as it is now, of which a copy is
+            made unless only an adapter is trained. Pass it when `model` holds later weights.
         grammars: The engine's, with which calls that were held to a form are replayed; None where
             there are none.
-        critic: A causal LM whose layers become the critic's, for PPO; by default a copy of `model`
-            as it is now.
+        critic: A causal LM whose layers become the critic's; by default a copy of `model` as it is.
         teacher: Whose log-probs `on_policy_distill` trains on; any architecture with the policy's
             vocabulary.
     """
@@ -102,6 +100,8 @@ class PolicyTrainer:
         self._throughput = Throughput(causal_model(model), next(model.parameters()).device)
         self.reference = frozen_start(model, reference) if settings.uses_reference else None
         self.teacher = Teacher.of(teacher, grammars, settings) if teacher is not None else None
+        if settings.advantage == "prompt_distill":
+            self.teacher = Teacher.prompted(model, self.reference, self._forward, settings)
         self.optimizer = make_optimizer(
             model.parameters(),
             lr=settings.lr,
@@ -143,7 +143,7 @@ class PolicyTrainer:
 
     def compute_ref_logp(self, scored: ScoredBatch) -> ScoredBatch:
         """Add the reference's log-probs where the KL term needs them."""
-        if self.reference is None or scored.ref_logp is not None:
+        if self.reference is None or scored.ref_logp is not None or not self.settings.kl_in_loss:
             return scored
         return replace(scored, ref_logp=self.compute_logp(scored.batch, model=self.reference))
 

@@ -17,6 +17,7 @@ from tuner.algorithms.spec import (
     KLPenalty,
     PolicyLossArgs,
     PolicyLossName,
+    PromptTeacher,
     RatioTo,
 )
 from tuner.training.optimizer import OptimizerState, Scheduler
@@ -58,6 +59,7 @@ class TrainerSettings:
         optimizer_offload: The optimizer's state in main memory.
         advantage_args, policy_loss_args: Numbers of the advantage and of the policy loss
             (`tuner.algorithms.spec`); None: their own.
+        prompt_teacher: Who reads the prompt of `prompt_distill`.
         turn_discount: Discount from call to call; None: a rollout's reward goes to all its calls.
         kl_penalty: Estimate of KL(policy || reference) that is taken off the rewards.
         aggregation: What each token weighs (`tuner.algorithms.losses.row_weights`).
@@ -80,6 +82,7 @@ class TrainerSettings:
     grad_clip: float = 1.0
     advantage: AdvantageName = "step_wise_grpo"
     advantage_args: AdvantageArgs | None = None
+    prompt_teacher: PromptTeacher = "start"
     turn_discount: float | None = None
     policy_loss: PolicyLossName = "ppo"
     policy_loss_args: PolicyLossArgs | None = None
@@ -126,8 +129,13 @@ class TrainerSettings:
 
     @property
     def uses_reference(self) -> bool:
-        in_loss = self.kl != "none" and self.kl_args.kl_coef != 0
-        return in_loss or self.penalizes_kl or self.policy_loss == "dpo"
+        teaches = self.advantage == "prompt_distill" and self.prompt_teacher == "start"
+        return self.kl_in_loss or self.penalizes_kl or self.policy_loss == "dpo" or teaches
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """Whether the distance to the reference is added to the loss."""
+        return self.kl != "none" and self.kl_args.kl_coef != 0
 
     @property
     def penalizes_kl(self) -> bool:

@@ -17,7 +17,8 @@ from tuner.result import TokenCounts
 from tuner.run.directory import RunDirectory, write_atomically
 from tuner.run.metrics import evaluation_metrics, rollout_metrics, time_split
 from tuner.traces import Trace, TraceStore
-from tuner.training.batch import Selection, build_batch, reward_of, unreplayed
+from tuner.training.batch import build_batch, reward_of, unreplayed
+from tuner.training.selection import Selection
 
 
 class Journal:

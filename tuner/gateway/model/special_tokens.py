@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -61,6 +61,12 @@ class SpecialTokens:
                 self._splits(token_id, before, after) for before, after in _PROBES
             )
         return known
+
+    def borders(self, text: str) -> Iterator[tuple[int, int]]:
+        """Where each special token of `text` that is a border begins and ends."""
+        for match in self._pattern.finditer(text):
+            if self.is_border(self._by_text[match[0]]):
+                yield match.span()
 
     def _splits(self, token_id: int, before: str, after: str) -> bool:
         token = self._texts[token_id]
