@@ -43,7 +43,7 @@ def update(monkeypatch, settings, advantage, policy_loss):
     monkeypatch.setattr(TrainerSettings, "advantage_spec", property(lambda _: advantage))
     monkeypatch.setattr(TrainerSettings, "policy_loss_spec", property(lambda _: policy_loss))
     trainer = PolicyTrainer(tiny_model(), settings, teacher=tiny_model(seed=1))
-    batch = build_batch(random_batch(0))
+    batch = build_batch(random_batch(0), teacher_prompt=lambda call: (1, *call.prompt_ids))
     trainer.ppo_update(trainer.compute_ref_logp(trainer.compute_advantages(batch)))
 
 

@@ -15,11 +15,15 @@ from tuner.errors import ConfigError
 from tuner.training import CriticSettings, Overlong, TrainerSettings
 
 # Without which an algorithm cannot be loaded.
-TEACHER = "explorer.auxiliary_models=[{name: teacher, model_path: org/teacher}]"
+NEEDED = {
+    "on_policy_distill": "explorer.auxiliary_models=[{name: teacher, model_path: org/teacher}]",
+    "prompt_distill": "tuner.algorithm.prompt=Be brief.",
+}
 
 
 def load(*overrides):
-    needed = [TEACHER] if "algorithm.algorithm_type=on_policy_distill" in overrides else []
+    chosen = (f"algorithm.algorithm_type={name}" in overrides for name in NEEDED)
+    needed = [one for one, is_chosen in zip(NEEDED.values(), chosen, strict=True) if is_chosen]
     return load_config(overrides=[*needed, *overrides])
 
 
@@ -216,7 +220,7 @@ def test_the_critics_settings_reach_it():
 
 @pytest.mark.parametrize("name", [name for name, row in ALGORITHMS.items() if not row.recorded])
 def test_groups_of_one_are_for_advantages_that_compare_nothing_inside_a_group(name):
-    alone = name in ("ppo", "reinforceplusplus", "topr", "on_policy_distill")
+    alone = name in ("ppo", "reinforceplusplus", "topr", *NEEDED)
     key = f"algorithm.algorithm_type={name}"
     chosen = selection(load(key))
     assert (chosen.needs_group, chosen.lone_rewards) == (not alone, alone)

@@ -13,7 +13,8 @@ from tuner.errors import ConfigError
 BUFFER = "buffer.trainer_input.experience_buffer"
 TEACHER = "explorer.auxiliary_models=[{name: big, model_path: org/big}]"
 # What an algorithm cannot be loaded without.
-NEEDED = {"on_policy_distill": [TEACHER]}
+PROMPT = "tuner.algorithm.prompt=Be brief."
+NEEDED = {"on_policy_distill": [TEACHER], "prompt_distill": [PROMPT]}
 
 
 def load(algorithm, *overrides):
@@ -63,6 +64,16 @@ def test_the_mode_follows_the_algorithm(name):
         ("on_policy_distill", "tuner.on_failure={penalize: 0}", "is about rewards"),
         ("on_policy_distill", "algorithm.kl_penalty_fn=k1", "is about rewards"),
         ("on_policy_distill", "algorithm.advantage_fn_args.kl_coef=0", "greater than 0"),
+        ("on_policy_distill", "tuner.algorithm.prompt=x", "has no use for a prompt"),
+        ("grpo", "tuner.algorithm.prompt_teacher=policy", "has no use for a prompt"),
+        ("sft", "tuner.algorithm.prompt=x", "does not read it"),
+        ("prompt_distill", "tuner.algorithm.prompt=null", "needs the system prompt"),
+        ("prompt_distill", "tuner.algorithm.prompt=''", "at least 1 character"),
+        ("prompt_distill", "tuner.algorithm.prompt_teacher=x", "'start' or 'policy'"),
+        ("prompt_distill", "tuner.algorithm.teacher=big", "has no teacher"),
+        ("prompt_distill", "tuner.algorithm.reward_scale=2", "is about rewards"),
+        ("prompt_distill", "tuner.algorithm.turn_discount=0.9", "does not compare what calls"),
+        ("prompt_distill", "mode=train", "trains on its own rollouts"),
     ],
 )
 def test_settings_that_the_source_of_data_has_no_use_for_are_refused(algorithm, overrides, text):
@@ -102,15 +113,21 @@ def test_trinitys_files_for_recorded_data_are_read(tmp_path):
     assert settings.uses_reference
 
 
-def test_a_teacher_needs_neither_a_group_nor_a_reward():
-    config = load("on_policy_distill", "algorithm.repeat_times=1")
+@pytest.mark.parametrize("name", ["on_policy_distill", "prompt_distill"])
+def test_a_teacher_needs_neither_a_group_nor_a_reward(name):
+    config = load(name, "algorithm.repeat_times=1")
     chosen = selection(config)
     assert not chosen.needs_group
     assert not chosen.needs_reward
     assert not rollout_settings(config).needs_reward
     settings = trainer_settings(config, 10, 64)
     assert settings.advantage_args == DistillAdvantage(kl_coef=1.0)
-    assert not settings.uses_reference
+    assert not settings.kl_in_loss
+    # The start reads the prompt.
+    assert settings.uses_reference == (name == "prompt_distill")
+    assert not trainer_settings(
+        load("prompt_distill", "tuner.algorithm.prompt_teacher=policy"), 10, 64
+    ).uses_reference
     for other in ("grpo", "sft"):
         assert rollout_settings(load(other)).needs_reward
     assert selection(load("grpo")).needs_group
