@@ -128,6 +128,13 @@ def _one_call(stack: Stack, traces: Sequence[Trace]) -> Iterator[str]:
     call = calls[0]
     yield from (f"  | {line}" for line in stack.tokenizer.decode(call.prompt_ids).split("\n"))
     yield ""
+    told = stack.teacher_prompt(call)
+    if isinstance(told, str):
+        yield f"NO PROMPT for the teacher: {told}\n"
+    elif told:
+        yield "PROMPT, as the teacher sees it"
+        yield from (f"  | {line}" for line in stack.tokenizer.decode(told).split("\n"))
+        yield ""
     yield "TOKENS AND MASK of this call (1: sampled, so trained; 0: prompt)"
     yield from prompt_lines(stack, call.prompt_ids, "log-prob")
     logprobs = [f"{logprob:.3f}" for logprob in call.logprobs]

@@ -22,9 +22,11 @@ REAL = [f"real/{file.stem}" for file in sorted((TEMPLATES / "real").glob("*.jinj
 PARSERS = {
     "qwen2_5": "hermes",
     "qwen3": "hermes",
+    "qwen3_5": "qwen3_coder",
     "llama3": "llama3_json",
     "mistral_v3": "mistral",
     "mistral_v11": "mistral",
+    "mistral_v13": "mistral",
     "deepseek_v3": "deepseek_v3",
     "gpt_oss": "openai",
 }

@@ -108,6 +108,22 @@ def test_accuracy_without_the_prompt_becomes_that_with_it(file, seed):
     assert result["tokens"]["dropped"] == {}
 
 
+def test_check_shows_what_the_teacher_reads(file, random_model_path):
+    settings = [
+        "algorithm.algorithm_type=prompt_distill",
+        "tuner.algorithm.prompt=Be brief.",
+        f"model.model_path={random_model_path}",
+        "model.max_model_len=256",
+        "model.max_response_tokens=4",
+    ]
+    done = CliRunner().invoke(app, ["check", str(file), *settings])
+    assert done.exit_code == 0, done.output
+    shown = done.output.partition("PROMPT, as the teacher sees it\n")[2]
+    assert shown.startswith(
+        "  | <|im_start|>system\n  | Be brief.<|im_end|>\n  | <|im_start|>user\n"
+    )
+
+
 async def two_turns(task, model):
     """The second answer goes on from the first."""
     first = {"role": "user", "content": task["question"]}
