@@ -110,7 +110,10 @@ def distill_prompt(
     overrides: Overrides = None,
 ) -> None:
     """Teach the model to do without a system prompt what it does with it; a judge is not needed."""
-    text = Path(prompt).read_text(encoding="utf-8") if os.path.isfile(prompt) else prompt
+    try:
+        text = Path(prompt).read_text(encoding="utf-8") if os.path.isfile(prompt) else prompt
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompt {prompt} is a file that cannot be read: {error}") from error
     # In quotes and on one line it is text whatever it looks like, a reference included.
     quoted = yaml.safe_dump(text.replace("${", "\\${"), default_style='"', width=math.inf)
     settings = ["algorithm.algorithm_type=prompt_distill", f"tuner.algorithm.prompt={quoted}"]

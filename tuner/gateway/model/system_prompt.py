@@ -1,4 +1,4 @@
-"""The prompts of recorded calls with another system prompt, as a teacher reads them.
+r"""The prompts of recorded calls with another system prompt, as a teacher reads them.
 
 Only the head of a prompt is exchanged. What follows it is taken over as ids, so a sampled turn is
 never tokenized again:
