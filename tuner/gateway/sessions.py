@@ -167,6 +167,19 @@ class InFlight:
             self._move()
             self.tasks.discard(task)
 
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """While the block runs, the task that runs it is generating, and can be cancelled."""
+        task = asyncio.current_task()
+        assert task is not None, "an answer is awaited"
+        self._move()
+        self.tasks.add(task)
+        try:
+            yield
+        finally:
+            self._move()
+            self.tasks.discard(task)
+
     def _move(self) -> None:
         self._seconds, self.moved = self.seconds, time.perf_counter()
 
