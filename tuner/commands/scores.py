@@ -123,11 +123,11 @@ class Evaluation(BaseModel):
             yield table
 
 
-def table_console() -> Console:
+def table_console(width: int = 100) -> Console:
     """Keeps tables, as text or as a page."""
     from rich.console import Console
 
-    return Console(file=io.StringIO(), record=True, width=100, highlight=False)
+    return Console(file=io.StringIO(), record=True, width=width, highlight=False)
 
 
 def _rows(scores: Sequence[SetScores]) -> Iterator[list[str]]:

@@ -189,7 +189,7 @@ class Standings(BaseModel):
         return {name: value for name, value in found.items() if value is not None}
 
     def __str__(self) -> str:
-        console = table_console()
+        console = table_console(120)
         console.print(self._table())
         return "\n".join(line.rstrip() for line in console.export_text().splitlines())
 
@@ -213,7 +213,7 @@ class Standings(BaseModel):
 def _cells(one: Standing) -> Iterator[tuple[str, str]]:
     yield "reward", "-" if one.reward is None else one.reward.text()
     behind = one.against_the_best
-    yield "against the best", "" if behind is None else behind.text("+.3f") + " tied" * one.tied
+    yield "against the best", "" if behind is None else behind.text("+.3f")
     yield "rollouts", str(one.rollouts)
     failed = ", ".join(f"{count} {outcome}" for outcome, count in one.failed.items())
     yield "failed", failed or "0"
