@@ -22,13 +22,13 @@ from tuner.errors import TrainingError
 from tuner.functions.calling import (
     JUDGE,
     as_judge_output,
-    as_workflow_output,
     call_function,
+    call_workflow,
     check_function,
     check_workflow_function,
 )
 from tuner.functions.loading import require_nothing_loads
-from tuner.functions.outputs import JudgeOutput, WorkflowOutput
+from tuner.functions.outputs import JudgeOutput, WorkflowOutput, response_text
 from tuner.gateway import SamplingDefaults
 from tuner.loop import deterministic_torch
 from tuner.prompts.model_candidates import ModelCandidate, Prices, model_candidates
@@ -37,7 +37,6 @@ from tuner.prompts.trials import CandidateLog
 from tuner.prompts.tuning import rows_of
 from tuner.rollout import Rollouts
 from tuner.rollout.groups import Wanted
-from tuner.rollout.runner import as_text
 from tuner.run.console import ConsoleMonitor
 from tuner.run.directory import RunDirectory, write_atomically
 from tuner.run.record import open_directory
@@ -251,17 +250,9 @@ class _Measured:
 
     workflow: Callable[..., Any]
 
-    async def __call__(
-        self, task: Task, model: Any, auxiliary_models: Mapping[str, Any], logger: Any
-    ) -> WorkflowOutput:
-        arguments = {
-            "task": task,
-            "model": model,
-            "auxiliary_models": auxiliary_models,
-            "logger": logger,
-        }
+    async def __call__(self, model: Any, **given: Any) -> WorkflowOutput:
         began = time.perf_counter()
-        output = as_workflow_output(await call_function(self.workflow, arguments), self.workflow)
+        output = await call_workflow(self.workflow, model=model, **given)
         seconds = time.perf_counter() - began
         usage = sum((call.usage for call in session_of(model).calls), Usage())
         metrics = {
@@ -280,7 +271,7 @@ class JudgedResponse(dict[str, Any]):
 
     def get_text_content(self) -> str:
         """As AgentScope's messages have it."""
-        return as_text(self["response"])
+        return response_text(self["response"])
 
 
 def _judge(given: Callable[..., Any] | None) -> Callable[..., Any] | None:
