@@ -17,7 +17,7 @@ pytest.importorskip("agentscope.agent")
 from agentscope.agent import ReActAgent
 from agentscope.formatter import OpenAIChatFormatter
 from agentscope.message import Msg, TextBlock
-from agentscope.model import OpenAIChatModel
+from agentscope.model import ChatModelBase, ChatResponse, OpenAIChatModel
 from agentscope.tool import Toolkit, ToolResponse
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -123,6 +123,32 @@ async def test_a_stream_that_is_left_is_recorded_as_undelivered(session, chat_mo
     assert call.undelivered
     assert call.finish_reason == "abandoned"
     assert call.response["content"] in "some words in pieces"
+
+
+class Plain(ChatModelBase):
+    """Streams two answers, and looks at the session meanwhile."""
+
+    def __init__(self, session):
+        super().__init__("plain", True)
+        self.looked_at, self.running = session, []
+
+    async def __call__(self, messages):
+        async def stream():
+            for text in ("It", "It is"):
+                self.running.append(len(self.looked_at.in_flight.tasks))
+                yield ChatResponse(content=[TextBlock(type="text", text=text)])
+
+        return stream()
+
+
+async def test_a_stream_is_in_flight_while_it_is_waited_for_and_not_between(session):
+    watched = observed(Plain(session), session)
+    async for _ in await watched(MESSAGES):
+        watched.running.append(len(session.in_flight.tasks))
+    assert watched.running == [1, 0, 1, 0]
+    (call,) = session.seal()
+    assert call.response["content"] == "It is"
+    assert call.usage == Usage()  # it does not say
 
 
 async def test_limits_and_the_end_of_a_rollout_hold(session, chat_model):

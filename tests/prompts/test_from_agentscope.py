@@ -51,7 +51,9 @@ def test_the_pages_script_selects_a_model(tmp_path):
         )
         printed = forked.script(tmp_path / "main.py")
     assert "small is let go after 16 tasks" in printed
-    assert printed.splitlines()[-1] == "large 1.0 4e-06"
+    name, reward, cost = printed.splitlines()[-1].split()
+    assert (name, reward) == ("large", "1.0")
+    assert float(cost) == pytest.approx((7 * 0.4 + 1 * 1.2) / 1e6)
 
 
 def test_the_released_tinker_config_is_ours():

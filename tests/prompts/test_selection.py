@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.chat_server import Refusal, chat_server
+from tests.loop import runs
 from tuner import (
     ConfigError,
     JudgeOutput,
@@ -18,6 +19,7 @@ from tuner import (
     avg_token_consumption_judge,
     select_model,
 )
+from tuner.loop import run_local
 from tuner.rewards import final_answer, math_equal
 from tuner.traces import read_traces
 
@@ -126,6 +128,18 @@ async def test_models_of_one_name_are_two_candidates(tmp_path, chat_model):
     assert best is models[1]
     assert metrics["reward"] == 1.0
     assert [one["name"] for one in result_of(tmp_path)["candidates"]] == ["m (2)", "m"]
+
+
+async def test_models_that_look_alike_share_no_rollouts(tmp_path, chat_model):
+    def answer(body):
+        return right(body) if server.requests[-1]["headers"]["x-tier"] == "good" else "no"
+
+    with chat_server(answer) as server:
+        models = [chat_model(server, "m", stream=False) for _ in range(2)]
+        for model, tier in zip(models, ("bad", "good"), strict=True):
+            model.client = model.client.with_options(default_headers={"x-tier": tier})
+        best, _ = await select(tmp_path, models, max_threads=1)
+    assert best is models[1]
 
 
 async def test_the_most_sparing_candidate_wins_by_its_tokens(tmp_path, chat_model):
@@ -361,6 +375,44 @@ async def test_tiny_models_are_selected_by_path_and_by_settings(tmp_path, random
     assert found[1]["input_tokens_avg"] > 10
     # All on all would be 300.
     assert sum(one["rollouts"] for one in result_of(tmp_path)["candidates"]) <= 3 * 32
+
+
+async def test_a_run_is_selected_from_by_its_folder_and_a_model_with_its_own_temperature(
+    tmp_path, random_model_path
+):
+    def trained():
+        run_local(
+            runs.config(random_model_path, tmp_path / "runs", "buffer.total_steps=1"),
+            workflow=runs.workflow,
+            judge=runs.judge,
+            train_tasks=runs.TRAIN,
+            eval_tasks={"held-out": runs.EVAL},
+        )
+
+    await asyncio.to_thread(trained)
+    warm = TunerModelConfig(model_path=str(random_model_path), max_model_len=256, temperature=0.7)
+    best, metrics = await select(
+        tmp_path,
+        [tmp_path / "runs/p/run", warm],
+        "model.max_response_tokens=4",
+        train_dataset=TASKS[:1],
+        judge_func=None,
+        workflow_func=rewarded,
+        project_name="selected",
+    )
+    assert best == tmp_path / "runs/p/run"  # the first of equals
+    assert metrics["tied"] == 1
+    files = sorted(tmp_path.glob("selected/*/traces/*"))
+    temperatures = [t.calls[0].sampling.temperature for f in files for t in read_traces(f)]
+    assert temperatures == [0.0, 0.7]  # what is not said is greedy, as in evaluations
+    (result,) = tmp_path.glob("selected/*/result.json")
+    names = [one["name"] for one in json.loads(result.read_text())["candidates"]]
+    assert names == ["run step 1", random_model_path.name]
+
+
+async def rewarded(task, model):
+    output = await workflow(task, model)
+    return WorkflowOutput(response=output.response, reward=1.0)
 
 
 @pytest.mark.parametrize(

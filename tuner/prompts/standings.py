@@ -234,5 +234,5 @@ _SHOWN = {
 def standings(tried: Sequence[Tried], tasks: int) -> Standings:
     """Where all stand: by the rounds that they were in, then by their means; the first of equals
     is the one that was given first."""
-    order = sorted(tried, key=lambda one: (bool(one.rewards), one.rounds, one.mean), reverse=True)
+    order = sorted(tried, key=lambda one: (one.rounds, one.mean), reverse=True)
     return Standings(tasks=tasks, candidates=[one.standing(order[0]) for one in order])
