@@ -431,6 +431,14 @@ async def test_what_is_no_candidate_is_refused(tmp_path, given, said):
     assert not list(tmp_path.iterdir())
 
 
+async def test_a_key_that_is_not_there_is_missed_before_anybody_is_asked(tmp_path, chat_model):
+    with by_name(one=right) as server:
+        keyed = RemoteModel(base_url=server.base_url, model_name="two", api_key_env="NO_SUCH_KEY")
+        with pytest.raises(ConfigError, match=r"two\.api_key_env = 'NO_SUCH_KEY'"):
+            await select(tmp_path, [chat_model(server, "one"), keyed])
+    assert server.requests == []
+
+
 async def test_a_price_of_nobody_is_refused(tmp_path):
     models = [MODELS / "tiny_math", MODELS / "tiny_retry"]
     with pytest.raises(ConfigError, match="prices has qwen, and the candidates are tiny_math"):

@@ -98,6 +98,7 @@ def _candidate(given: Any, run: Run, prepared: Callable[[TunerModelConfig], Run]
     if is_chat_model(given):
         return ModelCandidate(name_of(given), given, _chat_identity(given), run, _asked(given))
     if isinstance(given, RemoteModel):
+        given.api_key(f"candidate_models: {given.model_name}")  # before anybody is asked
         name, identity = given.model_name, given.model_dump(include={"base_url", "model_name"})
         prices = None
         if given.input_price is not None or given.output_price is not None:
