@@ -10,6 +10,7 @@ from tests.chat_server import Refusal, chat_server
 from tests.loop import runs
 from tuner import (
     ConfigError,
+    FunctionError,
     JudgeOutput,
     RemoteModel,
     TrainingError,
@@ -437,6 +438,15 @@ async def test_a_key_that_is_not_there_is_missed_before_anybody_is_asked(tmp_pat
         with pytest.raises(ConfigError, match=r"two\.api_key_env = 'NO_SUCH_KEY'"):
             await select(tmp_path, [chat_model(server, "one"), keyed])
     assert server.requests == []
+
+
+async def test_a_judge_of_groups_is_refused(tmp_path):
+    async def compares(task, responses):
+        return [JudgeOutput(reward=0.0) for _ in responses]
+
+    models = [MODELS / "tiny_math", MODELS / "tiny_retry"]
+    with pytest.raises(FunctionError, match="judges groups"):
+        await select(tmp_path, models, judge_func=compares)
 
 
 async def test_a_price_of_nobody_is_refused(tmp_path):

@@ -34,7 +34,7 @@ from tuner.loop import deterministic_torch
 from tuner.prompts.model_candidates import ModelCandidate, Prices, model_candidates
 from tuner.prompts.standings import Standings, Tried, standings
 from tuner.prompts.trials import CandidateLog
-from tuner.prompts.tuning import rows_of
+from tuner.prompts.tuning import check_judges_alone, rows_of
 from tuner.rollout import Rollouts
 from tuner.rollout.groups import Wanted
 from tuner.run.console import ConsoleMonitor
@@ -109,6 +109,7 @@ async def select_model(
     """
     require_nothing_loads("select_model()")
     check_workflow_function(workflow_func)
+    check_judges_alone(judge_func)
     judge, tasks = _judge(judge_func), rows_of(train_dataset, "train_dataset")
 
     prepare = partial(

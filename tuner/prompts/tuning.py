@@ -76,11 +76,7 @@ def tune_prompt(
     given = _function(workflow_func, workflow)
     settings = config or PromptTuneConfig()
     texts = _texts(init_system_prompt)
-    if judge_func is not None and judges_groups(judge_func):
-        raise FunctionError(
-            f"{where(judge_func)} judges groups, and what it gives depends on who else is in one: "
-            "a search compares rollouts that are made apart, so give a judge that takes `response`"
-        )
+    check_judges_alone(judge_func)
     own_model = _brings_its_model(given, model)
     proposer = settings.reflection_model or remote_named(settings.lm_model_name)
     proposer.api_key("PromptTuneConfig.reflection_model")
@@ -167,6 +163,18 @@ def _brings_its_model(workflow: Callable[..., Any], model: Any) -> bool:
             "or leave `model` out"
         )
     return not takes
+
+
+def check_judges_alone(judge_func: Callable[..., Any] | None) -> None:
+    """
+    Raises:
+        FunctionError: A judge wants groups, and candidates are compared.
+    """
+    if judge_func is not None and judges_groups(judge_func):
+        raise FunctionError(
+            f"{where(judge_func)} judges groups, and what it gives depends on who else is in one: "
+            "a search compares rollouts that are made apart, so give a judge that takes `response`"
+        )
 
 
 def rows_of(dataset: Any, role: str) -> list[Task]:
