@@ -4,6 +4,7 @@ import ast
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 
@@ -14,12 +15,17 @@ from tests.chat_server import chat_server
 PAGE = (Path(__file__).parents[2] / "docs" / "from_agentscope.md").read_text()
 
 
-def released(package):
-    """`__all__` of a package of AgentScope 1.x, which may not import here: it needs DSPy."""
+def installed(path):
+    """A file of AgentScope 1.x, whose tuner does not import here: it needs DSPy."""
     spec = find_spec("agentscope")
-    if spec is None or not (folder := Path(spec.origin).parent / package).is_dir():
+    if spec is None or not (file := Path(spec.origin).parent / path).is_file():
         pytest.skip("AgentScope 1.x is not installed")
-    for node in ast.parse((folder / "__init__.py").read_text()).body:
+    return file
+
+
+def released(package):
+    """`__all__` of a package."""
+    for node in ast.parse(installed(f"{package}/__init__.py").read_text()).body:
         if isinstance(node, ast.Assign) and node.targets[0].id == "__all__":
             return ast.literal_eval(node.value)
     raise AssertionError(f"{package} exports nothing")
@@ -39,6 +45,24 @@ def test_every_name_of_agentscopes_tuner_is_told_and_here(package):
     for name, ours in names.items():
         assert ours[0] == name
         assert all(hasattr(tuner, one) and one in tuner.__all__ for one in ours)
+
+
+@pytest.mark.parametrize(
+    ("file", "names"),
+    [
+        ("tuner/_model.py", ["TunerModelConfig", "TinkerConfig"]),
+        ("tuner/_algorithm.py", ["AlgorithmConfig"]),
+        ("tuner/_dataset.py", ["DatasetConfig"]),
+        ("tuner/prompt_tune/_config.py", ["PromptTuneConfig"]),
+    ],
+)
+def test_settings_have_agentscopes_fields_and_defaults(file, names):
+    found = run_path(str(installed(file)))
+    for name in names:
+        theirs, ours = found[name].model_fields, getattr(tuner, name).model_fields
+        assert {field: theirs[field].default for field in theirs} == {
+            field: ours[field].default for field in theirs
+        }
 
 
 def test_the_pages_script_selects_a_model(tmp_path):
