@@ -18,7 +18,7 @@ from tuner.chat_models.observed import session_of
 from tuner.config import RemoteModel
 from tuner.config.schema import Penalize
 from tuner.data.dataset import Task
-from tuner.errors import TrainingError
+from tuner.errors import ConfigError, TrainingError
 from tuner.functions.calling import (
     JUDGE,
     as_judge_output,
@@ -110,8 +110,9 @@ async def select_model(
     require_nothing_loads("select_model()")
     check_workflow_function(workflow_func)
     check_judges_alone(judge_func)
+    if max_threads < 1:
+        raise ConfigError(f"max_threads is {max_threads}: give at least one rollout at a time")
     judge, tasks = _judge(judge_func), rows_of(train_dataset, "train_dataset")
-
     prepare = partial(
         prepare_evaluation,
         workflow_func,
