@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         WorkflowOutput,
         WorkflowType,
     )
-    from tuner.prompts.selection import select_model
+    from tuner.prompts.model_selection import select_model
     from tuner.prompts.tuning import tune_prompt
     from tuner.result import TuneResult
     from tuner.rewards.consumption import avg_time_judge, avg_token_consumption_judge
@@ -65,7 +65,7 @@ _MODULES = {
         "WorkflowOutput",
         "WorkflowType",
     ),
-    "tuner.prompts.selection": ("select_model",),
+    "tuner.prompts.model_selection": ("select_model",),
     "tuner.prompts.tuning": ("tune_prompt",),
     "tuner.result": ("TuneResult",),
     "tuner.rewards.consumption": ("avg_time_judge", "avg_token_consumption_judge"),
