@@ -62,7 +62,9 @@ class _Handler(BaseHTTPRequestHandler):
             choices = [{"index": 0, "message": message, "finish_reason": "stop"}]
             whole = {**common, "object": "chat.completion", "choices": choices, "usage": usage}
             return self._send(200, json.dumps(whole).encode(), {})
-        deltas = [{"role": "assistant"}, *({"content": w} for w in _pieces(message["content"])), {}]
+        deltas = [{"role": "assistant"}, *({"content": w} for w in _pieces(message["content"]))]
+        deltas += [{"tool_calls": message["tool_calls"]}] if "tool_calls" in message else []
+        deltas.append({})
         chunks = [
             {"choices": [{"index": 0, "delta": d, "finish_reason": None if d else "stop"}]}
             for d in deltas

@@ -93,6 +93,7 @@ ELSEWHERE = {
     "README.md": "tests/test_readme.py",
     "agentscope2.md": "tests/integration/agentscope2/test_docs.py",
     "judges.md": "tests/rewards/test_model_judges.py",
+    "from_agentscope.md": "tests/prompts/test_from_agentscope.py",
     "frameworks.md": "tests/integration/frameworks/test_docs.py",
     "not_python.md": "tests/test_pages.py",
     "prompts.md": "tests/prompts/test_tuning.py",

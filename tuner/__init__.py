@@ -35,9 +35,16 @@ if TYPE_CHECKING:
         WorkflowOutput,
         WorkflowType,
     )
+    from tuner.prompts.model_selection import select_model
     from tuner.prompts.tuning import tune_prompt
     from tuner.result import TuneResult
-    from tuner.settings import AlgorithmConfig, PromptTuneConfig, TunerModelConfig
+    from tuner.rewards.consumption import avg_time_judge, avg_token_consumption_judge
+    from tuner.settings import (
+        AlgorithmConfig,
+        PromptTuneConfig,
+        TinkerConfig,
+        TunerModelConfig,
+    )
     from tuner.tune import tune
 
     # The class depends on what is installed, so type checkers cannot see it.
@@ -58,9 +65,11 @@ _MODULES = {
         "WorkflowOutput",
         "WorkflowType",
     ),
+    "tuner.prompts.model_selection": ("select_model",),
     "tuner.prompts.tuning": ("tune_prompt",),
     "tuner.result": ("TuneResult",),
-    "tuner.settings": ("AlgorithmConfig", "PromptTuneConfig", "TunerModelConfig"),
+    "tuner.rewards.consumption": ("avg_time_judge", "avg_token_consumption_judge"),
+    "tuner.settings": ("AlgorithmConfig", "PromptTuneConfig", "TinkerConfig", "TunerModelConfig"),
     "tuner.tune": ("tune",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
@@ -82,6 +91,7 @@ __all__ = [
     "Rejected",
     "RemoteModel",
     "RunConfig",
+    "TinkerConfig",
     "TrainingError",
     "TrinityChatModel",
     "TuneResult",
@@ -89,11 +99,14 @@ __all__ = [
     "TunerModelConfig",
     "WorkflowOutput",
     "WorkflowType",
+    "avg_time_judge",
+    "avg_token_consumption_judge",
     "check_judge_function",
     "check_workflow_function",
     "evaluate",
     "require_agentscope1",
     "require_agentscope2",
+    "select_model",
     "tune",
     "tune_prompt",
 ]

@@ -63,8 +63,8 @@ class TunerModelConfig(PublicSettings):
     reasoning_parser: str = Field(default="deepseek_r1", description="Reads `<think>`.")
     tinker_config: Any = Field(
         default=None,
-        description="A TinkerConfig of AgentScope or Trinity-RFT, or a mapping like it: Tinker's "
-        "service samples and trains (backend trinity).",
+        description="A TinkerConfig, ours, AgentScope's or Trinity-RFT's, or a mapping like it: "
+        "Tinker's service samples and trains (backend trinity).",
     )
 
     def policy_settings(self) -> dict[str, Any]:
@@ -94,6 +94,18 @@ class TunerModelConfig(PublicSettings):
 
     def _given(self) -> list[str]:
         return [name for name in _POLICY_KEYS if name in self.model_fields_set]
+
+
+class TinkerConfig(PublicSettings):
+    """`TunerModelConfig.tinker_config`: the adapter that Tinker's service trains, as AgentScope has
+    it."""
+
+    rank: int = Field(default=16, ge=1, description="Rank of the adapter.")
+    seed: int | None = Field(default=None, description="Of its first weights; None: any.")
+    train_mlp: bool = Field(default=True, description="Whether the MLP layers have one.")
+    train_attn: bool = Field(default=True, description="Whether the attention layers have one.")
+    train_unembed: bool = Field(default=True, description="Whether the unembedding has one.")
+    base_url: str | None = Field(default=None, description="Of the service; None: Tinker's own.")
 
 
 def _as_mapping(given: Any) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def trinity_chat_model() -> type[Any]:
     """
     model = _model()
 
-    class TrinityChatModel(SessionHandle, model.OpenAIChatModel):  # type: ignore[misc, name-defined]
+    class TrinityChatModel(SessionHandle, ReadsStreams, model.OpenAIChatModel):  # type: ignore[misc, name-defined]
         """The model being trained, as an AgentScope 1.x chat model.
 
         Settings of the run (temperature, limits) apply where a call does not say: none is
@@ -95,13 +95,17 @@ def trinity_chat_model() -> type[Any]:
             )
             self.client = client
 
-        def _parse_openai_stream_response(
-            self, start_datetime: Any, response: Any, structured_model: Any = None
-        ) -> Any:
-            readable: Any = _Readable(response)
-            return super()._parse_openai_stream_response(start_datetime, readable, structured_model)
-
     return TrinityChatModel
+
+
+class ReadsStreams:
+    """Before AgentScope 1.x's `OpenAIChatModel`: it can read the streams of today's openai."""
+
+    def _parse_openai_stream_response(
+        self, start_datetime: Any, response: Any, structured_model: Any = None
+    ) -> Any:
+        parse = super()._parse_openai_stream_response  # type: ignore[misc]
+        return parse(start_datetime, _Readable(response), structured_model)
 
 
 def _model() -> Any:

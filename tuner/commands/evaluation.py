@@ -190,7 +190,7 @@ def _scores(run: Run, candidate: Candidate, folder: Path | None) -> CandidateSco
     """Load a candidate, try it on every set, and let go of it."""
     from tuner.loop import deterministic_torch
 
-    config = _config_of(run.config, candidate)
+    config = with_weights(run.config, candidate)
     store = None
     if folder is not None:
         own = RunDirectory(folder)
@@ -203,8 +203,8 @@ def _scores(run: Run, candidate: Candidate, folder: Path | None) -> CandidateSco
     return CandidateScores(name=candidate.name, path=candidate.path, sets=sets)
 
 
-def _config_of(config: RunConfig, candidate: Candidate) -> RunConfig:
-    """The configuration with the candidate's weights. Nothing is trained beside generation."""
+def with_weights(config: RunConfig, candidate: Candidate) -> RunConfig:
+    """The configuration with a candidate's weights. Nothing is trained beside generation."""
     adapters: tuple[LoraSection, ...] = ()
     if candidate.base is not None:
         recorded = candidate.recorded_base

@@ -90,13 +90,13 @@ class Evaluation(BaseModel):
     differences: list[Difference]
 
     def __str__(self) -> str:
-        console = _console()
+        console = table_console()
         console.print(*self._tables(), sep="\n\n")
         return "\n".join(line.rstrip() for line in console.export_text().splitlines())
 
     def write(self, folder: Path) -> None:
         """Leave `evaluation.json` and `evaluation.html`."""
-        console = _console()
+        console = table_console()
         console.print(*self._tables(), sep="\n\n")
         write_atomically(folder / "evaluation.json", self.model_dump_json(indent=2))
         write_atomically(folder / "evaluation.html", console.export_html(inline_styles=True))
@@ -123,10 +123,11 @@ class Evaluation(BaseModel):
             yield table
 
 
-def _console() -> Console:
+def table_console(width: int = 100) -> Console:
+    """Keeps tables, as text or as a page."""
     from rich.console import Console
 
-    return Console(file=io.StringIO(), record=True, width=100, highlight=False)
+    return Console(file=io.StringIO(), record=True, width=width, highlight=False)
 
 
 def _rows(scores: Sequence[SetScores]) -> Iterator[list[str]]:

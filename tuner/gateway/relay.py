@@ -170,27 +170,42 @@ class _Asked:
         said = completion.usage
         billed = Usage() if said is None else Usage(said.prompt_tokens, said.completion_tokens)
         return [
-            Call(
+            call_elsewhere(
+                self._request,
+                choice.message.model_dump(mode="json", exclude_none=True),
                 id=f"{completion.id}-{choice.index}",
-                prompt_ids=(),
-                completion_ids=(),
-                logprobs=(),
-                versions=(),
-                sampling=_sampling(self._request),
                 finish_reason="abandoned" if undelivered else choice.finish_reason or "stop",
-                messages=self._request["messages"],
-                tools=self._request.get("tools") or [],
-                response=choice.message.model_dump(mode="json", exclude_none=True),
                 started=self._started,
                 seconds=time.perf_counter() - self._clock,
-                streamed=bool(self._request.get("stream")),
                 role=self._role,
                 undelivered=undelivered,
                 billed=Usage() if number else billed,
-                invalid=ELSEWHERE,
             )
             for number, choice in enumerate(completion.choices)
         ]
+
+
+def call_elsewhere(request: Mapping[str, Any], response: dict[str, Any], **known: Any) -> Call:
+    """A call that a model elsewhere answered.
+
+    Args:
+        request: As chat completions have it.
+        response: The assistant message.
+        known: The other fields of the call.
+    """
+    return Call(
+        prompt_ids=(),
+        completion_ids=(),
+        logprobs=(),
+        versions=(),
+        sampling=_sampling(request),
+        messages=request["messages"],
+        tools=request.get("tools") or [],
+        response=response,
+        streamed=bool(request.get("stream")),
+        invalid=ELSEWHERE,
+        **known,
+    )
 
 
 def _request(body: bytes) -> dict[str, Any]:
@@ -206,7 +221,7 @@ def _request(body: bytes) -> dict[str, Any]:
     return request
 
 
-def _sampling(request: dict[str, Any]) -> SamplingParams:
+def _sampling(request: Mapping[str, Any]) -> SamplingParams:
     """What a request says; the rest is as the API has it."""
     limit = request.get("max_completion_tokens") or request.get("max_tokens") or 0
     said = {name: request.get(name) for name in ("temperature", "top_p")}

@@ -7,7 +7,6 @@ import hashlib
 import logging
 import re
 import secrets
-import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tuner.gateway.conversations import Conversations
 from tuner.gateway.credit import Credits, RecordedCall
+from tuner.gateway.in_flight import InFlight
 from tuner.gateway.model.template import Message
 from tuner.gateway.request_error import RequestError
 from tuner.gateway.service import Host, Replay, Service, in_loop
@@ -141,39 +141,6 @@ class Recording:
         if abandoned in self.carried:
             self.carried.remove(abandoned)
             self.add(abandoned())
-
-
-class InFlight:
-    """What of a session is being generated, how long that took, and when it last began or ended."""
-
-    def __init__(self) -> None:
-        self.tasks: set[asyncio.Task[Any]] = set()
-        self.moved = time.perf_counter()
-        self._seconds = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Wall time during which at least one task was running."""
-        return self._seconds + (time.perf_counter() - self.moved if self.tasks else 0.0)
-
-    async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, as a task that can be cancelled."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._move()
-        self.tasks.add(task)
-        try:
-            return await task
-        finally:
-            self._move()
-            self.tasks.discard(task)
-
-    def _move(self) -> None:
-        self._seconds, self.moved = self.seconds, time.perf_counter()
-
-    def cancel(self) -> None:
-        """Cancel every task, from any thread."""
-        for task in list(self.tasks):
-            task.get_loop().call_soon_threadsafe(task.cancel)
 
 
 class Session:

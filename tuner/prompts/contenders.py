@@ -6,10 +6,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from tuner.chat_models import chat_model, default_kind, remote_client
 from tuner.config import RemoteModel
 from tuner.errors import TrainingError
+from tuner.gateway import Session
 from tuner.rollout import RolloutRunner
 from tuner.tune import Run
 
@@ -50,8 +52,17 @@ async def served_here(run: Run) -> AsyncIterator[Contender]:
 
 
 @asynccontextmanager
-async def elsewhere(run: Run, remote: RemoteModel | None) -> AsyncIterator[Contender]:
+async def elsewhere(
+    run: Run,
+    remote: RemoteModel | None,
+    make_model: Callable[[Session], Any] | None = None,
+) -> AsyncIterator[Contender]:
     """A model behind a URL; None: the workflow brings its own, and no call is seen.
+
+    Args:
+        run: What is to be run.
+        remote: The model.
+        make_model: The chat model that a session's agent gets; None: one of the gateway's.
 
     Raises:
         ConfigError: The environment variable that should hold the key is not set.
@@ -73,7 +84,7 @@ async def elsewhere(run: Run, remote: RemoteModel | None) -> AsyncIterator[Conte
         gateway,
         run.workflow,
         run.judge,
-        make_model=partial(chat_model, kind=kind),
+        make_model=make_model or partial(chat_model, kind=kind),
         auxiliary_models=auxiliary.opened,
         settings=replace(rollout_settings(config), needs_calls=remote is not None),
     )

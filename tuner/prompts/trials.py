@@ -54,18 +54,19 @@ class CandidateLog:
 
     Args:
         path: The file; what it holds is known from the beginning.
+        what: What a candidate is, as a line calls it.
 
     Raises:
         TunerError: A line is not of this form.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, what: str = "prompts") -> None:
+        self._path, self._what = path, what
         self._numbers: dict[tuple[tuple[str, str], ...], int] = {}
         for number, line in complete_lines(path):
             try:
                 row = json.loads(line)
-                self._numbers[_key(row["prompts"])] = int(row["number"])
+                self._numbers[_key(row[what])] = int(row["number"])
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 raise TunerError(
                     f"{path}, line {number} is no candidate: {error!r}; give this search another "
@@ -79,7 +80,7 @@ class CandidateLog:
             number = max(self._numbers.values(), default=-1) + 1
             cut_torn_line(self._path)
             with self._path.open("ab") as file:
-                line = json.dumps({"number": number, "prompts": dict(prompts)}, ensure_ascii=False)
+                line = json.dumps({"number": number, self._what: dict(prompts)}, ensure_ascii=False)
                 file.write(line.encode(errors="backslashreplace") + b"\n")
             self._numbers[key] = number
         return self._numbers[key]

@@ -76,18 +76,14 @@ def tune_prompt(
     given = _function(workflow_func, workflow)
     settings = config or PromptTuneConfig()
     texts = _texts(init_system_prompt)
-    if judge_func is not None and judges_groups(judge_func):
-        raise FunctionError(
-            f"{where(judge_func)} judges groups, and what it gives depends on who else is in one: "
-            "a search compares rollouts that are made apart, so give a judge that takes `response`"
-        )
+    check_judges_alone(judge_func)
     own_model = _brings_its_model(given, model)
     proposer = settings.reflection_model or remote_named(settings.lm_model_name)
     proposer.api_key("PromptTuneConfig.reflection_model")
     _check_budget(settings, [proposer, *([model] if isinstance(model, RemoteModel) else [])])
-    tasks = {SEARCH: _rows(train_dataset, "train_dataset")}
+    tasks = {SEARCH: rows_of(train_dataset, "train_dataset")}
     if eval_dataset is not None:
-        tasks[HELD_OUT] = _rows(eval_dataset, "eval_dataset")
+        tasks[HELD_OUT] = rows_of(eval_dataset, "eval_dataset")
     run = prepare_evaluation(
         Prompted(given, init_system_prompt if isinstance(init_system_prompt, str) else texts),
         judge_func,
@@ -169,13 +165,27 @@ def _brings_its_model(workflow: Callable[..., Any], model: Any) -> bool:
     return not takes
 
 
-def _rows(dataset: Any, role: str) -> list[Task]:
+def check_judges_alone(judge_func: Callable[..., Any] | None) -> None:
+    """
+    Raises:
+        FunctionError: A judge wants groups, and candidates are compared.
+    """
+    if judge_func is not None and judges_groups(judge_func):
+        raise FunctionError(
+            f"{where(judge_func)} judges groups, and what it gives depends on who else is in one: "
+            "a search compares rollouts that are made apart, so give a judge that takes `response`"
+        )
+
+
+def rows_of(dataset: Any, role: str) -> list[Task]:
     """The rows of a dataset, of which `total_steps` says how many are taken."""
     if dataset is None:
-        raise ConfigError(f"there is nothing to search on: pass {role}")
+        raise ConfigError(f"there are no tasks: pass {role}")
     fields: frozenset[str] = getattr(dataset, "model_fields_set", frozenset())
     if "total_epochs" in fields:
-        raise ConfigError(f"{role}: total_epochs is set, and a search has none; remove it")
+        raise ConfigError(
+            f"{role}: total_epochs is set, and nothing is gone through in epochs here; remove it"
+        )
     limit = dataset.total_steps if "total_steps" in fields else None
     if isinstance(dataset, DatasetConfig) or not fields:
         return load_tasks(dataset, role=role)[:limit]
