@@ -22,9 +22,10 @@ from tuner.prompts.contenders import Contender, elsewhere, served_here
 from tuner.prompts.evolution import evolve
 from tuner.prompts.prompted import HELD_OUT, SEARCH, Prompts
 from tuner.prompts.reflection import Reflection
+from tuner.prompts.search_page import leave_page
 from tuner.prompts.trials import CandidateLog, Spent, Trials
 from tuner.run.console import ConsoleMonitor
-from tuner.run.directory import RunDirectory, read_json, write_atomically
+from tuner.run.directory import RunDirectory, read_json, reported, write_atomically
 from tuner.run.estimates import estimate
 from tuner.run.interrupts import run_async
 from tuner.run.record import open_directory
@@ -96,11 +97,12 @@ class Search:
                 found = read_json(directory.result, "delete it: it is written anew from traces")
                 prompts, metrics = found["prompts"], found["metrics"]
             else:
-                began = time.perf_counter()
-                prompts, metrics = run_async(self._found(directory))
-                metrics["seconds"] = time.perf_counter() - began
-                text = json.dumps({"prompts": prompts, "metrics": metrics}, indent=2)
-                write_atomically(directory.result, text)
+                with reported(directory, leave_page):
+                    began = time.perf_counter()
+                    prompts, metrics = run_async(self._found(directory))
+                    metrics["seconds"] = time.perf_counter() - began
+                    text = json.dumps({"prompts": prompts, "metrics": metrics}, indent=2)
+                    write_atomically(directory.result, text)
             best = next(iter(prompts.values())) if self.single else prompts
             return best, metrics
 
