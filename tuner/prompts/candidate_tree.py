@@ -75,7 +75,8 @@ class CandidateTree:
     def on_valset_evaluated(self, event: Mapping[str, Any]) -> None:
         """A candidate was compared with the others."""
         parents = [index for index in event["parent_ids"] if index is not None]
-        self.add(event["candidate"], parents, event["scores_by_val_id"])
+        scores = {self.compare_on[place]: one for place, one in event["scores_by_val_id"].items()}
+        self.add(event["candidate"], parents, scores)
 
     def on_candidate_selected(self, event: Mapping[str, Any]) -> None:
         """A proposal is going to be made for a candidate."""

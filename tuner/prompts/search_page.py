@@ -11,7 +11,7 @@ import logging
 import re
 import secrets
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -162,6 +162,7 @@ def page(run: Path, stopped: str | None = None) -> str:
         curve=_curve(tree["candidates"]),
         columns=[one["number"] for one in tree["candidates"]],
         heat=_heat(tree, tried),
+        texts_of={one.id.task: one.task for one in tried if one.id.split == SEARCH},
         held_out=_held_out(tried),
         tasks=tasks,
         left_out=left_out,
@@ -232,7 +233,7 @@ def _nodes(tree: Mapping[str, Any], tried: Sequence[Tried]) -> list[Node]:
     for rollout in tried:
         if rollout.reward is None and rollout.id.step in nodes:
             nodes[rollout.id.step].failed[rollout.outcome] += 1
-    for best in _front(tree).values():
+    for best in _front(tree, _rewarded(tried)).values():
         for number in best:
             nodes[number].best_on += 1
             nodes[number].alone_on += len(best) == 1
@@ -257,11 +258,11 @@ def difference(before: str, after: str) -> list[tuple[str, str]]:
         Pieces as ("same" or "del" or "ins", text); without "del" they are the text after.
     """
     before, after = _prompt(before), _prompt(after)
-    old, new = (re.findall(r"\S+\s*|\s+", text) for text in (before, after))
+    old, new = (re.findall(r"\s*\S+|\s+$", text) for text in (before, after))
     if max(len(old), len(new)) > WORDS:
         old, new = before.splitlines(keepends=True), after.splitlines(keepends=True)
     pieces = []
-    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+    matcher = difflib.SequenceMatcher(None, old, new)
     for kind, i, j, k, m in matcher.get_opcodes():
         if kind == "equal":
             pieces.append(("same", "".join(new[k:m])))
@@ -270,12 +271,25 @@ def difference(before: str, after: str) -> list[tuple[str, str]]:
     return [(kind, text) for kind, text in pieces if text]
 
 
-def _front(tree: Mapping[str, Any]) -> dict[str, set[int]]:
-    """For each task that decides the candidates that none is better than: the Pareto front."""
-    scores: defaultdict[str, dict[int, float]] = defaultdict(dict)
+def _rewarded(tried: Sequence[Tried]) -> set[tuple[int, int]]:
+    """The candidate and the row of each rollout of the search that came to a reward."""
+    return {
+        (one.id.step, one.id.task)
+        for one in tried
+        if one.reward is not None and one.id.split == SEARCH
+    }
+
+
+def _front(tree: Mapping[str, Any], rewarded: Collection[tuple[int, int]]) -> dict[int, set[int]]:
+    """For each task that decides the candidates that none is better than: the Pareto front.
+
+    Those are left out whose rollouts all failed there.
+    """
+    scores: defaultdict[int, dict[int, float]] = defaultdict(dict)
     for one in tree["candidates"]:
         for row, score in one["scores"].items():
-            scores[row][one["number"]] = score
+            if (one["number"], int(row)) in rewarded:
+                scores[int(row)][one["number"]] = score
     tops = {row: max(of_row.values()) for row, of_row in scores.items()}
     return {
         row: {number for number, score in of_row.items() if score == tops[row]}
@@ -290,10 +304,10 @@ def _heat(
 
     `f`: no rollout of it came to a reward; `b`: none is better; `h0` to `h8`: low to high.
     """
-    candidates, front = tree["candidates"], _front(tree)
+    candidates, rewarded = tree["candidates"], _rewarded(tried)
+    front = _front(tree, rewarded)
     every = [score for one in candidates for score in one["scores"].values()]
     low, span = min(every, default=0.0), (max(every, default=0.0) - min(every, default=0.0)) or 1.0
-    rewarded = {(one.id.step, one.id.task) for one in tried if one.reward is not None}
 
     def cell(one: Mapping[str, Any], row: int) -> tuple[str, str]:
         score = one["scores"].get(str(row))
@@ -302,7 +316,7 @@ def _heat(
         if (one["number"], row) not in rewarded:
             return "failed", "f"
         shade = f"h{round((score - low) / span * SHADES)}"
-        return f"{score:.3g}", f"{shade} b" if one["number"] in front[str(row)] else shade
+        return f"{score:.3g}", f"{shade} b" if one["number"] in front[row] else shade
 
     return [(row, [cell(one, row) for one in candidates]) for row in tree["compare_on"]]
 
@@ -368,9 +382,8 @@ def _shown(tried: Sequence[Tried]) -> tuple[list[tuple[str, int, str, list[Tried
     shown, room = [], ROLLOUT_CHARACTERS
     for key in sorted(of_task, key=spread, reverse=True):
         room -= sum(one.characters for one in of_task[key])
-        if room < 0:
-            break
-        shown.append(key)
+        if room >= 0:
+            shown.append(key)
     return [
         (*key, of_task[key][0].task, sorted(of_task[key], key=lambda one: one.id))
         for key in sorted(shown, key=lambda key: (key[0] != SEARCH, key))

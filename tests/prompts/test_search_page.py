@@ -1,0 +1,169 @@
+"""`prompts.html` of a search: what is on it, and that nothing of it is more than text."""
+
+import json
+import re
+
+import pytest
+
+from tests.chat_server import chat_server
+from tuner import JudgeOutput, PromptTuneConfig, RemoteModel, WorkflowOutput, tune_prompt
+from tuner.errors import TrainingError
+from tuner.prompts.search_page import difference, write_page
+from tuner.traces import Outcome, RolloutId, Trace, TraceStore
+from tuner.viewer import write_report
+
+EVIL = "<script>alert(1)</script></pre></details>"
+ROWS = [{"number": n, "text": EVIL} for n in range(20)]
+
+
+async def workflow(task, system_prompt):
+    if task["number"] == 7:
+        raise ValueError(f"no {EVIL}")
+    return WorkflowOutput(response=f"{task['number'] + system_prompt.count('one')} {EVIL}")
+
+
+async def judge(task, response):
+    right = response.split()[0] == str(task["number"] + 1)
+    return JudgeOutput(reward=float(right), feedback=f"Judged {right}. {EVIL}")
+
+
+def search(root, answers, **options):
+    left = list(answers)
+    with chat_server(lambda _: f"```\n{left.pop(0) if left else 'Nothing.'}\n```") as server:
+        return tune_prompt(
+            options.pop("workflow", workflow),
+            judge,
+            ROWS,
+            ROWS[:5],
+            "Answer.",
+            PromptTuneConfig(
+                reflection_model=RemoteModel(base_url=server.base_url, model_name="big"),
+                max_rollouts=60,
+                eval_display_progress=False,
+                **options,
+            ),
+            project_name="p",
+            experiment_name="n",
+            overrides=[f"checkpoint_root_dir={root}"],
+        )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    root = tmp_path_factory.mktemp("search")
+    search(root, ["Be brief.", f"Answer. Add one. {EVIL}"])
+    return root / "p" / "n"
+
+
+def test_the_page_has_candidates_scores_rollouts_and_what_was_gained(run):
+    text = (run / "prompts.html").read_text()
+    assert "1 proposals rejected" in text
+    assert "+1.000" in text
+    assert "<ins> Add one. &lt;script&gt;" in text
+    assert re.search(r'<td class="h8 b">1</td>', text)
+    assert "Judged True. &lt;script&gt;" in text
+    assert "workflow_error" in text
+
+
+def test_a_failed_rollout_is_no_score_of_zero_on_the_page(run):
+    tree = json.loads((run / "tree.json").read_text())
+    row = re.search(r'<tr><th><a href="#search-7">.*', (run / "prompts.html").read_text())
+    assert (7 in tree["compare_on"]) == (row is not None)
+    if row:
+        assert 'class="f">failed' in row[0]
+        assert " b" not in row[0].partition("</th>")[2]
+
+
+def test_scores_are_under_the_rows_that_they_are_of(run):
+    tree = json.loads((run / "tree.json").read_text())
+    assert tree["compare_on"] != list(range(10))
+    for one in tree["candidates"]:
+        assert [int(row) for row in one["scores"]] == tree["compare_on"]
+
+
+def test_nothing_of_a_task_a_prompt_or_a_response_is_more_than_text(run):
+    text = (run / "prompts.html").read_text()
+    assert "<script" not in text
+    assert "default-src 'none'" in text
+    nonces = re.findall(r"nonce[-=]\"?([\w-]+)", text)
+    assert len(nonces) == 2
+    assert len(set(nonces)) == 1
+    assert not re.findall(r"(?:src|href)=\"(?!#|data:,)", text)
+
+
+def test_a_search_that_stops_leaves_a_page_that_says_why(tmp_path):
+    async def failing(task, system_prompt):
+        raise ValueError("nobody is there")
+
+    with pytest.raises(TrainingError) as raised:
+        search(tmp_path, [], workflow=failing)
+    page = tmp_path / "p" / "n" / "prompts.html"
+    assert str(page) in "".join(raised.value.__notes__)
+    assert "no rollout of the first prompt came to a reward" in page.read_text()
+    assert "nobody is there" in page.read_text()
+
+
+def test_the_viewer_shows_a_search_whose_models_bill_tokens_without_ids(tmp_path):
+    async def asking(task, model, system_prompt):
+        messages = [{"role": "user", "content": str(task["number"])}]
+        answer = await model.client.chat.completions.create(
+            model=model.model_name, messages=messages
+        )
+        return WorkflowOutput(response=answer.choices[0].message.content)
+
+    with chat_server(lambda body: "```\n2 words\n```") as server:
+        remote = RemoteModel(base_url=server.base_url, model_name="big")
+        tune_prompt(
+            asking,
+            judge,
+            ROWS[:4],
+            None,
+            "Answer.",
+            PromptTuneConfig(reflection_model=remote, max_rollouts=5, eval_display_progress=False),
+            model=remote,
+            project_name="p",
+            experiment_name="n",
+            overrides=[f"checkpoint_root_dir={tmp_path}"],
+        )
+    report = write_report(tmp_path / "p" / "n").read_text()
+    assert '"billed": [7, 4]' in report or '"billed": {' in report
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "pieces"),
+    [
+        ("Be brief.", "Be very brief.", [("same", "Be"), ("ins", " very"), ("same", " brief.")]),
+        ("a b", "c b", [("del", "a"), ("ins", "c"), ("same", " b")]),
+        ("a.", "a. b", [("same", "a."), ("ins", " b")]),
+        ("same", "same", [("same", "same")]),
+    ],
+)
+def test_a_difference_is_word_by_word(before, after, pieces):
+    assert difference(before, after) == pieces
+
+
+def test_a_page_of_a_thousand_tasks_and_forty_candidates_stays_small(tmp_path):
+    words = "word " * 400
+    store, rows = TraceStore(tmp_path / "traces"), range(1000)
+    for number in range(40):
+        for row in rows[:: 1 if number < 4 else 25]:
+            id = RolloutId(number, row, 0, "search")
+            store.append(Trace(id, {"text": words}, (), Outcome.COMPLETED, row / 7, {}, words))
+    candidates = [
+        {
+            "number": number,
+            "parents": [number - 1] if number else [],
+            "prompts": {"system_prompt": f"{words} {number}"},
+            "scores": {str(row): row / 7 for row in rows},
+            "mean": number / 40,
+            "rollouts": number * 1000,
+        }
+        for number in range(40)
+    ]
+    tree = {"compare_on": list(rows), "candidates": candidates, "rejected": []}
+    (tmp_path / "tree.json").write_text(json.dumps(tree))
+    first = {"first": {"system_prompt": words}, "settings": {}}
+    (tmp_path / "search.json").write_text(json.dumps(first))
+    page = write_page(tmp_path).read_text()
+    assert len(page) < 4_000_000
+    assert "others are left out" in page
