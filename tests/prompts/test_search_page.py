@@ -10,7 +10,8 @@ from tuner import JudgeOutput, PromptTuneConfig, RemoteModel, WorkflowOutput, tu
 from tuner.errors import TrainingError
 from tuner.prompts.search_page import difference, write_page
 from tuner.traces import Outcome, RolloutId, Trace, TraceStore
-from tuner.viewer import write_report
+from tuner.viewer import RunReader, write_report
+from tuner.viewer.page import report_data
 
 EVIL = "<script>alert(1)</script></pre></details>"
 ROWS = [{"number": n, "text": EVIL} for n in range(20)]
@@ -106,10 +107,12 @@ def test_a_search_that_stops_leaves_a_page_that_says_why(tmp_path):
 def test_the_viewer_shows_a_search_whose_models_bill_tokens_without_ids(tmp_path):
     async def asking(task, model, system_prompt):
         messages = [{"role": "user", "content": str(task["number"])}]
-        answer = await model.client.chat.completions.create(
-            model=model.model_name, messages=messages
-        )
-        return WorkflowOutput(response=answer.choices[0].message.content)
+        for _ in range(2):
+            answer = await model.client.chat.completions.create(
+                model=model.model_name, messages=messages
+            )
+            messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+        return WorkflowOutput(response="2")
 
     with chat_server(lambda body: "```\n2 words\n```") as server:
         remote = RemoteModel(base_url=server.base_url, model_name="big")
@@ -125,8 +128,13 @@ def test_the_viewer_shows_a_search_whose_models_bill_tokens_without_ids(tmp_path
             experiment_name="n",
             overrides=[f"checkpoint_root_dir={tmp_path}"],
         )
-    report = write_report(tmp_path / "p" / "n").read_text()
-    assert '"billed": [7, 4]' in report or '"billed": {' in report
+    reader = RunReader(tmp_path / "p" / "n")
+    data = report_data(reader, trace_bytes=10**6)
+    assert data["run"]["status"] == "completed"
+    assert {row["tokens"] for row in data["traces"]} == {8}  # two calls of four words
+    assert {row["split"] for row in data["traces"]} == {"search"}
+    assert not any(row["causes"] for row in data["traces"])
+    write_report(tmp_path / "p" / "n")
 
 
 @pytest.mark.parametrize(

@@ -354,11 +354,11 @@ def _held_out(tried: Sequence[Tried]) -> dict[str, Any]:
         times = (one.id.step, one.id.rollout)
         found[times] |= {} if one.reward is None else {one.id.task: one.reward}
         failed[times] += one.reward is None
+    means = {times: estimate(list(rewards.values())) for times, rewards in found.items()}
     lines = [
-        (number, "" if (of := estimate(list(rewards.values()))) is None else of.text(), len(rewards),
-         failed[number, again])
-        for (number, again), rewards in sorted(found.items())
-    ]  # fmt: skip
+        (times[0], "" if (of := means[times]) is None else of.text(), len(rewards), failed[times])
+        for times, rewards in sorted(found.items())
+    ]
     if len(found) < 2:
         return {"lines": lines, "gain": None}
     before, after = found[min(found)], found[max(found)]
