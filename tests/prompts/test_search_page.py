@@ -170,7 +170,7 @@ def test_a_page_of_a_thousand_tasks_and_forty_candidates_stays_small(tmp_path):
     ]
     tree = {"compare_on": list(rows), "candidates": candidates, "rejected": []}
     (tmp_path / "tree.json").write_text(json.dumps(tree))
-    first = {"first": {"system_prompt": words}, "settings": {}}
+    first = {"first": {"system_prompt": words}}
     (tmp_path / "search.json").write_text(json.dumps(first))
     page = write_page(tmp_path).read_text()
     assert len(page) < 4_000_000

@@ -68,6 +68,11 @@ class CandidateTree:
         self._write()
 
     @property
+    def first(self) -> dict[str, Any]:
+        """What the search began with."""
+        return self._accepted[0]
+
+    @property
     def best(self) -> dict[str, Any]:
         """The first of those with the highest mean."""
         return max(self._accepted, key=lambda one: float(one["mean"]))

@@ -20,6 +20,7 @@ from tuner.gateway import SamplingDefaults
 from tuner.prompts.candidate_tree import CandidateTree
 from tuner.prompts.contenders import Contender, elsewhere, served_here
 from tuner.prompts.evolution import evolve
+from tuner.prompts.instructions import instruct
 from tuner.prompts.prompted import HELD_OUT, SEARCH, Prompts
 from tuner.prompts.reflection import Reflection
 from tuner.prompts.search_page import leave_page
@@ -192,22 +193,29 @@ class Search:
             self._look_at(traces, first=number == 0)
             return traces
 
-        result = await evolve(
-            self.first,
-            reflect_on=reflect_on,
-            compare_on=compare_on,
-            evaluate=evaluate,
-            ask=reflection.ask,
-            spent_all=lambda: self._spent_all(trials.spent, budget),
-            callbacks=[CandidateTree(directory, trials, monitor, compare_on, budget)],
-            minibatch_size=settings.minibatch_size,
-            failure_score=settings.failure_score,
-            perfect_score=settings.perfect_score,
-            seed=settings.seed,
-        )
-        scores = result.val_aggregate_scores
-        best = dict(result.candidates[result.best_idx])
-        metrics = {"search_before": scores[0], "search_after": scores[result.best_idx]}
+        tree = CandidateTree(directory, trials, monitor, compare_on, budget)
+        common: dict[str, Any] = {
+            "reflect_on": reflect_on,
+            "evaluate": evaluate,
+            "ask": reflection.ask,
+            "spent_all": lambda: self._spent_all(trials.spent, budget),
+            "failure_score": settings.failure_score,
+            "seed": settings.seed,
+        }
+        if settings.optimizer == "mipro":
+            most = LEVELS[settings.optimization_level or "light"]
+            await instruct(self.first, tasks=trials.tasks[SEARCH], tree=tree, most=most, **common)
+        else:
+            await evolve(
+                self.first,
+                compare_on=compare_on,
+                callbacks=[tree],
+                minibatch_size=settings.minibatch_size,
+                perfect_score=settings.perfect_score,
+                **common,
+            )
+        best = tree.best["prompts"]
+        metrics = {"search_before": tree.first["mean"], "search_after": tree.best["mean"]}
         metrics |= await self._held_out(trials, best, monitor)
         spent = trials.spent
         metrics |= {

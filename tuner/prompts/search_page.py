@@ -152,7 +152,7 @@ def page(run: Path, stopped: str | None = None) -> str:
         name=run.resolve().name,
         status="completed" if result else "stopped" if stopped else "no result yet",
         stopped=stopped,
-        settings={k: _setting(v) for k, v in search["settings"].items() if v is not None},
+        settings={k: _setting(v) for k, v in search.items() if v is not None and k != "first"},
         spent=spent,
         failures=Counter(one.outcome for one in tried if one.reward is None),
         nodes=nodes,
@@ -163,7 +163,7 @@ def page(run: Path, stopped: str | None = None) -> str:
         columns=[one["number"] for one in tree["candidates"]],
         heat=_heat(tree, tried),
         texts_of={one.id.task: one.task for one in tried if one.id.split == SEARCH},
-        held_out=_held_out(tried),
+        held_out=_held_out(tried, best),
         tasks=tasks,
         left_out=left_out,
         of_tasks=len(tasks) + left_out,
@@ -344,25 +344,26 @@ def _curve(candidates: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     return {"points": points, "path": path, "low": low, "high": high, "rollouts": right}
 
 
-def _held_out(tried: Sequence[Tried]) -> dict[str, Any]:
+def _held_out(tried: Sequence[Tried], best: Node | None) -> dict[str, Any]:
     """What was scored on rows that the search has not seen, and what was gained on them."""
     found: defaultdict[tuple[int, int], dict[int, float]] = defaultdict(dict)
     failed: Counter[tuple[int, int]] = Counter()
     for one in tried:
-        if one.id.split == SEARCH:
-            continue
-        times = (one.id.step, one.id.rollout)
-        found[times] |= {} if one.reward is None else {one.id.task: one.reward}
-        failed[times] += one.reward is None
+        if one.id.split != SEARCH:
+            times = (one.id.step, one.id.rollout)
+            found[times] |= {} if one.reward is None else {one.id.task: one.reward}
+            failed[times] += one.reward is None
     means = {times: estimate(list(rewards.values())) for times, rewards in found.items()}
     lines = [
         (times[0], "" if (of := means[times]) is None else of.text(), len(rewards), failed[times])
         for times, rewards in sorted(found.items())
     ]
-    if len(found) < 2:
+    before = min(found, default=None)
+    after = max((times for times in found if best and times[0] == best.number), default=None)
+    if before is None or after is None or before == after:
         return {"lines": lines, "gain": None}
-    before, after = found[min(found)], found[max(found)]
-    gain = estimate([after[row] - before[row] for row in sorted(before.keys() & after.keys())])
+    rows = sorted(found[before].keys() & found[after].keys())
+    gain = estimate([found[after][row] - found[before][row] for row in rows])
     return {"lines": lines, "gain": None if gain is None else gain.text("+.3f")}
 
 

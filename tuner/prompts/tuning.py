@@ -68,6 +68,7 @@ def tune_prompt(
     Raises:
         FunctionError: A function cannot be called or returned something of the wrong type.
         ConfigError: A setting is unknown, unsupported, of the wrong type or in conflict.
+        MissingDependencyError: The optimizer is `mipro`, and the extra `dspy` is not installed.
         DatasetError: A dataset is missing or empty.
         TrainingError: No rollout of the first prompt came to a reward, an engine or the reflecting
             model failed.
@@ -75,6 +76,8 @@ def tune_prompt(
     require_nothing_loads("tune_prompt()")
     given = _function(workflow_func, workflow)
     settings = config or PromptTuneConfig()
+    if settings.optimizer == "mipro":
+        require_dspy()
     texts = _texts(init_system_prompt)
     if judge_func is not None and judges_groups(judge_func):
         raise FunctionError(
