@@ -14,14 +14,13 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import import_module
 from math import log2
 from statistics import fmean
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from tuner.data.dataset import Task, row_text
-from tuner.errors import MissingDependencyError, TrainingError, pip_install
+from tuner.errors import TrainingError
 from tuner.prompts.candidate_tree import CandidateTree
 from tuner.prompts.evolution import Ask, Bridge, Evaluate, record, score_of
 from tuner.prompts.prompted import Prompts
@@ -36,21 +35,6 @@ DESCRIBED = 100
 """Rows that the reflecting model describes before it proposes."""
 # MIPROv2's: with more rows that decide, most combinations are tried on a part of them.
 FULL, MINIBATCH = 50, 35
-
-
-def require_dspy() -> None:
-    """
-    Raises:
-        MissingDependencyError: DSPy or Optuna is not installed, or in a version that does not work.
-    """
-    try:
-        import_module("dspy.lm15")
-        import_module("optuna")  # MIPROv2 looks for it when rollouts were paid for
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"optimizer='mipro' is DSPy's and needs it and Optuna: {error}; {pip_install('dspy')}, "
-            "or leave optimizer at 'gepa'"
-        ) from error
 
 
 class _Ended(BaseException):
@@ -199,14 +183,17 @@ def _compile(
         signature = dspy.Signature(f"task -> {_field(name)}", text)
         setattr(program, f"component_{place}", dspy.Predict(signature))
     # DSPy removes indentation: texts that it did not propose stay as they were given.
-    given = dict(zip(_instructions(program), first.values(), strict=True))
+    unchanged = _instructions(program)
     good = [
         trace for trace in shown if score_of(trace, scores.failure_score) > scores.failure_score
     ]
 
     def score(program: Any, *, devset: Sequence[Any], **_: Any) -> Any:
-        texts = [given.get(text, text) for text in _instructions(program)]
-        prompts = dict(zip(first, texts, strict=True))
+        texts = zip(first.items(), unchanged, _instructions(program), strict=True)
+        prompts = {
+            name: text if text.strip() and text != same else given
+            for (name, given), same, text in texts
+        }
         return SimpleNamespace(score=100 * scores.mean(prompts, [one.row for one in devset]))
 
     class Instructions(dspy.MIPROv2):  # type: ignore[misc]  # untyped
@@ -254,8 +241,8 @@ def _instructions(program: Any) -> list[str]:
 
 
 def _field(component: str) -> str:
-    """The name of a component's output in a signature, where only some characters may be."""
-    return "output_of_" + re.sub(r"\W", "_", component)
+    """The name in a signature, where not every character may be, of what a component brings."""
+    return "response_with_" + re.sub(r"\W", "_", component)
 
 
 def _demonstrations(
@@ -280,10 +267,10 @@ def _demonstrations(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """DSPy's lines only where something is wrong: what is worth telling, we tell."""
+    """DSPy's lines only where something fails: what is worth telling, we tell."""
     library = logging.getLogger("dspy")
     level = library.level
-    library.setLevel(logging.WARNING)
+    library.setLevel(logging.ERROR)
     try:
         yield
     finally:

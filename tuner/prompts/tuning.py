@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 from tuner.config import RemoteModel
 from tuner.data.dataset import DatasetConfig, Task, load_tasks
-from tuner.errors import ConfigError, FunctionError
+from tuner.errors import ConfigError, FunctionError, MissingDependencyError, pip_install
 from tuner.functions.calling import check_function, judges_groups, where
 from tuner.functions.loading import require_nothing_loads
 from tuner.prompts.prompted import COMPONENT, HELD_OUT, SEARCH, WORKFLOW, Prompted
@@ -16,6 +17,9 @@ from tuner.prompts.providers import remote_named
 from tuner.run.interrupts import outside_event_loop
 from tuner.settings import PromptTuneConfig, TunerModelConfig
 from tuner.tune import prepare_evaluation
+
+GEPAS = ("minibatch_size", "perfect_score")
+"""Settings that MIPROv2 has no use for."""
 
 
 def tune_prompt(
@@ -77,7 +81,7 @@ def tune_prompt(
     given = _function(workflow_func, workflow)
     settings = config or PromptTuneConfig()
     if settings.optimizer == "mipro":
-        require_dspy()
+        _check_mipro(settings)
     texts = _texts(init_system_prompt)
     if judge_func is not None and judges_groups(judge_func):
         raise FunctionError(
@@ -130,6 +134,28 @@ def _function(
         raise FunctionError(f"there is no workflow: pass workflow_func, {WORKFLOW}")
     check_function(given, WORKFLOW)
     return given
+
+
+def _check_mipro(settings: PromptTuneConfig) -> None:
+    """Refuse what MIPROv2 cannot do, before anything is asked or run.
+
+    Raises:
+        ConfigError: A setting is given that MIPROv2 has no use for.
+        MissingDependencyError: DSPy or Optuna is not installed, or in a version that does not work.
+    """
+    if given := [name for name in GEPAS if name in settings.model_fields_set]:
+        raise ConfigError(
+            f"PromptTuneConfig.{given[0]} is set, and optimizer='mipro' does not reflect on single "
+            "tasks: remove it, or leave optimizer at 'gepa'"
+        )
+    try:
+        import_module("dspy.lm15")
+        import_module("optuna")  # MIPROv2 looks for it when rollouts were paid for
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"optimizer='mipro' is DSPy's and needs it and Optuna: {error}; {pip_install('dspy')}, "
+            "or leave optimizer at 'gepa'"
+        ) from error
 
 
 def _texts(init: Any) -> dict[str, str]:

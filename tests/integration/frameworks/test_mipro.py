@@ -2,12 +2,14 @@
 
 import json
 import re
+import sys
+from collections import Counter
 
 import pytest
 
 from tests.chat_server import Refusal, chat_server
 from tuner import JudgeOutput, PromptTuneConfig, RemoteModel, WorkflowOutput, tune_prompt
-from tuner.errors import TrainingError
+from tuner.errors import MissingDependencyError, TrainingError
 
 ROWS = [{"number": n} for n in range(20)]
 FIRST = "Answer.\n    Be brief."
@@ -78,31 +80,36 @@ def test_proposals_are_shown_rows_and_rollouts_that_went_well(tmp_path):
     with proposer(PROPOSED) as server:
         search(server, tmp_path)
     asked = [body["messages"][0]["content"] for body in server.requests]
-    assert 'task=\'{"number": 1' in asked[0]
-    assert any(re.search(r'Task: \{"number": \d+\}\nOutput Of System Prompt: \d+', one)
+    assert """Example({'task': '{"number": 1}'})""" in asked[0]
+    assert any(re.search(r'Task: \{"number": \d+\}\nResponse With System Prompt: \d+', one)
                for one in asked)  # fmt: skip
     assert "Numbers." in asked[-1]
     assert "Be brief." in asked[-1]
 
 
 def test_a_search_that_is_begun_again_asks_and_rolls_out_nothing_twice(tmp_path):
-    made, stop = [], True
+    made, asked = Counter(), Counter()
 
     async def counting(task, system_prompt):
-        made.append((task["number"], system_prompt))
-        if stop and "two" in system_prompt:
-            raise KeyboardInterrupt
+        made[task["number"], system_prompt] += 1
         return await workflow(task, system_prompt)
 
-    with proposer(PROPOSED) as server:
-        with pytest.raises(KeyboardInterrupt):
+    def said(field, text):
+        if sum(asked.values()) == 5:
+            asked.clear()
+            raise Refusal(401, "no more today")
+        asked[field] += 1
+        return PROPOSED[asked[field] - 1] if field == "proposed_instruction" else "Numbers."
+
+    with in_form(said) as server:
+        with pytest.raises(TrainingError, match="no more today"):
             search(server, tmp_path, counting)
-        asked, stop = len(server.requests), False
-        prompt, _ = search(server, tmp_path, counting)
-        assert len(server.requests) == asked
-    assert prompt == "Add one."
-    done = [one for one in made if one[0] != 3 and "two" not in one[1]]
-    assert max(done.count(one) for one in done) <= 2  # once in the search, once in the evaluation
+        assert made
+        search(server, tmp_path, counting)
+        assert len(server.requests) == 5 + 1 + 3
+    of_first = [count for (number, text), count in made.items() if text == FIRST and number > 5]
+    assert of_first
+    assert set(of_first) == {1}
 
 
 def test_the_budget_ends_the_search_after_the_first_prompt_was_compared(tmp_path):
@@ -152,3 +159,11 @@ def test_a_proposer_that_does_not_keep_to_the_form_is_named(tmp_path):
         pytest.raises(TrainingError, match="form that DSPy asks for"),
     ):
         search(server, tmp_path)
+
+
+def test_optuna_is_missed_before_anything_is_spent(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with proposer([]) as server, pytest.raises(MissingDependencyError, match="optuna"):
+        search(server, tmp_path)
+    assert not server.requests
+    assert not list(tmp_path.rglob("*.jsonl"))
