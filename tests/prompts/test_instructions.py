@@ -29,7 +29,8 @@ async def never(task, system_prompt):
 
 
 def test_the_extra_is_named_before_anything_is_spent(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "dspy", None)
+    for module in ("dspy", "dspy.lm15"):
+        monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingDependencyError, match=r"pip install .*\[dspy\]"):
         search(tmp_path, never)
     assert not list(tmp_path.iterdir())
