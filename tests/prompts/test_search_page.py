@@ -4,9 +4,11 @@ import json
 import re
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.chat_server import chat_server
 from tuner import JudgeOutput, PromptTuneConfig, RemoteModel, WorkflowOutput, tune_prompt
+from tuner.cli import app
 from tuner.errors import TrainingError
 from tuner.prompts.search_page import difference, write_page
 from tuner.traces import Outcome, RolloutId, Trace, TraceStore
@@ -15,10 +17,12 @@ from tuner.viewer.page import report_data
 
 EVIL = "<script>alert(1)</script></pre></details>"
 ROWS = [{"number": n, "text": EVIL} for n in range(20)]
+FAILS = 2
+"""Of the rows that decide."""
 
 
 async def workflow(task, system_prompt):
-    if task["number"] == 7:
+    if task["number"] == FAILS:
         raise ValueError(f"no {EVIL}")
     return WorkflowOutput(response=f"{task['number'] + system_prompt.count('one')} {EVIL}")
 
@@ -67,12 +71,10 @@ def test_the_page_has_candidates_scores_rollouts_and_what_was_gained(run):
 
 
 def test_a_failed_rollout_is_no_score_of_zero_on_the_page(run):
-    tree = json.loads((run / "tree.json").read_text())
-    row = re.search(r'<tr><th><a href="#search-7">.*', (run / "prompts.html").read_text())
-    assert (7 in tree["compare_on"]) == (row is not None)
-    if row:
-        assert 'class="f">failed' in row[0]
-        assert " b" not in row[0].partition("</th>")[2]
+    row = re.search(rf'<tr><th><a href="#search-{FAILS}">.*', (run / "prompts.html").read_text())
+    cells = row[0].partition("</th>")[2]
+    assert cells.count('class="f">failed') == cells.count("<td") >= 2
+    assert "best on 0 tasks" in (run / "prompts.html").read_text()
 
 
 def test_scores_are_under_the_rows_that_they_are_of(run):
@@ -90,6 +92,13 @@ def test_nothing_of_a_task_a_prompt_or_a_response_is_more_than_text(run):
     assert len(nonces) == 2
     assert len(set(nonces)) == 1
     assert not re.findall(r"(?:src|href)=\"(?!#|data:,)", text)
+
+
+def test_the_command_line_writes_the_page_again(run):
+    (run / "prompts.html").unlink()
+    result = CliRunner().invoke(app, ["view", str(run), "--report"])
+    assert str(run / "prompts.html") in result.output
+    assert (run / "prompts.html").exists()
 
 
 def test_a_search_that_stops_leaves_a_page_that_says_why(tmp_path):

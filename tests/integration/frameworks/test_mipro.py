@@ -69,6 +69,8 @@ def test_the_best_of_the_proposed_instructions_is_found(tmp_path, capsys):
     assert (metrics["eval_before"], metrics["eval_after"]) == (0.25, 1.0)
     tree = json.loads((tmp_path / "p" / "n" / "tree.json").read_text())
     assert tree["candidates"][0]["prompts"] == {"system_prompt": FIRST}
+    texts = [one["prompts"]["system_prompt"] for one in tree["candidates"]]
+    assert len({" ".join(text.split()) for text in texts}) == len(texts) > 2
     assert {tuple(one["parents"]) for one in tree["candidates"][1:]} == {(0,)}
     assert all([int(row) for row in one["scores"]] == tree["compare_on"]
                for one in tree["candidates"])  # fmt: skip
@@ -112,12 +114,15 @@ def test_a_search_that_is_begun_again_asks_and_rolls_out_nothing_twice(tmp_path)
     assert set(of_first) == {1}
 
 
-def test_the_budget_ends_the_search_after_the_first_prompt_was_compared(tmp_path):
-    with proposer(PROPOSED) as server:
-        search(server, tmp_path, max_rollouts=35)
+def test_the_budget_ends_the_search_between_trials(tmp_path):
+    async def joined(task, system_prompt):
+        return await workflow(task, " ".join(system_prompt.values()))
+
+    with proposer(f"{n}." for n in range(99)) as server:
+        search(server, tmp_path, joined, {"a": "First.", "b": "Second."}, max_rollouts=60)
     tree = json.loads((tmp_path / "p" / "n" / "tree.json").read_text())
-    assert 2 <= len(tree["candidates"]) <= 3
-    assert tree["rollouts"] <= 45
+    assert len(tree["candidates"]) == 5
+    assert tree["rollouts"] == 60
 
 
 def test_many_rows_are_tried_in_parts_and_several_texts_together(tmp_path):
@@ -143,6 +148,9 @@ def test_many_rows_are_tried_in_parts_and_several_texts_together(tmp_path):
         )
     assert prompts["critic 1"] == "Add one."
     assert metrics["search_after"] == 1.0
+    tree = json.loads((tmp_path / "p" / "n" / "tree.json").read_text())
+    tried = (tmp_path / "p" / "n" / "candidates.jsonl").read_text().splitlines()
+    assert 2 <= len(tree["candidates"]) < len(tried)
 
 
 def test_a_proposer_that_fails_ends_the_search_and_is_named(tmp_path):
