@@ -62,7 +62,7 @@ def run(tmp_path_factory):
 
 def test_the_page_has_candidates_scores_rollouts_and_what_was_gained(run):
     text = (run / "prompts.html").read_text()
-    assert "1 proposals rejected" in text
+    assert "rejected proposals: 1" in text
     assert "+1.000" in text
     assert "<ins> Add one. &lt;script&gt;" in text
     assert re.search(r'<td class="h8 b">1</td>', text)
@@ -74,7 +74,7 @@ def test_a_failed_rollout_is_no_score_of_zero_on_the_page(run):
     row = re.search(rf'<tr><th><a href="#search-{FAILS}">.*', (run / "prompts.html").read_text())
     cells = row[0].partition("</th>")[2]
     assert cells.count('class="f">failed') == cells.count("<td") >= 2
-    assert "best on 0 tasks" in (run / "prompts.html").read_text()
+    assert "best on 0 of 10 tasks" in (run / "prompts.html").read_text()
 
 
 def test_scores_are_under_the_rows_that_they_are_of(run):
@@ -157,6 +157,35 @@ def test_the_viewer_shows_a_search_whose_models_bill_tokens_without_ids(tmp_path
 )
 def test_a_difference_is_word_by_word(before, after, pieces):
     assert difference(before, after) == pieces
+
+
+def test_the_tree_nests_who_came_of_whom_however_deep(tmp_path):
+    parents = {1: 0, 2: 1, 3: 1, 4: 0} | {number: number - 1 for number in range(5, 500)}
+    candidates = [
+        {
+            "number": number,
+            "parents": [parents[number]] if number else [],
+            "prompts": {"system_prompt": f"Text {number}."},
+            "scores": {"0": 0.0},
+            "mean": 0.0,
+            "rollouts": number,
+        }
+        for number in range(500)
+    ]
+    tree = {"compare_on": [0], "candidates": candidates, "rejected": []}
+    (tmp_path / "tree.json").write_text(json.dumps(tree))
+    (tmp_path / "search.json").write_text(json.dumps({"first": {"system_prompt": "Text."}}))
+    text = write_page(tmp_path).read_text()
+    open_now, nested = [], {}
+    for end, number in re.findall(r'<(/?)li(?: id="c(\d+)")?>', text):
+        if end:
+            open_now.pop()
+        else:
+            nested[int(number)] = open_now[-1] if open_now else None
+            open_now.append(int(number))
+    assert not open_now
+    assert nested == {0: None} | parents
+    assert text.count("<ul>") == text.count("</ul>")
 
 
 def test_a_page_of_a_thousand_tasks_and_forty_candidates_stays_small(tmp_path):

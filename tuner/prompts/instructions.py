@@ -26,6 +26,8 @@ from tuner.prompts.evolution import Ask, Bridge, Evaluate, record, score_of
 from tuner.prompts.prompted import Prompts
 from tuner.traces import Trace
 
+logger = logging.getLogger("tuner")
+
 T = TypeVar("T")
 SHOWN = 10
 """Rollouts of the first texts, of which proposals are shown some that went well."""
@@ -60,7 +62,7 @@ class _Scores:
     first: Prompts
     failure_score: float
     spent_all: Callable[[], bool]
-    _known: defaultdict[tuple[str, ...], dict[int, Trace]] = field(
+    known: defaultdict[tuple[str, ...], dict[int, Trace]] = field(
         default_factory=lambda: defaultdict(dict), init=False
     )
 
@@ -73,7 +75,7 @@ class _Scores:
 
     def traces(self, prompts: Prompts, rows: Sequence[int]) -> list[Trace]:
         """A rollout of each of these rows."""
-        known = self._known[tuple(prompts.values())]
+        known = self.known[tuple(prompts.values())]
         if wanted := [row for row in rows if row not in known]:
             if prompts != self.first and self.spent_all():
                 raise _Ended
@@ -164,6 +166,11 @@ async def instruct(
         bridge.close()
     if bridge.failure is not None:
         raise bridge.failure
+    if len(scores.known) == 1 and spent_all():
+        logger.warning(
+            "the budget was spent before a proposed text was tried: raise max_rollouts, max_tokens "
+            "or max_cost, and the search goes on from here"
+        )
 
 
 def _compile(

@@ -20,7 +20,7 @@ from tuner.data.dataset import row_text
 from tuner.prompts.prompted import SEARCH
 from tuner.run.directory import RunDirectory, read_json, write_atomically
 from tuner.run.estimates import estimate
-from tuner.traces import RolloutId, Trace
+from tuner.traces import RolloutId
 from tuner.traces.store import read_traces
 
 logger = logging.getLogger("tuner")
@@ -156,6 +156,7 @@ def page(run: Path, stopped: str | None = None) -> str:
         spent=spent,
         failures=Counter(one.outcome for one in tried if one.reward is None),
         nodes=nodes,
+        ordered=_ordered(nodes[:1]),
         best=best,
         texts={} if best is None else _since_the_first(search["first"], tree, best.number),
         rejected=len(tree["rejected"]),
@@ -185,18 +186,15 @@ def _tried(folder: Path) -> Iterator[Tried]:
     for path in sorted(folder.glob("*.jsonl")):
         for trace in read_traces(path):
             if trace.final:
+                said = "\n".join(filter(None, (trace.feedback, trace.error)))
                 yield Tried(
                     trace.id,
                     trace.reward,
                     trace.outcome.value,
                     _cut(row_text(trace.task), SAID_CHARACTERS),
                     _cut(trace.response, SAID_CHARACTERS),
-                    _cut(_said(trace), SAID_CHARACTERS),
+                    _cut(said, SAID_CHARACTERS),
                 )
-
-
-def _said(trace: Trace) -> str:
-    return "\n".join(filter(None, (trace.feedback, trace.error)))
 
 
 def _cut(text: str, limit: int) -> str:
@@ -238,6 +236,17 @@ def _nodes(tree: Mapping[str, Any], tried: Sequence[Tried]) -> list[Node]:
             nodes[number].best_on += 1
             nodes[number].alone_on += len(best) == 1
     return list(nodes.values())
+
+
+def _ordered(roots: Sequence[Node]) -> list[tuple[Node, int]]:
+    """Each candidate before those that came of it, and how many lists of children end with it."""
+    found, left = [], [(node, 0) for node in roots]
+    while left:
+        node, ends = left.pop()
+        found.append((node, 0 if node.children else ends))
+        last_first = node.children[::-1]
+        left += [(child, ends + 1 if child is last_first[0] else 0) for child in last_first]
+    return found
 
 
 def _since_the_first(

@@ -125,6 +125,14 @@ def test_the_budget_ends_the_search_between_trials(tmp_path):
     assert tree["rollouts"] == 60
 
 
+def test_a_budget_for_the_first_prompt_alone_is_said(tmp_path, caplog):
+    with proposer(PROPOSED) as server:
+        prompt, _ = search(server, tmp_path, max_rollouts=20)
+    assert prompt == FIRST
+    assert not server.requests
+    assert "the budget was spent before a proposed text was tried" in caplog.text
+
+
 def test_many_rows_are_tried_in_parts_and_several_texts_together(tmp_path):
     seen = {"writer": 0, "critic 1": 0}
 
