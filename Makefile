@@ -2,7 +2,7 @@
 # make test   lint, types and tests, as CI runs them
 # make test-agentscope2   the tests that need AgentScope 2.x, in an environment of its own
 # make test-browser   the page of a run in a real browser; needs Chromium
-# make test-frameworks   the tests that need agent frameworks, in an environment of their own
+# make test-frameworks   the tests that need agent frameworks or DSPy, in an environment of their own
 # make test-trackers   the tests that run W&B, MLflow and SwanLab, in an environment of their own
 # make test-trinity   the tests that run Trinity-RFT on Ray, in an environment of their own (7 GB)
 # make test-vllm   the tests that run vLLM on a CPU, in an environment of their own (3.6 GB)
@@ -82,7 +82,7 @@ test-browser: $(VENV)/.installed-dev
 
 $(VENV3)/.installed: pyproject.toml constraints-frameworks.txt
 	$(INSTALL) $(VENV3) --constraint constraints-frameworks.txt \
-		--editable '.[frameworks]' pytest pytest-asyncio
+		--editable '.[dspy,frameworks]' pytest pytest-asyncio
 	touch $@
 
 test-frameworks: $(VENV3)/.installed

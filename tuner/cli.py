@@ -293,9 +293,12 @@ def view(
 ) -> None:
     """Look at a run and its traces in a browser; follows a run that is going on."""
     if report:
+        from tuner.prompts.search_page import is_search, write_page
         from tuner.viewer import write_report
 
         typer.echo(write_report(run))
+        if is_search(run):
+            typer.echo(write_page(run))
         return
     from tuner.viewer.web import serve
 

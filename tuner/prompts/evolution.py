@@ -95,7 +95,7 @@ class GepaAdapter:
     ) -> dict[str, list[dict[str, Any]]]:
         """What the reflecting model is shown for each component."""
         traces: list[Trace] = eval_batch.trajectories
-        return {name: [_record(trace, name) for trace in traces] for name in components_to_update}
+        return {name: [record(trace, name) for trace in traces] for name in components_to_update}
 
 
 def score_of(trace: Trace, failure_score: float) -> float:
@@ -103,7 +103,7 @@ def score_of(trace: Trace, failure_score: float) -> float:
     return failure_score if trace.reward is None else trace.reward
 
 
-def _record(trace: Trace, component: str) -> dict[str, Any]:
+def record(trace: Trace, component: str) -> dict[str, Any]:
     """A rollout in the words of GEPA's prompt; of several agents, what the component's own did."""
     own = [call for call in trace.calls if call.role == component]
     said = "\n\n".join(_turns(own or trace.calls)) or trace.response

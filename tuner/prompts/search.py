@@ -20,11 +20,13 @@ from tuner.gateway import SamplingDefaults
 from tuner.prompts.candidate_tree import CandidateTree
 from tuner.prompts.contenders import Contender, elsewhere, served_here
 from tuner.prompts.evolution import evolve
+from tuner.prompts.instructions import instruct
 from tuner.prompts.prompted import HELD_OUT, SEARCH, Prompts
 from tuner.prompts.reflection import Reflection
+from tuner.prompts.search_page import leave_page
 from tuner.prompts.trials import CandidateLog, Spent, Trials
 from tuner.run.console import ConsoleMonitor
-from tuner.run.directory import RunDirectory, read_json, write_atomically
+from tuner.run.directory import RunDirectory, read_json, reported, write_atomically
 from tuner.run.estimates import estimate
 from tuner.run.interrupts import run_async
 from tuner.run.record import open_directory
@@ -96,11 +98,12 @@ class Search:
                 found = read_json(directory.result, "delete it: it is written anew from traces")
                 prompts, metrics = found["prompts"], found["metrics"]
             else:
-                began = time.perf_counter()
-                prompts, metrics = run_async(self._found(directory))
-                metrics["seconds"] = time.perf_counter() - began
-                text = json.dumps({"prompts": prompts, "metrics": metrics}, indent=2)
-                write_atomically(directory.result, text)
+                with reported(directory, leave_page):
+                    began = time.perf_counter()
+                    prompts, metrics = run_async(self._found(directory))
+                    metrics["seconds"] = time.perf_counter() - began
+                    text = json.dumps({"prompts": prompts, "metrics": metrics}, indent=2)
+                    write_atomically(directory.result, text)
             best = next(iter(prompts.values())) if self.single else prompts
             return best, metrics
 
@@ -190,22 +193,29 @@ class Search:
             self._look_at(traces, first=number == 0)
             return traces
 
-        result = await evolve(
-            self.first,
-            reflect_on=reflect_on,
-            compare_on=compare_on,
-            evaluate=evaluate,
-            ask=reflection.ask,
-            spent_all=lambda: self._spent_all(trials.spent, budget),
-            callbacks=[CandidateTree(directory, trials, monitor, compare_on, budget)],
-            minibatch_size=settings.minibatch_size,
-            failure_score=settings.failure_score,
-            perfect_score=settings.perfect_score,
-            seed=settings.seed,
-        )
-        scores = result.val_aggregate_scores
-        best = dict(result.candidates[result.best_idx])
-        metrics = {"search_before": scores[0], "search_after": scores[result.best_idx]}
+        tree = CandidateTree(directory, trials, monitor, compare_on, budget)
+        common: dict[str, Any] = {
+            "reflect_on": reflect_on,
+            "evaluate": evaluate,
+            "ask": reflection.ask,
+            "spent_all": lambda: self._spent_all(trials.spent, budget),
+            "failure_score": settings.failure_score,
+            "seed": settings.seed,
+        }
+        if settings.optimizer == "mipro":
+            most = LEVELS[settings.optimization_level or "light"]
+            await instruct(self.first, tasks=trials.tasks[SEARCH], tree=tree, most=most, **common)
+        else:
+            await evolve(
+                self.first,
+                compare_on=compare_on,
+                callbacks=[tree],
+                minibatch_size=settings.minibatch_size,
+                perfect_score=settings.perfect_score,
+                **common,
+            )
+        best = tree.best["prompts"]
+        metrics = {"search_before": tree.first["mean"], "search_after": tree.best["mean"]}
         metrics |= await self._held_out(trials, best, monitor)
         spent = trials.spent
         metrics |= {

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 from tuner.config import RemoteModel
 from tuner.data.dataset import DatasetConfig, Task, load_tasks
-from tuner.errors import ConfigError, FunctionError
+from tuner.errors import ConfigError, FunctionError, MissingDependencyError, pip_install
 from tuner.functions.calling import check_function, judges_groups, where
 from tuner.functions.loading import require_nothing_loads
 from tuner.prompts.prompted import COMPONENT, HELD_OUT, SEARCH, WORKFLOW, Prompted
@@ -16,6 +17,9 @@ from tuner.prompts.providers import remote_named
 from tuner.run.interrupts import outside_event_loop
 from tuner.settings import PromptTuneConfig, TunerModelConfig
 from tuner.tune import prepare_evaluation
+
+GEPAS = ("minibatch_size", "perfect_score")
+"""Settings that MIPROv2 has no use for."""
 
 
 def tune_prompt(
@@ -68,6 +72,7 @@ def tune_prompt(
     Raises:
         FunctionError: A function cannot be called or returned something of the wrong type.
         ConfigError: A setting is unknown, unsupported, of the wrong type or in conflict.
+        MissingDependencyError: The optimizer is `mipro`, and the extra `dspy` is not installed.
         DatasetError: A dataset is missing or empty.
         TrainingError: No rollout of the first prompt came to a reward, an engine or the reflecting
             model failed.
@@ -75,6 +80,8 @@ def tune_prompt(
     require_nothing_loads("tune_prompt()")
     given = _function(workflow_func, workflow)
     settings = config or PromptTuneConfig()
+    if settings.optimizer == "mipro":
+        _check_mipro(settings)
     texts = _texts(init_system_prompt)
     check_judges_alone(judge_func)
     own_model = _brings_its_model(given, model)
@@ -123,6 +130,28 @@ def _function(
         raise FunctionError(f"there is no workflow: pass workflow_func, {WORKFLOW}")
     check_function(given, WORKFLOW)
     return given
+
+
+def _check_mipro(settings: PromptTuneConfig) -> None:
+    """Refuse what MIPROv2 cannot do, before anything is asked or run.
+
+    Raises:
+        ConfigError: A setting is given that MIPROv2 has no use for.
+        MissingDependencyError: DSPy or Optuna is not installed, or in a version that does not work.
+    """
+    if given := [name for name in GEPAS if name in settings.model_fields_set]:
+        raise ConfigError(
+            f"PromptTuneConfig.{given[0]} is set, and optimizer='mipro' does not reflect on single "
+            "tasks: remove it, or leave optimizer at 'gepa'"
+        )
+    try:
+        import_module("dspy.lm15")
+        import_module("optuna")  # MIPROv2 looks for it when rollouts were paid for
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"optimizer='mipro' is DSPy's and needs it and Optuna: {error}; {pip_install('dspy')}, "
+            "or leave optimizer at 'gepa'"
+        ) from error
 
 
 def _texts(init: Any) -> dict[str, str]:

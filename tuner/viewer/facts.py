@@ -86,10 +86,16 @@ def row(file: str, offset: int, size: int, trace: Json) -> TraceRow:
         outcome=clean(trace["outcome"]),
         reward=None if reward is None else float(reward),
         calls=len(trace["calls"]),
-        tokens=sum(len(call["completion_ids"]) for call in trace["calls"]),
+        tokens=sum(map(written, trace["calls"])),
         error=None if error is None else clean(error[:SHOWN]),
         one_path=is_one_path(trace),
     )
+
+
+def written(call: Json) -> int:
+    """The tokens of an answer; of a model elsewhere, which gives no ids, those that it bills."""
+    billed = call.get("billed")
+    return len(call["completion_ids"]) if billed is None else int(billed["output_tokens"])
 
 
 def asked(task: Json) -> str:
@@ -165,7 +171,7 @@ def tallies(trace: Json) -> dict[tuple[str, str], Tally]:
     tokens = 0
     for call in trace["calls"]:
         own = call.get("reward")
-        sampled = len(call["completion_ids"])
+        sampled = written(call)
         tokens += sampled
         found["role", clean(call.get("role") or "")].add(
             failed=call["finish_reason"] == "length",

@@ -204,11 +204,12 @@ class RunReader:
         return self._vocabulary
 
     def _total_steps(self, config: dict[str, Any], completed: bool) -> int | None:
-        """None where it follows from the length of the dataset, which is not in the directory."""
+        """None where it follows from the length of the dataset, which is not in the directory, and
+        of a search, which has no steps."""
         if completed:
-            result = json.loads(self.directory.result.read_text(encoding="utf-8"))
-            return int(result["steps"])
-        steps = lookup(config, "buffer.total_steps")
+            steps = json.loads(self.directory.result.read_text(encoding="utf-8")).get("steps")
+        else:
+            steps = lookup(config, "buffer.total_steps")
         return None if steps is None else int(steps)
 
     def _updated(self) -> float:

@@ -67,13 +67,15 @@ function branchView(trace, branch) {
   node.dataset.cause = branch.cause;
   return node;
 }
-const CALL_FIELDS = new Set(["role", "reward", "excluded", "masked", "undelivered", "kept_reasoning_ids", "id", "prompt_ids", "completion_ids", "logprobs", "versions", "sampling", "finish_reason", "messages", "tools", "response", "started", "seconds", "cached_tokens", "invalid"]);
+/* A model elsewhere gives no ids, only how many tokens it bills. */
+const written = (call) => call.billed ? call.billed.output_tokens : call.completion_ids.length;
+const CALL_FIELDS = new Set(["role", "reward", "excluded", "masked", "undelivered", "kept_reasoning_ids", "id", "prompt_ids", "completion_ids", "logprobs", "versions", "sampling", "finish_reason", "messages", "tools", "response", "started", "seconds", "cached_tokens", "invalid", "billed"]);
 function callView(trace, index, body) {
   const call = trace.calls[index], node = el("section", { class: "call", "aria-label": `call ${index + 1}` });
   const versions = [...new Set(call.versions)], total = call.logprobs.filter(isNumber).reduce((a, b) => a + b, 0);
   node.append(el("h3", {}, `call ${index + 1} of ${trace.calls.length}` + (call.role ? ` · ${call.role}` : "")));
   const kept = Array.isArray(call.kept_reasoning_ids) ? call.kept_reasoning_ids.length : call.kept_reasoning_ids;
-  node.append(facts([["reward of the call", call.reward], ["finish", call.finish_reason], ["prompt", `${fmt(call.prompt_ids.length)} tokens` + (call.cached_tokens ? ` (${fmt(call.cached_tokens)} reused)` : "")], ["sampled", `${fmt(call.completion_ids.length)} tokens`],
+  node.append(facts([["reward of the call", call.reward], ["finish", call.finish_reason], ["prompt", `${fmt(call.billed ? call.billed.input_tokens : call.prompt_ids.length)} tokens` + (call.cached_tokens ? ` (${fmt(call.cached_tokens)} reused)` : "")], ["sampled", `${fmt(written(call))} tokens`],
     ["mean log-prob", call.logprobs.length ? total / call.logprobs.length : null], ["weights version", versions.join(", ")], ["seconds", call.seconds], ["reasoning kept in the prompt", kept ? `${fmt(kept)} tokens` : null],
     ...Object.entries(call.sampling).filter(([, v]) => !Array.isArray(v) || v.length).map(([name, v]) => [name, name === "seed" ? String(v) : v]),
     ...Object.entries(call).filter(([name, v]) => !CALL_FIELDS.has(name) && v !== null && v !== false)]));
