@@ -11,6 +11,7 @@ __all__ = ["door"]
 _NEEDS = {
     "test_docs.py": ("agents", "langchain_openai", "smolagents"),
     "test_langgraph.py": ("langchain", "langchain_openai", "langgraph"),
+    "test_mipro.py": ("dspy", "optuna"),
     "test_openai_agents.py": ("agents",),
     "test_smolagents.py": ("smolagents",),
 }
