@@ -11,6 +11,7 @@ start of its own, since accounting takes time itself.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -68,8 +69,12 @@ def started(folder: Path, *options: str) -> tuple[float, list[str]]:
     (folder / "tasks.jsonl").write_text('{"question": "Tom has 4 pens. How many pens?"}\n')
     (folder / "config.yaml").write_text(CONFIG.format(folder=folder))
     command = [sys.executable, *options, "-m", "tuner", "run", str(folder / "config.yaml")]
+    # Compiled modules are kept, as they are unless somebody says otherwise.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     began, lines = time.time(), list[str]()
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=folder) as process:
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, cwd=folder, env=environment
+    ) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if (found := _TOKEN.search(line)) is not None:
