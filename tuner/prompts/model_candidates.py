@@ -18,12 +18,11 @@ from tuner.commands.evaluation import with_weights
 from tuner.config import RemoteModel
 from tuner.errors import ConfigError
 from tuner.prompts.contenders import Contender, elsewhere, served_here
+from tuner.prompts.prompted import Prices
 from tuner.run.record import fingerprint_of_weights
 from tuner.settings import TunerModelConfig
 from tuner.tune import Run
 
-Prices = tuple[float, float]
-"""Money for a million tokens read, and written."""
 _KINDS = (
     "a chat model of AgentScope, a RemoteModel(base_url=..., model_name=...), a "
     "TunerModelConfig(model_path=..., max_model_len=...), or the path of a model, a checkpoint or "

@@ -16,6 +16,10 @@ COMPONENT = "system_prompt"
 """The name of the only component, where one text is searched for."""
 SEARCH, HELD_OUT = "search", "eval"
 """The splits of the rows that are searched with, and of those that the search never sees."""
+SELECTION = "selection"
+"""The split of the rows that models are compared on."""
+Prices = tuple[float, float]
+"""Money for a million tokens read, and written."""
 WORKFLOW = Signature(
     "workflow",
     ("task", "system_prompt"),
