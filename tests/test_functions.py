@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import gc
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +21,7 @@ from tuner.functions.calling import (
     check_judge_function,
     check_workflow_function,
 )
-from tuner.functions.loading import load_function
+from tuner.functions.loading import load_function, without_collection
 from tuner.functions.outputs import JudgeOutput, WorkflowOutput
 
 
@@ -210,3 +212,15 @@ def test_a_script_that_trains_when_it_is_imported_is_told_to_put_the_guard(tmp_p
     guarded = tmp_path / "guarded.py"
     guarded.write_text(f"{text}if __name__ == '__main__':\n    tune(run, run, [{{}}])\n")
     assert load_function(f"{guarded}:run", setting="tuner.workflow")
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_is_collected_again_after_imports_if_it_was_before(enabled):
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with contextlib.suppress(ImportError), without_collection():
+            assert not gc.isenabled()
+            raise ImportError
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()

@@ -26,7 +26,7 @@ from tuner.functions.calling import (
     names,
     where,
 )
-from tuner.functions.loading import require_nothing_loads
+from tuner.functions.loading import require_nothing_loads, without_collection
 from tuner.run.interrupts import outside_event_loop
 from tuner.settings import (
     AlgorithmConfig,
@@ -148,7 +148,8 @@ def tune(
             )
         )
     run = _prepared(layers, workflow_func, judge_func, train_dataset, eval_dataset)
-    from tuner.loop import run_local
+    with without_collection():
+        from tuner.loop import run_local
 
     return outside_event_loop(lambda: run_local(**vars(run), report=leave_report))
 

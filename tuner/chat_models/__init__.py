@@ -16,6 +16,7 @@ from tuner.chat_models.agentscope1 import (
 from tuner.chat_models.agentscope2 import require_agentscope2
 from tuner.chat_models.without_framework import PlainChatModel
 from tuner.errors import MissingDependencyError
+from tuner.functions.loading import without_collection
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -117,7 +118,8 @@ def default_kind() -> ChatModelKind:
         return "plain"
     kind: ChatModelKind = "agentscope1" if found.startswith("1.") else "agentscope2"
     try:
-        _CLASSES[kind]()
+        with without_collection():
+            _CLASSES[kind]()
     except MissingDependencyError as error:
         logger.warning("TrinityChatModel is the plain chat model: %s", error)
         return "plain"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +21,19 @@ from tuner.errors import ConfigError
 FILE_MODULE = "tuner_file_"
 _LOADING: ContextVar[str | None] = ContextVar("loading", default=None)
 """What is being imported for its functions."""
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """While the block runs, which imports, Python's garbage collector does not: nothing of what
+    imports make becomes garbage, and to look through it time and again takes a fifth of them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def require_nothing_loads(called: str = "tune()") -> None:
