@@ -136,8 +136,8 @@ class RemoteModel(Section):
         """What so many tokens cost; None where neither price is set, of which one is else 0."""
         if self.input_price is None and self.output_price is None:
             return None
-        prices = self.input_price or 0.0, self.output_price or 0.0
-        return (input_tokens * prices[0] + output_tokens * prices[1]) / 1e6
+        read, written = self.prices
+        return (input_tokens * read + output_tokens * written) / 1e6
 
 
 class NamedClass(Section):

@@ -27,19 +27,19 @@ class InFlight:
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, as a task that can be cancelled."""
         task = asyncio.get_running_loop().create_task(work)
-        self._move()
-        self.tasks.add(task)
-        try:
+        with self._generating(task):
             return await task
-        finally:
-            self._move()
-            self.tasks.discard(task)
 
     @contextmanager
     def here(self) -> Iterator[None]:
         """While the block runs, the task that runs it is generating, and can be cancelled."""
         task = asyncio.current_task()
         assert task is not None, "an answer is awaited"
+        with self._generating(task):
+            yield
+
+    @contextmanager
+    def _generating(self, task: asyncio.Task[Any]) -> Iterator[None]:
         self._move()
         self.tasks.add(task)
         try:

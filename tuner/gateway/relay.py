@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from typing import Any, cast
 
 import openai
@@ -234,7 +234,7 @@ async def _next(stream: Any) -> ChatCompletionChunk | None:
 
 
 @contextlib.contextmanager
-def _told_as_it_is(client: openai.AsyncOpenAI) -> Any:
+def _told_as_it_is(client: openai.AsyncOpenAI) -> Iterator[None]:
     """While the block runs an error of the API becomes a `RequestError` with its own words."""
     try:
         yield

@@ -99,9 +99,7 @@ def _candidate(given: Any, run: Run, prepared: Callable[[TunerModelConfig], Run]
     if isinstance(given, RemoteModel):
         given.api_key(f"candidate_models: {given.model_name}")  # before anybody is asked
         name, identity = given.model_name, given.model_dump(include={"base_url", "model_name"})
-        prices = None
-        if given.input_price is not None or given.output_price is not None:
-            prices = (given.input_price or 0.0, given.output_price or 0.0)
+        prices = None if given.cost(0, 0) is None else given.prices
         return ModelCandidate(name, given, identity, run, partial(elsewhere, remote=given), prices)
     if isinstance(given, TunerModelConfig):
         of_model = prepared(given)
