@@ -17,40 +17,69 @@ class Refusal(Exception):
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
 
 
-class ChatServer(ThreadingHTTPServer):
-    """Answers each chat completion with `answer(body)`, a text or a whole message.
+class AnsweringServer(ThreadingHTTPServer):
+    """A server whose `handler` answers each request with what `answer(body)` says.
 
     Attributes:
-        requests: The bodies that came, in order, and their headers under "headers".
-        base_url: Where it is.
+        requests: The bodies that came, in order.
+        base_url: Where its API is.
     """
 
     daemon_threads = True
     request_queue_size = 256
 
-    def __init__(self, answer: Callable[[dict[str, Any]], Any]) -> None:
+    def __init__(
+        self, handler: type["Handler"], answer: Callable[[dict[str, Any]], Any], path: str
+    ) -> None:
         self.answer = answer
         self.requests: list[dict[str, Any]] = []
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.base_url = f"http://127.0.0.1:{self.server_address[1]}/v1"
+        super().__init__(("127.0.0.1", 0), handler)
+        self.base_url = f"http://127.0.0.1:{self.server_address[1]}{path}"
 
 
-class _Handler(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
+    """Reads a request's JSON, and sends an answer whole."""
+
     protocol_version = "HTTP/1.1"
-    server: ChatServer
+    server: AnsweringServer
 
     def log_message(self, *_: Any) -> None:
         pass
 
+    def body(self) -> dict[str, Any]:
+        return json.loads(self.rfile.read(int(self.headers["content-length"])))
+
+    def send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {"content-type": "application/json", **headers}.items():
+            self.send_header(name, value)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@contextmanager
+def serving(server: AnsweringServer):
+    """The server, which serves while the block runs."""
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class _ChatHandler(Handler):
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        body = self.body()
         headers = {name.lower(): value for name, value in self.headers.items()}
         self.server.requests.append(body | {"headers": headers})
         try:
             answer = self.server.answer(body)
         except Refusal as refusal:
             error = {"error": {"message": refusal.message}}
-            return self._send(refusal.status, json.dumps(error).encode(), refusal.headers)
+            return self.send(refusal.status, json.dumps(error).encode(), refusal.headers)
         message = {
             "role": "assistant",
             **({"content": answer} if isinstance(answer, str) else answer),
@@ -61,7 +90,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not body.get("stream"):
             choices = [{"index": 0, "message": message, "finish_reason": "stop"}]
             whole = {**common, "object": "chat.completion", "choices": choices, "usage": usage}
-            return self._send(200, json.dumps(whole).encode(), {})
+            return self.send(200, json.dumps(whole).encode(), {})
         deltas = [{"role": "assistant"}, *({"content": w} for w in _pieces(message["content"]))]
         deltas += [{"tool_calls": message["tool_calls"]}] if "tool_calls" in message else []
         deltas.append({})
@@ -73,29 +102,16 @@ class _Handler(BaseHTTPRequestHandler):
             chunks.append({"choices": [], "usage": usage})
         lines = [{**common, "object": "chat.completion.chunk", **chunk} for chunk in chunks]
         events = b"".join(b"data: " + json.dumps(line).encode() + b"\n\n" for line in lines)
-        self._send(200, events + b"data: [DONE]\n\n", {"content-type": "text/event-stream"})
-
-    def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for name, value in {"content-type": "application/json", **headers}.items():
-            self.send_header(name, value)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        self.send(200, events + b"data: [DONE]\n\n", {"content-type": "text/event-stream"})
 
 
 def _pieces(text: str) -> list[str]:
     return [text[i : i + 4] for i in range(0, len(text), 4)]
 
 
-@contextmanager
 def chat_server(answer: Callable[[dict[str, Any]], Any]):
-    """A `ChatServer` that serves while the block runs."""
-    server = ChatServer(answer)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
+    """Speaks chat completions while the block runs: `answer(body)` is a text or a whole message.
+
+    Each of its `requests` has its headers too, under "headers".
+    """
+    return serving(AnsweringServer(_ChatHandler, answer, "/v1"))

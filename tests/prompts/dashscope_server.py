@@ -1,40 +1,15 @@
 """DashScope elsewhere: a real HTTP server that speaks its own API, streamed as AgentScope asks."""
 
 import json
-import threading
 from collections.abc import Callable
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-
-class DashScopeServer(ThreadingHTTPServer):
-    """Answers each generation with the text `answer(body)`; a word is a token.
-
-    Attributes:
-        requests: The bodies that came, in order.
-        base_url: What DASHSCOPE_HTTP_BASE_URL is to be.
-    """
-
-    daemon_threads = True
-    request_queue_size = 256
-
-    def __init__(self, answer: Callable[[dict[str, Any]], str]) -> None:
-        self.answer = answer
-        self.requests: list[dict[str, Any]] = []
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.base_url = f"http://127.0.0.1:{self.server_address[1]}/api/v1"
+from tests.chat_server import AnsweringServer, Handler, serving
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: DashScopeServer
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
+class _Generation(Handler):
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        body = self.body()
         assert self.path == "/api/v1/services/aigc/text-generation/generation"
         assert body["parameters"]["incremental_output"]
         self.server.requests.append(body)
@@ -48,21 +23,10 @@ class _Handler(BaseHTTPRequestHandler):
             data = {"request_id": "r", "output": {"choices": [choice]}, "usage": usage}
             events += f"id:{number}\nevent:result\n:HTTP_STATUS/200\ndata:".encode()
             events += json.dumps(data).encode() + b"\n\n"
-        self.send_response(200)
-        self.send_header("content-type", "text/event-stream")
-        self.send_header("content-length", str(len(events)))
-        self.end_headers()
-        self.wfile.write(events)
+        self.send(200, events, {"content-type": "text/event-stream"})
 
 
-@contextmanager
 def dashscope_server(answer: Callable[[dict[str, Any]], str]):
-    """A `DashScopeServer` that serves while the block runs."""
-    server = DashScopeServer(answer)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
+    """Answers each generation with the text `answer(body)`, a word is a token; its `base_url` is
+    what DASHSCOPE_HTTP_BASE_URL is to be."""
+    return serving(AnsweringServer(_Generation, answer, "/api/v1"))

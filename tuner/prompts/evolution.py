@@ -8,15 +8,18 @@ the search, and is raised.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
 from tuner.data.dataset import row_text
+from tuner.functions.calling import in_thread
 from tuner.prompts.prompted import Prompts
 from tuner.traces import Call, Trace
 
 T = TypeVar("T")
+logger = logging.getLogger("tuner.prompts")
 CHARACTERS = 4_000
 """Of a rollout's conversation, what a reflection is shown: its beginning and its end."""
 
@@ -53,11 +56,19 @@ class Bridge:
             raise
         return value
 
-    def close(self) -> None:
-        """Nothing more is waited for; the thread ends with an error that nobody hears of."""
-        self._closed = True
-        if self._waited is not None:
-            self._waited.cancel()
+    async def run(self, search: Callable[[], Any]) -> None:
+        """`search()` to its end, in a thread; raises what ended it before that."""
+        try:
+            await in_thread(search)
+        except Exception:
+            if self.failure is None:
+                raise
+        finally:
+            self._closed = True  # who is interrupted waits for nothing more
+            if self._waited is not None:
+                self._waited.cancel()
+        if self.failure is not None:
+            raise self.failure
 
 
 class GepaAdapter:
@@ -154,8 +165,8 @@ async def evolve(
     failure_score: float,
     perfect_score: float | None,
     seed: int,
-) -> Any:
-    """GEPA's result: every accepted candidate, its parents, and its scores on each row.
+) -> None:
+    """Search by GEPA; `callbacks` are told of every candidate that is compared with the others.
 
     Args:
         seed_prompts: What the search begins with.
@@ -171,13 +182,11 @@ async def evolve(
     """
     from gepa.api import optimize
 
-    from tuner.functions.calling import in_thread
-
     bridge = Bridge()
     adapter: Any = GepaAdapter(bridge, evaluate, failure_score)
 
-    def search() -> Any:
-        return optimize(
+    def search() -> None:
+        optimize(
             seed_candidate=dict(seed_prompts),
             trainset=list(reflect_on),
             valset=list(compare_on),
@@ -193,23 +202,11 @@ async def evolve(
             raise_on_exception=True,
         )
 
-    try:
-        found = await in_thread(search)
-    except Exception:
-        if bridge.failure is not None:
-            raise bridge.failure from None
-        raise
-    finally:
-        bridge.close()
-    if bridge.failure is not None:
-        raise bridge.failure
-    return found
+    await bridge.run(search)
 
 
 class _Quiet:
     """GEPA's own lines, for who asks for them: what is worth telling, we tell."""
 
     def log(self, message: str) -> None:
-        import logging
-
-        logging.getLogger("tuner.prompts").debug("%s", message)
+        logger.debug("%s", message)

@@ -137,8 +137,6 @@ async def instruct(
         TrainingError, FunctionError: As `evaluate` and `ask`, or the reflecting model does not
             answer in the form that DSPy asks for.
     """
-    from tuner.functions.calling import in_thread
-
     bridge = Bridge()
     scores = _Scores(bridge, evaluate, tree, first, failure_score, spent_all)
     if tree.budget is not None:
@@ -160,12 +158,7 @@ async def instruct(
         except _Ended:
             pass
 
-    try:
-        await in_thread(search)
-    finally:
-        bridge.close()
-    if bridge.failure is not None:
-        raise bridge.failure
+    await bridge.run(search)
     if len(scores.known) == 1 and spent_all():
         logger.warning(
             "the budget was spent before a proposed text was tried: raise max_rollouts, max_tokens "
