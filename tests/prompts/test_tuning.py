@@ -96,6 +96,12 @@ def test_the_best_prompt_is_found_by_what_the_judge_says(tuned, folder):
     recorded = [*traces(folder), *traces(folder, "eval")]
     assert len(recorded) == metrics["rollouts"]
     assert all(trace.feedback for trace in recorded)
+    # One half is reflected on, the other decides; which rows are in which is chance.
+    decide = json.loads((folder / "tree.json").read_text())["compare_on"]
+    assert decide not in ([*range(10)], [*range(10, 20)])
+    tried = {t.id.task for t in recorded if t.id.split == "search" and t.id.step == 1}
+    assert tried
+    assert tried.isdisjoint(decide), "a proposal that was rejected met no row that decides"
     reflected = folder.joinpath("reflections.jsonl").read_text().splitlines()
     assert len(reflected) == len(server.requests) == metrics["reflections"]
 

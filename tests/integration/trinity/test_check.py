@@ -111,3 +111,12 @@ def test_the_command_prints_it():
     assert result.exit_code == 0, result.output
     assert result.output.endswith("READY.\n")
     assert "rows           train: 3000, test: 200" in result.output
+
+
+def test_groups_that_a_judge_is_to_see_whole_may_not_be_split(check):
+    async def judge(task, responses):
+        return []
+
+    assert check(judge=judge).ready
+    with pytest.raises(FunctionError, match="max_repeat_times_per_runner is 2, which splits"):
+        check("explorer.max_repeat_times_per_runner=2", judge=judge)

@@ -79,9 +79,19 @@ class Bench:
         self._runner = runner
 
     async def run(
-        self, function, *, repeat=2, batch=1, row=None, is_eval=False, max_tokens=32, **settings
+        self,
+        function,
+        *,
+        judge=None,
+        repeat=2,
+        batch=1,
+        row=None,
+        is_eval=False,
+        max_tokens=32,
+        **settings,
     ):
-        adapter._loaded = lambda name: function
+        adapter._loaded = {"test:workflow": function, "test:judge": judge}.get
+        settings |= {} if judge is None else {"judge": "test:judge"}
         task = Task(
             workflow=TunerWorkflow,
             repeat_times=repeat,
