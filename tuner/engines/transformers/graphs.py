@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tuner.engines.transfer import to_device
-from tuner.engines.transformers.kv_cache import MASK_ELEMENTS, Placement, SlotCache
+from tuner.engines.transformers.cascade import MASK_ELEMENTS
+from tuner.engines.transformers.kv_cache import Placement, SlotCache
 
 _log = logging.getLogger(__name__)
 

@@ -1,24 +1,25 @@
 """Keys and values of many requests, and which models can be served from them.
 
 They are a cache that transformers models write to, with a row for each request. One layer's keys
-(values likewise) are one tensor [slots, capacity, kv_heads, head_dim]; row r, position t holds
-token t of the request in row r. A forward pass computes new tokens for the contiguous rows
-[first, last) and attends to the first `kv_length` positions of each:
+(values likewise) are one tensor [slots, capacity, kv_heads, head_dim]; row r, place t holds token t
+of the request in row r, or, where the first tokens of several requests are the same, token t behind
+those: they are stored once, as a `Prefix`. A forward pass computes new tokens for the contiguous
+rows [first, last) and attends to the first `kv_length` places of each:
 
-                  position 0 ............ kv_length ... capacity      one place more, never read
-        row first  k k k k k N . . . . .  |                        k computed before
-            ...    k k N N N N N N . . .  |                        N written by this pass
-        row last-1 k k k k k k k k k k N  |                        . masked
+         prefixes     place 0 ............ kv_length ... capacity      one place more, never read
+                  ┌ row first  k k k k k N . . . . .  |                  k computed before
+    s s s s s s s ┤     ...    k k N N N N N N . . .  |                  N written by this pass
+                  └ row last-1 k k k k k k k k k k N  |                  . masked
 
-The model gets a view of that block and not a copy, but for recorded prompts (`graphs`). Tokens are
-next to each other in memory, so that writing one and copying a prefix from row to row are plain
-copies.
+The model gets a view of that block and not a copy, but for recorded prompts (`graphs`). Where there
+are prefixes it gets none: attention takes all of it from here (`cascade`). Tokens are next to each
+other in memory, so that writing one and copying a part from row to row are plain copies.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +34,45 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from tuner.engines.transformers.solo import differ, forward_options
-from tuner.errors import ConfigError
+
+@dataclass(eq=False)
+class Prefix:
+    """Tokens [start, end) of several rows, behind those of `parent`, stored once.
+
+    Attributes:
+        parent: What comes before; None at the beginning.
+        keys, values: Of each layer, shape [1, kv_heads, end - start, head_dim].
+    """
+
+    parent: Prefix | None
+    start: int
+    end: int
+    keys: list[Tensor]
+    values: list[Tensor]
+
+    def split(self, at: int) -> Prefix:
+        """Cut in two at a position; this one keeps what is behind, the new parent is returned."""
+        length = at - self.start
+        before = [[states[:, :, :length] for states in all_] for all_ in (self.keys, self.values)]
+        self.keys, self.values = (
+            [states[:, :, length:] for states in all_] for all_ in (self.keys, self.values)
+        )
+        self.parent = Prefix(self.parent, self.start, at, *before)
+        self.start = at
+        return self.parent
+
+
+@dataclass(frozen=True)
+class Level:
+    """Prefixes of which each row has one at most.
+
+    Attributes:
+        rows: Those that have one, in the order of `parts`; None if they are all rows in order.
+        parts: [first, last) of those rows, and their prefix.
+    """
+
+    rows: Tensor | None
+    parts: tuple[tuple[int, int, Prefix], ...]
 
 
 @dataclass(frozen=True)
@@ -48,12 +86,17 @@ class Placement:
         target: For every token that is written its place `row * width + position`, shape [N].
         source: The places of those tokens in the flattened input [m * C], shape [N]; None when the
             input has no padding.
+        own: Of each token of the input its place in its row, shape [m, C]. None where attention is
+            the model's own, over a view of the rows with a mask; rows have no prefixes then.
+        levels: The prefixes of the rows.
     """
 
     rows: slice | Tensor
     kv_length: int
     target: Tensor
     source: Tensor | None
+    own: Tensor | None = None
+    levels: Sequence[Level] = ()
 
 
 class SlotLayer(CacheLayerMixin):
@@ -61,34 +104,51 @@ class SlotLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, store: SlotCache) -> None:
+    def __init__(self, store: SlotCache, place: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._store = store
+        self.place = place
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Not needed: the first `update` allocates."""
 
     def _empty(self, states: Tensor) -> Tensor:
-        _, heads, _, width = states.shape
+        _, heads, width = states.shape
         # Zeros: a masked place still takes part in attention with weight 0, and 0 * NaN is NaN.
         return states.new_zeros(self._store.slots, self._store.width, heads, width)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write the new states [m, kv_heads, C, head_dim]; return the block that is attended to."""
-        if self.keys is None or self.values is None:
-            self.keys, self.values = self._empty(key_states), self._empty(value_states)
-            self.is_initialized = True
-        return self._write(self.keys, key_states), self._write(self.values, value_states)
-
-    def _write(self, stored: Tensor, states: Tensor) -> Tensor:
+        """Write the new states [m, kv_heads, C, head_dim]; return the block that is attended to,
+        or where attention takes it from here what was given."""
         place = self._store.placement
+        self.write(*(self._flat(states, place) for states in (key_states, value_states)))
+        if place.own is None:
+            return self.attended(place)
+        self._store.written = self
+        return key_states, value_states
+
+    @staticmethod
+    def _flat(states: Tensor, place: Placement) -> Tensor:
         flat = states.transpose(1, 2).flatten(0, 1)
-        if place.source is not None:
-            flat = flat.index_select(0, place.source)
-        stored.flatten(0, 1).index_copy_(0, place.target, flat)
-        return stored[place.rows, : place.kv_length].transpose(1, 2)
+        return flat if place.source is None else flat.index_select(0, place.source)
+
+    def write(self, keys: Tensor, values: Tensor) -> None:
+        """Store the new tokens' states, shape [N, kv_heads, head_dim]."""
+        if self.keys is None or self.values is None:
+            self.keys, self.values = self._empty(keys), self._empty(values)
+            self.is_initialized = True
+        target = self._store.placement.target
+        self.keys.flatten(0, 1).index_copy_(0, target, keys)
+        self.values.flatten(0, 1).index_copy_(0, target, values)
+
+    def attended(self, place: Placement) -> tuple[Tensor, Tensor]:
+        """Keys and values of the pass's rows, shape [m, kv_heads, kv_length, head_dim]."""
+        assert self.keys is not None
+        assert self.values is not None
+        rows, length = place.rows, place.kv_length
+        return self.keys[rows, :length].transpose(1, 2), self.values[rows, :length].transpose(1, 2)
 
     def get_seq_length(self) -> int:
         return 0
@@ -101,6 +161,7 @@ class SlotLayer(CacheLayerMixin):
         raise RuntimeError("a slot cache needs an explicit attention mask")
 
 
+_NOWHERE = Placement(slice(0, 0), 0, torch.empty(0), None)
 _TOGETHER = 16
 """Keys or values of so many layers are one block of memory: few, so that a row is moved with few
 operations; several, so that growing takes little more than what is grown."""
@@ -110,13 +171,15 @@ class SlotCache(Cache):
     """All layers' rows. Rows and capacity grow by doubling; nothing is allocated ahead of need."""
 
     placement: Placement
+    written: SlotLayer
+    """The layer whose turn it is, where attention takes keys and values from here."""
 
     def __init__(self, layers: int, slots: int, capacity: int) -> None:
         self.slots = slots
         self.capacity = capacity
-        self._rows = [SlotLayer(self) for _ in range(layers)]
+        self.rows = [SlotLayer(self, place) for place in range(layers)]
         self._blocks: list[Tensor] = []
-        super().__init__(layers=list(self._rows))
+        super().__init__(layers=list(self.rows))
 
     @property
     def width(self) -> int:
@@ -129,8 +192,8 @@ class SlotCache(Cache):
         return bool(self._blocks) or not self._stored()
 
     def grow(self, slots: int, capacity: int) -> None:
-        """Make room for `slots` rows of `capacity` tokens, keeping what is stored."""
-        old_slots, old_capacity = self.slots, self.capacity
+        """Make room for `slots` rows of `capacity` tokens, keeping what is stored in these."""
+        old_slots, old_capacity = self.slots, min(self.capacity, capacity)
         self.slots, self.capacity = slots, capacity
         self._blocks = []
         for layers in self._stored():
@@ -153,10 +216,43 @@ class SlotCache(Cache):
             block[:, one, :length] = block[:, other, :length]
             block[:, other, :length] = kept
 
+    def seal(self, row: int, parent: Prefix | None, length: int, behind: int) -> Prefix:
+        """Take the first `length` tokens out of a row, for several to share; the `behind` tokens
+        that it has behind them move up."""
+        start = parent.end if parent is not None else 0
+        keys, values = (
+            [
+                getattr(layer, name)[row, :length]
+                .transpose(0, 1)
+                .clone(memory_format=torch.contiguous_format)[None]
+                for layer in self.rows
+            ]
+            for name in ("keys", "values")
+        )
+        for block in self._parts():
+            block[:, row, :behind] = block[:, row, length : length + behind].clone()
+        return Prefix(parent, start, start + length, keys, values)
+
+    def unseal(self, prefix: Prefix, row: int, length: int) -> None:
+        """Copy the first `length` tokens of a prefix to the beginning of a row."""
+        for layer, keys, values in zip(self.rows, prefix.keys, prefix.values, strict=True):
+            assert layer.keys is not None
+            assert layer.values is not None
+            layer.keys[row, :length] = keys[0, :, :length].transpose(0, 1)
+            layer.values[row, :length] = values[0, :, :length].transpose(0, 1)
+
     def clear(self) -> None:
         """Forget everything, so that not even a NaN of earlier weights is left behind."""
         for block in self._parts():
             block.zero_()
+
+    def release(self, slots: int, capacity: int) -> None:
+        """Forget everything and give its memory back."""
+        self.slots, self.capacity = slots, capacity
+        self._blocks = []
+        self.placement = _NOWHERE
+        for layer in self.rows:
+            layer.keys = layer.values = None
 
     def _parts(self) -> list[Tensor]:
         """All that is stored, shape [layers, slots, width, kv_heads, head_dim] each."""
@@ -167,7 +263,7 @@ class SlotCache(Cache):
     def _stored(self) -> list[list[tuple[SlotLayer, str]]]:
         """Keys and values that are stored, those of one shape and dtype together."""
         alike: dict[Any, list[tuple[SlotLayer, str]]] = {}
-        for layer in self._rows:
+        for layer in self.rows:
             for name in ("keys", "values"):
                 states = getattr(layer, name)
                 if states is not None:
@@ -177,35 +273,6 @@ class SlotCache(Cache):
             for layers in alike.values()
             for at in range(0, len(layers), _TOGETHER)
         ]
-
-
-MASK_ELEMENTS = 1 << 24
-"""Upper limit of the elements of one mask over prompts."""
-
-
-def attention_mask(
-    positions: Tensor, kv_length: int, window: int | None, dtype: torch.dtype
-) -> Tensor:
-    """What each token may attend to, as an additive mask (understood by eager and sdpa alike).
-
-    Args:
-        positions: Position of each query token in its row, shape [m, C].
-        kv_length: Number of key positions, K.
-        window: A query sees the last `window` positions up to its own; None is all of them.
-        dtype: Of the attention scores.
-
-    Returns:
-        Shape [m, 1, C, K]: 0 where attention is allowed, the dtype's lowest number elsewhere.
-    """
-    query = positions[:, None, :, None]
-    key = torch.arange(kv_length, device=positions.device)
-    hidden = key > query
-    if window is not None:
-        hidden |= key <= query - window
-    lowest = torch.finfo(dtype).min
-    return torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(
-        hidden, lowest
-    )
 
 
 _FEW = 256
@@ -317,58 +384,3 @@ def head_width(config: Any) -> int:
     """Numbers of one attention head, as a layer's configuration has it."""
     width = getattr(config, "head_dim", None)
     return int(width or config.hidden_size // config.num_attention_heads)
-
-
-@torch.no_grad()
-def rows_agree(model: PreTrainedModel, windows: dict[str, int | None]) -> str | None:
-    """Compare a pass over rows with a plain forward pass; None if they agree, else what differs.
-
-    For models whose code does something of its own with positions, masks or the cache (ALiBi,
-    for example) and does not say so in its configuration.
-    """
-    device, dtype = model.device, model.dtype
-    length = probe_length(model.config)
-    ids = (torch.arange(length, device=device) * 7 + 3) % model.config.get_text_config().vocab_size
-    try:
-        # A row of one token and a long one, which goes on beside it.
-        alone = [model(input_ids=row[None], use_cache=False).logits[0] for row in (ids[:1], ids)]
-        wanted = torch.cat([alone[1][-2:-1], alone[0], alone[1][-1:]])
-        cache = SlotCache(model.config.get_text_config().num_hidden_layers, 2, length)
-        got = []
-        for first, places in ((1, [[*range(length - 1)]]), (0, [[0], [length - 1]])):
-            positions = torch.tensor(places, device=device)
-            stop = places[-1][-1] + 1
-            rows = torch.arange(first, 2, device=device)[:, None]
-            target = (rows * cache.width + positions).flatten()
-            cache.placement = Placement(slice(first, 2), stop, target, None)
-            masks = {k: attention_mask(positions, stop, w, dtype) for k, w in windows.items()}
-            output = model(
-                input_ids=ids[positions],
-                position_ids=positions,
-                attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-                past_key_values=cache,
-                use_cache=True,
-                **forward_options(model),
-            )
-            got.append(output.logits[:, -1])
-    except Exception as error:  # whatever a model's own code makes of the masks and the cache
-        return f"its forward pass does not take them ({type(error).__name__}: {error})"
-    return differ(torch.cat(got), wanted)
-
-
-def servable_layers(model: PreTrainedModel) -> dict[str, int | None] | str:
-    """What each layer attends to, as `layer_windows`; where rows cannot serve it, the reason.
-
-    Raises:
-        ConfigError: Its attention implementation takes no mask.
-    """
-    windows = layer_windows(model)
-    if isinstance(windows, str):
-        return windows
-    attention = model.config._attn_implementation
-    if attention not in ("sdpa", "eager"):
-        raise ConfigError(
-            f"attn_implementation is {attention!r}, but the engine needs one that takes a "
-            "mask: load the model with attn_implementation='sdpa' or 'eager'"
-        )
-    return rows_agree(model, windows) or windows

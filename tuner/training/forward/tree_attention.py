@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from tuner.engines.transfer import to_device
+from tuner.engines.transformers.cascade import flash, joined
 from tuner.errors import TrainingError
 from tuner.traces.tree import IntArray, TokenTree
 from tuner.training.forward import kernels
@@ -237,7 +238,6 @@ def _scaled_dot_product_attention(
     return attn_mask.attention.attend(query, key, value, scale)[..., :of_value]
 
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
@@ -257,7 +257,7 @@ class _BlockAttention(torch.autograd.Function):
             output, logsumexp = _join(
                 _causally(query, key, value, keys, scale)
                 if keys.attended == "causally"
-                else _flash(
+                else flash(
                     query[:, :, nodes],
                     keys.select(key),
                     keys.select(value),
@@ -317,7 +317,7 @@ def _causally(
     """Output [1, heads, B, width] of runs that attend to themselves, and its log-sum-exps."""
     outputs, sums = [], []
     for siblings in keys.siblings:
-        output, logsumexp = _flash(
+        output, logsumexp = flash(
             siblings.rows(query),
             siblings.rows(key),
             siblings.rows(value),
@@ -351,9 +351,6 @@ def _join(parts: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Outputs [1, heads, B, width] over several keys and their log-sum-exps [1, heads, B] as those
     over all of them."""
     (output, total), *others = parts
-    for other, logsumexp in others:
-        # Of the two sums of exponentials the other's share: exp(L') / (exp(L) + exp(L')).
-        share = torch.sigmoid(logsumexp - total)[..., None]
-        output = output.to(share.dtype).lerp(other.to(share.dtype), share)
-        total = torch.logaddexp(total, logsumexp)
+    for other, sums in others:
+        output, total = joined(output, total, other, sums)
     return output, total

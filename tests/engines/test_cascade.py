@@ -1,0 +1,190 @@
+"""What requests have in common is stored once, attended to once, and changes no number."""
+
+import gc
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.engines.models import error, generate_all, make_engine, make_model, prompt
+from tuner.engines import SamplingParams
+from tuner.engines.transformers import cascade
+from tuner.engines.transformers.cascade import RowAttention, levels_of
+from tuner.engines.transformers.kv_cache import Placement, Prefix, SlotCache
+from tuner.engines.transformers.plain_decoder import is_plain
+
+HEADS, KV_HEADS, WIDTH = 4, 2, 8
+CPU = torch.device("cpu")
+
+
+def prefix(parent, length):
+    states = [[torch.randn(1, KV_HEADS, length, WIDTH)] for _ in range(2)]
+    start = parent.end if parent else 0
+    return Prefix(parent, start, start + length, *states)
+
+
+def chain(leaf):
+    return [*chain(leaf.parent), leaf] if leaf else []
+
+
+def wanted(leaf, keys, values, query, position, window):
+    """Attention of one token to all that comes before it, one head after the other."""
+    parts = chain(leaf)
+    key = torch.cat([*(p.keys[0][0] for p in parts), keys.transpose(0, 1)], 1)[:, : position + 1]
+    value = torch.cat([*(p.values[0][0] for p in parts), values.transpose(0, 1)], 1)
+    value = value[:, : position + 1]
+    if window:
+        key, value = key[:, -window:], value[:, -window:]
+    group = HEADS // KV_HEADS
+    key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
+    return F.scaled_dot_product_attention(query[:, None], key, value, scale=0.3)[:, 0]
+
+
+@pytest.mark.parametrize("window", [None, 4, 9])
+@pytest.mark.parametrize("columns", [1, 3])
+def test_attention_over_prefixes_and_rows_is_that_over_all_tokens(window, columns):
+    torch.manual_seed(0)
+    system = prefix(None, 5)
+    task, other = prefix(system, 3), prefix(system, 7)
+    leaves = [task, None, other, task, system]
+    own = torch.tensor([[2, 3, 4], [5, 6, 7], [0, 1, 2], [1, 2, 3], [3, 4, 5]])[:, -columns:]
+    base = torch.tensor([[leaf.end if leaf else 0] for leaf in leaves])
+    cache = SlotCache(1, len(leaves), 12)
+    layer = cache.rows[0]
+    filled = torch.arange(len(leaves) * cache.width)
+    cache.placement = Placement(slice(0, 5), 8, filled, None, own, levels_of(leaves, CPU))
+    layer.write(*torch.randn(2, len(filled), KV_HEADS, WIDTH))
+    query = torch.randn(5, columns, HEADS, WIDTH)
+    attention = RowAttention(cache, cache.placement, own + base, window, torch.float32)
+    got = attention.attend(layer, query, 0.3)
+    assert [len(level.parts) for level in cache.placement.levels] == [1, 2]
+    for row, leaf in enumerate(leaves):
+        for column in range(columns):
+            position = int(own[row, column] + base[row])
+            exact = wanted(
+                leaf, layer.keys[row], layer.values[row], query[row, column], position, window
+            )
+            torch.testing.assert_close(got[row, column], exact, atol=1e-5, rtol=1e-5)
+
+
+def prefixes():
+    gc.collect()
+    return [held for held in gc.get_objects() if type(held) is Prefix]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+async def test_a_group_reads_its_prompt_once_a_step_and_keeps_it_once(kind, monkeypatch):
+    model = make_model(kind)
+    engine = make_engine(model, max_slots=8, max_model_len=500)
+    read, flash = [], cascade.flash
+
+    def counted(query, key, value, **options):
+        read.append((len(key), key.shape[2]))
+        return flash(query, key, value, **options)
+
+    monkeypatch.setattr(cascade, "flash", counted)
+    ids = prompt(300)
+    asked = [(ids, SamplingParams(max_tokens=12, seed=seed)) for seed in range(8)]
+    for (_, sampling), got in zip(asked, await generate_all(engine, asked), strict=True):
+        assert error(model, ids, got, sampling) < 1e-5
+    # After the first token, which one request computed for all, in each of two layers.
+    steps = [size for size in read if size == (1, 299)]
+    assert len(steps) == 2 * 12
+    assert not [size for size in read if size[0] > 1 and size[1] > 128]
+    (kept,) = prefixes()
+    assert (kept.start, kept.end, kept.parent) == (0, 299, None)
+    assert engine._runner._cache.capacity == 128
+
+
+async def test_groups_of_groups_are_found_from_their_tokens(monkeypatch):
+    model = make_model()
+    engine = make_engine(model, max_slots=8, max_model_len=500)
+    tasks = [[*prompt(150), *prompt(120, seed)] for seed in (1, 2)]
+    asked = [(ids, SamplingParams(max_tokens=9, seed=seed)) for ids in tasks for seed in range(4)]
+    for (ids, sampling), got in zip(asked, await generate_all(engine, asked), strict=True):
+        assert error(model, ids, got, sampling) < 1e-5
+    held = sorted((p.start, p.end) for p in prefixes())
+    assert held == [(0, 150), (150, 269), (150, 269)]
+    # Weights that change leave none of it.
+    await engine.update_weights(1)
+    assert not prefixes()
+
+
+async def test_conversations_keep_what_they_share_from_turn_to_turn():
+    model = make_model("mistral", sliding_window=200)
+    engine = make_engine(model, max_slots=4)
+    histories = [prompt(200) for _ in range(4)]
+    for turn in range(4):
+        asked = [
+            (ids, SamplingParams(max_tokens=7, seed=10 * turn + n))
+            for n, ids in enumerate(histories)
+        ]
+        answers = await generate_all(engine, asked)
+        for n, ((ids, sampling), got) in enumerate(zip(asked, answers, strict=True)):
+            assert error(model, ids, got, sampling) < 1e-5
+            assert not turn or got.cached_tokens == len(ids) - 6
+            histories[n] = [*ids, *got.completion_ids, *prompt(5, turn)]
+        assert [(p.start, p.end) for p in prefixes()] == [(0, 199)]
+
+
+# The forward pass that is ours
+
+
+@pytest.mark.parametrize(
+    ("kind", "plain"),
+    [("qwen3", True), ("llama", True), ("mistral", True), ("gemma3", False), ("phi3", False)],
+)
+def test_models_are_known_by_their_modules(kind, plain):
+    model = make_model(kind)
+    assert is_plain(model) == plain
+    if plain:
+        model.model.layers[0].self_attn.gate = torch.nn.Linear(2, 2)
+        assert not is_plain(model)
+
+
+def code_run(model, monkeypatch):
+    """Notes each time that the model's own code is run."""
+    runs, forward = [], type(model).forward
+
+    def noted(self, *args, **kwargs):
+        runs.append(1)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "forward", noted)
+    return runs
+
+
+async def test_where_somebody_watches_a_module_the_models_own_code_is_run(monkeypatch):
+    model = make_model()
+    engine = make_engine(model)
+    runs = code_run(model, monkeypatch)
+    ids, sampling = prompt(20), SamplingParams(max_tokens=5)
+    got = await engine.generate(ids, sampling, "session")
+    assert not runs
+    seen = []
+    handle = model.model.layers[1].self_attn.register_forward_hook(lambda *_: seen.append(1))
+    again = await engine.generate(prompt(20, 1), sampling, "session")
+    assert len(seen) == len(runs) == 5
+    handle.remove()
+    assert error(model, ids, got, sampling) < 1e-5
+    assert error(model, prompt(20, 1), again, sampling) < 1e-5
+
+
+async def test_a_model_whose_code_does_more_than_its_modules_say_is_run_by_its_own(monkeypatch):
+    model = make_model()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.5)
+    plainly = type(model).forward
+
+    def capped(self, *args, **kwargs):
+        output = plainly(self, *args, **kwargs)
+        output.logits = 3 * torch.tanh(output.logits / 3)
+        return output
+
+    monkeypatch.setattr(type(model), "forward", capped)
+    engine = make_engine(model)
+    runs = code_run(model, monkeypatch)
+    ids, sampling = prompt(20), SamplingParams(max_tokens=5)
+    got = await engine.generate(ids, sampling, "session")
+    assert len(runs) == 5
+    assert error(model, ids, got, sampling) < 1e-5

@@ -1,0 +1,275 @@
+"""Attention of several rows where what they have in common is attended to once.
+
+Decoding is reading: a step computes little, and reads every key and value that a request attends
+to. Of tokens that n requests share (a system prompt, a task) the keys are read once for all, whose
+queries are one matrix product with them. Each row's own tokens stand beside, and of both, by their
+log-sum-exps L, comes the output over all keys, exactly:
+
+    output = w * output_shared + (1 - w) * output_own        w = sigmoid(L_shared - L_own)
+
+(Hydragen, Juravsky et al. 2024, arXiv 2402.05099; the trainer's trees are computed likewise.)
+Groups of groups are levels, each joined in turn:
+
+    row 0   ─┐            ┌─ task A ─┐  own tokens 0
+    row 1   ─┤            │          └  own tokens 1
+    row 2   ─┼── system ──┤          ┌  own tokens 2
+    row 3   ─┘            └─ task B ─┘  own tokens 3
+              level 0        level 1
+
+It reaches any model with "sdpa" attention as a mask: a `PrefixMask` stands where a 4-D mask would
+be, is carried through transformers' code as it is, and takes over when
+`scaled_dot_product_attention` meets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tuner.engines.transformers.kv_cache import Level, Placement, Prefix, SlotCache, SlotLayer
+
+flash: Callable[..., tuple[Tensor, Tensor]] = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+)
+"""Output and log-sum-exps of the scores: [B, heads, C, width] each, [B, heads, C]. It takes grouped
+heads as they are."""
+
+
+def levels_of(leaves: Sequence[Prefix | None], device: torch.device) -> tuple[Level, ...]:
+    """The prefixes of rows, each of which is given by its last one."""
+    chains = []
+    for leaf in leaves:
+        chain: list[Prefix] = []
+        while leaf is not None:
+            chain.append(leaf)
+            leaf = leaf.parent
+        chains.append(chain[::-1])
+    levels = []
+    for depth in range(max(map(len, chains), default=0)):
+        users: dict[Prefix, list[int]] = {}
+        for row, chain in enumerate(chains):
+            if depth < len(chain):
+                users.setdefault(chain[depth], []).append(row)
+        rows = [row for having in users.values() for row in having]
+        parts, first = [], 0
+        for prefix, having in users.items():
+            parts.append((first, first + len(having), prefix))
+            first += len(having)
+        ordered = rows == list(range(len(leaves)))
+        levels.append(Level(None if ordered else torch.tensor(rows, device=device), tuple(parts)))
+    return tuple(levels)
+
+
+class RowAttention:
+    """What the tokens of one pass attend to, for one kind of layer.
+
+    Args:
+        cache: Where keys and values are.
+        placement: Of the pass, with `own`.
+        positions: Shape [m, C].
+        window: A query sees the last `window` positions up to its own; None is all of them.
+        dtype: Of the attention scores.
+    """
+
+    def __init__(
+        self,
+        cache: SlotCache,
+        placement: Placement,
+        positions: Tensor,
+        window: int | None,
+        dtype: torch.dtype,
+    ) -> None:
+        assert placement.own is not None
+        self._cache = cache
+        self._placement = placement
+        self._dtype = dtype
+        length, own = placement.kv_length, placement.own
+        columns = own.shape[1]
+        near = window is None or length <= window
+        # A pass over whole prompts of one length is causal attention, half the work of a mask's.
+        self._causal = near and columns == length > 1 and placement.source is None
+        alike = near and columns == 1 and bool((own == length - 1).all())
+        self._own: Tensor | None = None
+        if not (self._causal or alike):
+            self._own = attention_mask(own, length, window, dtype)
+        self._prefixes = [
+            [self._hidden(level, part, positions, window) for part in level.parts]
+            for level in placement.levels
+        ]
+
+    def _hidden(
+        self, level: Level, part: tuple[int, int, Prefix], positions: Tensor, window: int | None
+    ) -> Tensor | None:
+        """What is added to the scores of a prefix, [n, C, 1, L]; None if all of it is seen."""
+        if window is None:
+            return None
+        first, last, prefix = part
+        query = (positions if level.rows is None else positions[level.rows])[first:last]
+        key = torch.arange(prefix.start, prefix.end, device=positions.device)
+        hidden = key <= query[:, :, None, None] - window
+        return _additive(hidden, self._dtype) if bool(hidden.any()) else None
+
+    def mask(self) -> PrefixMask:
+        """What stands for this in place of a mask."""
+        assert self._placement.own is not None
+        rows, columns = self._placement.own.shape
+        # One number seen as many: models look at the shape of a mask, and at no number of this.
+        one = torch.zeros((), dtype=self._dtype, device=self._placement.own.device)
+        stand_in = one.expand(rows, 1, columns, columns).as_subclass(PrefixMask)
+        stand_in.attention = self
+        return stand_in
+
+    def of_written(self, query: Tensor, scale: float) -> Tensor:
+        """Attention of the layer that was written last: [m, heads, C, width], or where C is 1 with
+        the heads of one key beside each other, [m, kv_heads, heads / kv_heads, width]."""
+        assert self._placement.own is not None
+        rows, columns = self._placement.own.shape
+        heads = query.shape[1] * query.shape[2] // columns
+        found = self.attend(
+            self._cache.written, query.reshape(rows, heads, columns, -1).transpose(1, 2), scale
+        )
+        return found.transpose(1, 2).reshape(query.shape)
+
+    def attend(self, layer: SlotLayer, query: Tensor, scale: float) -> Tensor:
+        """Attention of all tokens: [m, C, heads, width] -> [m, C, heads, width]."""
+        rows, columns, heads, width = query.shape
+        keys, values = layer.attended(self._placement)
+        kv_heads = keys.shape[1]
+        group = heads // kv_heads
+        mask = self._own
+        if columns == 1:
+            # Heads of one key as rows of one product. The mask is laid out once for all layers: the
+            # kernel takes a fifth longer over one that only looks so.
+            own = query.view(rows, kv_heads, group, width)
+            if mask is not None and mask.shape[2] != group:
+                self._own = mask = mask[:, :, :1].repeat(1, 1, group, 1)
+        else:
+            own = query.transpose(1, 2)
+        output, total = flash(
+            own, keys, values, is_causal=self._causal, attn_mask=mask, scale=scale
+        )
+        if columns == 1:
+            output, total = output.reshape(query.shape), total.reshape(rows, 1, heads)
+        else:
+            output, total = output.transpose(1, 2), total.transpose(1, 2)
+        if not self._placement.levels:
+            return output
+        output = output.to(total.dtype)
+        together = query.view(rows, columns, kv_heads, group, width).permute(2, 0, 1, 3, 4)
+        for level, hidden in zip(self._placement.levels, self._prefixes, strict=True):
+            chosen = together if level.rows is None else together[:, level.rows]
+            other, sums = self._shared(level, hidden, chosen.contiguous(), layer.place, scale)
+            if level.rows is None:
+                output, total = joined(output, total, other, sums)
+            else:
+                found = joined(output[level.rows], total[level.rows], other, sums)
+                output, total = (
+                    all_.index_copy(0, level.rows, part)
+                    for all_, part in zip((output, total), found, strict=True)
+                )
+        return output.to(query.dtype)
+
+    def _shared(
+        self,
+        level: Level,
+        hidden: Sequence[Tensor | None],
+        query: Tensor,
+        place: int,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of a level's rows to their prefixes: queries [kv_heads, n, C, group, width] ->
+        [n, C, heads, width] and the log-sum-exps [n, C, heads]."""
+        kv_heads, count, columns, group, width = query.shape
+        outputs, sums = [], []
+        for (first, last, prefix), mask in zip(level.parts, hidden, strict=True):
+            of_part = query[:, first:last].reshape(1, kv_heads, -1, width)
+            if mask is not None:
+                mask = mask.expand(-1, -1, group, -1).reshape(1, 1, -1, mask.shape[-1])
+            output, total = flash(
+                of_part, prefix.keys[place], prefix.values[place], attn_mask=mask, scale=scale
+            )
+            outputs.append(output[0].transpose(0, 1))
+            sums.append(total[0].transpose(0, 1))
+        shape = (count, columns, group, kv_heads)
+        output, total = (
+            (parts[0] if len(parts) == 1 else torch.cat(parts)) for parts in (outputs, sums)
+        )
+        return (
+            output.reshape(*shape, width).transpose(2, 3).reshape(count, columns, -1, width),
+            total.reshape(shape).transpose(2, 3).reshape(count, columns, -1),
+        )
+
+
+def joined(output: Tensor, total: Tensor, other: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs [..., width] over two sets of keys and log-sum-exps [...] as those over both."""
+    # Of the two sums of exponentials the other's share: exp(L') / (exp(L) + exp(L')).
+    share = torch.sigmoid(sums - total)[..., None]
+    output = output.to(share.dtype).lerp(other.to(share.dtype), share)
+    return output, torch.logaddexp(total, sums)
+
+
+class PrefixMask(Tensor):
+    """A tensor that looks like a 4-D attention mask [m, 1, C, C] and holds no numbers."""
+
+    attention: RowAttention | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return _scaled_dot_product_attention(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def _scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: PrefixMask | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """What stands in for torch's function of this name when its mask is a `PrefixMask`."""
+    if attn_mask is None or attn_mask.attention is None or dropout_p or is_causal:
+        raise ValueError("it changes the mask that it is given")
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return attn_mask.attention.of_written(query, scale)
+
+
+MASK_ELEMENTS = 1 << 24
+"""Upper limit of the elements of one mask over prompts."""
+
+
+def attention_mask(
+    positions: Tensor, kv_length: int, window: int | None, dtype: torch.dtype
+) -> Tensor:
+    """What each token may attend to, as an additive mask (understood by eager and sdpa alike).
+
+    Args:
+        positions: Position of each query token in its row, shape [m, C].
+        kv_length: Number of key positions, K.
+        window: A query sees the last `window` positions up to its own; None is all of them.
+        dtype: Of the attention scores.
+
+    Returns:
+        Shape [m, 1, C, K]: 0 where attention is allowed, the dtype's lowest number elsewhere.
+    """
+    query = positions[:, None, :, None]
+    key = torch.arange(kv_length, device=positions.device)
+    hidden = key > query
+    if window is not None:
+        hidden |= key <= query - window
+    return _additive(hidden, dtype)
+
+
+def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+    return mask.masked_fill_(hidden, torch.finfo(dtype).min)

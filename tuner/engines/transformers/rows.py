@@ -1,0 +1,177 @@
+"""What stands in the rows of a cache: which tokens, how many of them computed, what is shared."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tuner.engines.transformers.cascade import levels_of
+from tuner.engines.transformers.kv_cache import Level, Prefix, SlotCache
+
+_FIRST_SLOTS = 4
+_FIRST_CAPACITY = 128
+_WORTH_SHARING = 96
+"""Tokens that are stored once for several rows at least. Fewer are copied: a row's own tokens are
+read with those of all other rows, and a prefix takes an operation of its own in each layer."""
+
+Ints: TypeAlias = NDArray[np.int64]
+
+
+class Rows:
+    """Rows of a `SlotCache`, of which `count` hold something; each has room for `tokens`.
+
+    Args:
+        layers: Number of layers.
+        max_rows: Rows at most.
+        max_length: Tokens of one row at most.
+        shares: The first tokens of several rows may be stored once.
+
+    Attributes:
+        tokens: Shape [slots, longest]; also those of a row's prefixes.
+        length: Tokens of each row, [slots].
+        computed: Of how many the keys and values are there, [slots].
+        base: How many of these are in prefixes, [slots].
+        leaf: The last prefix of each row.
+        used: When each was used last, [slots].
+    """
+
+    def __init__(self, layers: int, max_rows: int, max_length: int, *, shares: bool) -> None:
+        self._max_rows = max_rows
+        self._max_length = max_length
+        self._shares = shares
+        self._first = slots, capacity = (
+            min(_FIRST_SLOTS, max_rows),
+            min(_FIRST_CAPACITY, max_length),
+        )
+        self.cache = SlotCache(layers, slots, capacity)
+        self.count = 0
+        self.tokens: Ints = np.zeros((slots, capacity), dtype=np.int64)
+        self.length, self.computed, self.base, self.used = np.zeros((4, slots), dtype=np.int64)
+        self.leaf: list[Prefix | None] = [None] * slots
+        self._clock = 0
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.count = 0
+        self.base[:] = 0
+        self.leaf = [None] * len(self.leaf)
+        if self._shares:
+            # The prompts that come next are computed before what they share is known, in few rows.
+            self.cache.release(*self._first)
+        else:
+            self.cache.clear()
+
+    def common_prefix(self, ids: Ints) -> Ints:
+        """Leading tokens that each row shares with `ids`: [count]. Not all need be computed."""
+        if not self.count:
+            return np.zeros(0, dtype=np.int64)
+        width = min(len(ids), self.tokens.shape[1])
+        equal = self.tokens[: self.count, :width] == ids[:width]
+        common: Ints = np.where(equal.all(axis=1), width, equal.argmin(axis=1))
+        return np.minimum(common, self.length[: self.count])
+
+    def levels(self, first: int, last: int) -> tuple[Level, ...]:
+        """The prefixes of the rows [first, last)."""
+        return levels_of(self.leaf[first:last], torch.device("cpu"))
+
+    def touch(self, row: int) -> None:
+        """Mark a row as the most recently used one."""
+        self._clock += 1
+        self.used[row] = self._clock
+
+    # Content
+
+    def begin(self, row: int, ids: Ints, source: int, reused: int, *, shared: bool) -> None:
+        """Make `row` hold `ids`, of which `source` has the first `reused` computed.
+
+        Args:
+            shared: Both rows will be read in the same steps, so that storing a long common part
+                once pays.
+        """
+        if row != source or not reused:
+            self.length[row], self.leaf[row], self.base[row] = 0, None, 0
+        if reused and row != source:
+            if shared and self._shares and reused - self.base[source] >= _WORTH_SHARING:
+                self._seal(source, reused)
+            self.leaf[row], self.base[row] = self.leaf[source], self.base[source]
+        if reused < self.base[row]:
+            self._cut(row, reused)
+        elif row != source:
+            self.cache.copy(source, row, reused - int(self.base[row]))
+        self.tokens[row, : len(ids)] = ids
+        self.length[row] = len(ids)
+        self.computed[row] = reused
+
+    def _seal(self, row: int, position: int) -> None:
+        """Make what a row has of its own up to `position` a prefix."""
+        length = position - int(self.base[row])
+        behind = int(self.computed[row]) - position
+        self.leaf[row] = self.cache.seal(row, self.leaf[row], length, behind)
+        self.base[row] = position
+        longest = int((self.length - self.base)[: self.count].max())
+        capacity = _doubled(self._first[1], longest + 1, self._max_length)
+        if 2 * capacity <= self.cache.capacity:
+            self.cache.grow(self.cache.slots, capacity)
+
+    def _cut(self, row: int, position: int) -> None:
+        """Make a row whose prefixes go further end at `position`."""
+        prefix = self.leaf[row]
+        while prefix is not None and prefix.start >= position:
+            prefix = prefix.parent
+        if prefix is not None and prefix.end > position:
+            if position - prefix.start >= _WORTH_SHARING:
+                prefix = prefix.split(position)
+            else:
+                self.cache.unseal(prefix, row, position - prefix.start)
+                prefix = prefix.parent
+        self.leaf[row], self.base[row] = prefix, prefix.end if prefix is not None else 0
+
+    def swap(self, one: int, other: int) -> None:
+        """Exchange two rows, whatever they hold."""
+        pair, exchanged = [one, other], [other, one]
+        self.cache.swap(one, other, int((self.computed - self.base)[pair].max()))
+        for array in (self.tokens, self.length, self.computed, self.base, self.used):
+            array[pair] = array[exchanged]
+        self.leaf[one], self.leaf[other] = self.leaf[other], self.leaf[one]
+
+    def move(self, row: int, target: int) -> None:
+        """Put what a row holds into another."""
+        self.cache.copy(row, target, int(self.computed[row] - self.base[row]))
+        for array in (self.tokens, self.length, self.computed, self.base, self.used):
+            array[target] = array[row]
+        self.leaf[target] = self.leaf[row]
+
+    # Room
+
+    def reserve(self, rows: int, length: int, own: int) -> bool:
+        """Grow, by doubling, to hold `rows` rows of `length` tokens, `own` of them not in prefixes.
+
+        Returns:
+            Whether keys and values have moved.
+        """
+        slots, longest = self.tokens.shape
+        more = _doubled(slots, rows, self._max_rows), _doubled(longest, length, self._max_length)
+        if more != (slots, longest):
+            self.tokens = np.pad(self.tokens, ((0, more[0] - slots), (0, more[1] - longest)))
+            self.length, self.computed, self.base, self.used = (
+                np.pad(array, (0, more[0] - slots))
+                for array in (self.length, self.computed, self.base, self.used)
+            )
+            self.leaf += [None] * (more[0] - slots)
+        cache = self.cache
+        room = _doubled(cache.slots, rows, self._max_rows)
+        capacity = _doubled(cache.capacity, own, self._max_length)
+        if (room, capacity) == (cache.slots, cache.capacity) and cache.together:
+            return False
+        cache.grow(room, capacity)
+        return True
+
+
+def _doubled(now: int, wanted: int, most: int) -> int:
+    """`now`, doubled until it is enough, at most `most`."""
+    while now < min(wanted, most):
+        now = min(2 * now, most)
+    return now
