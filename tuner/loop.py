@@ -56,8 +56,8 @@ def run_local(
     *,
     workflow: Callable[..., Any] | None,
     judge: Callable[..., Any] | None,
-    train_tasks: list[Task],
-    eval_tasks: Mapping[str, list[Task]],
+    train_tasks: Sequence[Task],
+    eval_tasks: Mapping[str, Sequence[Task]],
     report: Report = lambda directory, stopped: None,
 ) -> TuneResult:
     """Train until `total_steps`, or go on with a run that was interrupted.
@@ -96,8 +96,8 @@ async def _run(
     record: RunRecord,
     workflow: Callable[..., Any] | None,
     judge: Callable[..., Any] | None,
-    data: list[Task] | Examples,
-    eval_tasks: Mapping[str, list[Task]],
+    data: Sequence[Task] | Examples,
+    eval_tasks: Mapping[str, Sequence[Task]],
 ) -> TuneResult:
     """One run, from its last checkpoint to its last step: its parts, opened and closed."""
     stack = build_stack(
@@ -218,7 +218,7 @@ async def _evaluate(
     config: RunConfig,
     record: RunRecord,
     rollouts: Rollouts | None,
-    tasks: Mapping[str, list[Task]],
+    tasks: Mapping[str, Sequence[Task]],
     step: int,
 ) -> dict[str, float]:
     """The metrics of each evaluation set, whose rollouts are not trained; none without sets."""

@@ -94,7 +94,7 @@ class RolloutSource(Source):
         self,
         config: RunConfig,
         record: RunRecord,
-        tasks: list[Task],
+        tasks: Sequence[Task],
         rollouts: Rollouts,
         teacher_prompt: TeacherPrompt,
     ) -> None:
@@ -209,7 +209,7 @@ def batch_of(config: RunConfig, examples: Examples, *, step: int) -> RecordedBat
     return RecordedBatch.of([turns for index in indices for turns in examples.used[index]])
 
 
-def read_examples(config: RunConfig, rows: list[Task]) -> Examples:
+def read_examples(config: RunConfig, rows: Sequence[Task]) -> Examples:
     """The rows of the recorded data as token ids of the model that is trained.
 
     Raises:

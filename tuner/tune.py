@@ -17,6 +17,7 @@ from tuner.data.dataset import (
     described,
     load_tasks,
 )
+from tuner.data.lazy_rows import StreamRows
 from tuner.errors import ConfigError, DatasetError, FunctionError
 from tuner.functions.calling import (
     check_judge_function,
@@ -61,8 +62,8 @@ class Run:
     config: RunConfig
     workflow: Callable[..., Any] | None
     judge: Callable[..., Any] | None
-    train_tasks: list[Task]
-    eval_tasks: dict[str, list[Task]]
+    train_tasks: Sequence[Task]
+    eval_tasks: dict[str, Sequence[Task]]
 
 
 def tune(
@@ -333,7 +334,7 @@ def with_default_model(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"model": model})
 
 
-def _train_tasks(config: RunConfig, dataset: Any) -> list[Task]:
+def _train_tasks(config: RunConfig, dataset: Any) -> Sequence[Task]:
     recorded = config.mode == "train"
     buffer = config.buffer
     source = buffer.trainer_input.experience_buffer if recorded else buffer.explorer_input.taskset
@@ -344,12 +345,27 @@ def _train_tasks(config: RunConfig, dataset: Any) -> list[Task]:
             "there is nothing to train on: pass train_dataset, or set "
             f"{source_key(config.mode)}.path"
         )
-    tasks = load_tasks(dataset, role="train_dataset")
+    tasks = load_tasks(dataset, role="train_dataset", endless=not recorded)
+    if isinstance(tasks, StreamRows):
+        _check_stream(config)
     check_fills_a_batch(tasks, config.buffer.batch_size, described(dataset))
     return tasks
 
 
-def _eval_tasks(config: RunConfig, dataset: Any) -> dict[str, list[Task]]:
+def _check_stream(config: RunConfig) -> None:
+    if config.buffer.total_steps is None:
+        raise DatasetError(
+            "train_dataset is a stream, whose end nobody knows: set buffer.total_steps"
+        )
+    selector = config.buffer.explorer_input.taskset.data_selector.selector_type
+    if selector != "sequential":
+        raise DatasetError(
+            f"buffer.explorer_input.taskset.data_selector.selector_type is {selector!r}, but a "
+            "stream has one order: set it to 'sequential', and mix with dataset.shuffle()"
+        )
+
+
+def _eval_tasks(config: RunConfig, dataset: Any) -> dict[str, Sequence[Task]]:
     in_memory = dataset if isinstance(dataset, dict) else None
     tasks = {}
     for taskset in config.buffer.explorer_input.eval_tasksets:

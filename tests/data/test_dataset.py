@@ -116,7 +116,7 @@ def test_main_subset_of_a_hub_dataset_is_taken_and_said(monkeypatch, caplog):
 
     def load_dataset(path, name, split):
         asked.update(path=path, name=name, split=split)
-        return ROWS
+        return datasets.Dataset.from_list(ROWS)
 
     monkeypatch.setattr(datasets, "get_dataset_config_names", lambda path: ["main", "socratic"])
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)

@@ -12,6 +12,7 @@ from tuner.engines.transformers import cascade
 from tuner.engines.transformers.cascade import RowAttention, levels_of
 from tuner.engines.transformers.kv_cache import Placement, Prefix, SlotCache
 from tuner.engines.transformers.plain_decoder import is_plain
+from tuner.engines.transformers.threads import FewThreads
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 CPU = torch.device("cpu")
@@ -188,3 +189,30 @@ async def test_a_model_whose_code_does_more_than_its_modules_say_is_run_by_its_o
     got = await engine.generate(ids, sampling, "session")
     assert len(runs) == 5
     assert error(model, ids, got, sampling) < 1e-5
+
+
+async def test_small_steps_are_computed_with_one_thread_and_large_ones_with_all(monkeypatch):
+    model = make_model()
+    engine = make_engine(model, max_slots=8)
+    used, flash = {}, cascade.flash
+
+    def noted(query, *args, **options):
+        used.setdefault(query.shape[2] > 4, set()).add(torch.get_num_threads())
+        return flash(query, *args, **options)
+
+    monkeypatch.setattr(cascade, "flash", noted)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        # A product of 32 x 32 numbers with so many tokens is worth two.
+        monkeypatch.setattr(engine._runner._threads, "_most_tokens", 40)
+        await engine.generate(prompt(60), SamplingParams(max_tokens=3), "session")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert used == {True: {2}, False: {1}}
+
+
+def test_what_is_worth_threads_is_a_models_own_products():
+    few = FewThreads(make_model())._most_tokens
+    assert FewThreads(make_model(hidden_size=64, intermediate_size=128))._most_tokens < few / 2

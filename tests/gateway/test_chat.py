@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from datetime import date
+from typing import Any
+
 import openai
 import pytest
 
 from tests.engines.models import until
-from tests.gateway.toy import ADD_TOOL, StubEngine, gateway_of, ids_of, text_of
+from tests.gateway.toy import (
+    ADD_TOOL,
+    TEMPLATE,
+    StubEngine,
+    gateway_of,
+    ids_of,
+    text_of,
+    tokenizer,
+)
 from tuner.engines.base import Generation, SamplingParams
 from tuner.errors import ConfigError, ContextLengthError
-from tuner.gateway import SamplingDefaults, Session
+from tuner.gateway import ChatRenderer, SamplingDefaults, Session
 
 USER = [{"role": "user", "content": "hi"}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
@@ -349,3 +360,30 @@ async def test_thinking_asked_of_a_template_that_knows_none_is_refused() -> None
     with pytest.raises(ConfigError, match="enable_thinking"):
         async with gateway_of(StubEngine(), enable_thinking=True, chat_template="{{ messages }}"):
             pass
+
+
+async def test_a_prompt_that_comes_again_is_rendered_once_and_a_dated_one_each_time() -> None:
+    for dated in (False, True):
+        template = TEMPLATE + ("{{- strftime_now('%Y') }}" if dated else "")
+        renderer = ChatRenderer(tokenizer(), chat_template=template)
+        rendered = []
+        apply = renderer.tokenizer.apply_chat_template
+
+        def counted(
+            *args: Any, apply: Any = apply, rendered: Any = rendered, **options: Any
+        ) -> Any:
+            rendered.append(1)
+            return apply(*args, **options)
+
+        renderer.tokenizer.apply_chat_template = counted
+        messages = [{"role": "user", "content": "hi"}]
+        texts = {renderer.render_text(messages, ()) for _ in range(3)}
+        texts |= {renderer.render_text(messages, (), add_generation_prompt=False)}
+        assert len(texts) == 2
+        assert len(rendered) == (4 if dated else 2)
+
+
+def test_messages_that_are_no_json_are_rendered_all_the_same() -> None:
+    renderer = ChatRenderer(tokenizer(), chat_template=TEMPLATE)
+    when = [{"role": "user", "content": "hi", "at": date(2026, 1, 2)}]
+    assert renderer.render_text(when, ()) == renderer.render_text([when[0] | {"at": ""}], ())

@@ -275,3 +275,35 @@ async def test_a_client_that_vanishes_frees_its_slot_and_is_recorded() -> None:
         await until(lambda: engine.cancelled == 1)
         await until(lambda: bool(session.calls))
         assert [call.undelivered for call in session.calls] == [True]
+
+
+async def test_the_short_way_in_process_gives_the_chunks_that_the_librarys_own_way_gives() -> None:
+    asked = {"model": "tiny", "messages": USER, "tools": [ADD_TOOL], "stream": True}
+    more = {"logprobs": True, "stream_options": {"include_usage": True}}
+    async with gateway_of(StubEngine([REASONED])) as gateway:
+        ways = []
+        for own in (False, True):
+            client = gateway.open_session("r", seed=1).async_client()
+            create = (client.with_options() if own else client).chat.completions.create
+            stream = await create(**asked, **more)
+            assert isinstance(stream, openai.AsyncStream)
+            assert type(stream) is not openai.AsyncStream or own, "the short way was not taken"
+            assert stream.response.status_code == 200
+            ways.append([chunk.model_dump(exclude={"created"}) async for chunk in stream])
+        assert ways[0] == ways[1]
+        assert len(ways[0]) > 5
+
+
+async def test_the_short_way_in_process_raises_what_the_librarys_own_way_raises() -> None:
+    asked = {"model": "tiny", "messages": USER, "stream": True}
+    async with gateway_of(StubEngine([EngineError("out of memory")])) as gateway:
+        raised = []
+        for own in (False, True):
+            client = gateway.open_session("r", seed=1).async_client()
+            create = (client.with_options() if own else client).chat.completions.create
+            with pytest.raises(openai.APIError) as caught:
+                async for _ in await create(**asked):
+                    pass
+            raised.append((type(caught.value), caught.value.message, caught.value.body))
+        assert raised[0] == raised[1]
+        assert "out of memory" in raised[0][1]

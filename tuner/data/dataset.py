@@ -10,21 +10,21 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tuner.config.source import DATA_FILES, path_or_name
+from tuner.data.lazy_rows import IN_MEMORY, ArrowRows, JsonLines, LazyRows, StreamRows
 from tuner.errors import ConfigError, DatasetError
 from tuner.functions.outputs import shown, text_of
 
 logger = logging.getLogger("tuner")
 
+JSON_FILES = (".jsonl", ".json")
 # One row: what the workflow and the judge get as `task`.
 Task: TypeAlias = dict[str, Any]
-JSON_FILES = (".jsonl", ".json")
 # Of several subsets, these are taken when none is named.
 MAIN_SUBSETS = ("default", "main")
 
@@ -74,7 +74,7 @@ class DatasetConfig(PublicSettings):
         Raises:
             DatasetError: The dataset cannot be read.
         """
-        rows = list(islice(read_rows(self.path, self.name, self.split), n))
+        rows = list(read_rows(self.path, self.name, self.split)[:n])
         columns = list(dict.fromkeys(key for row in rows for key in row))
         table = {column: [row.get(column) for row in rows] for column in columns}
         print(json.dumps(table, indent=2, ensure_ascii=False, default=str))
@@ -84,12 +84,13 @@ class DatasetConfig(PublicSettings):
 Dataset = DatasetConfig
 
 
-def load_tasks(source: Any, *, role: str) -> list[Task]:
-    """All rows of a dataset.
+def load_tasks(source: Any, *, role: str, endless: bool = False) -> Sequence[Task]:
+    """All rows of a dataset. Those of a large one stay on disk until they are taken.
 
     Args:
-        source: A `Dataset`, a `datasets.Dataset`, a list of dicts, or a path.
+        source: A `Dataset`, a `datasets.Dataset` or `IterableDataset`, a list of dicts, or a path.
         role: What the rows are for, as the user calls it; begins every error.
+        endless: Whether it may be a stream, whose end is not known.
 
     Raises:
         DatasetError: There is no such dataset, subset or split, it cannot be read, or it has no
@@ -103,6 +104,13 @@ def load_tasks(source: Any, *, role: str) -> list[Task]:
         raise DatasetError(f"{role}: {error}") from None
     if not rows:
         raise DatasetError(f"{role}: {described(source)} is empty; it needs at least one row")
+    if isinstance(rows, StreamRows) and not endless:
+        raise DatasetError(
+            f"{role}: {described(source)} is a stream without end; pass a list, as in "
+            "list(data.take(n))"
+        )
+    if isinstance(rows, LazyRows):
+        return rows
     for index, row in enumerate(rows):
         at = f"{role}: row {index} of {described(source)}"
         if not isinstance(row, dict):
@@ -144,16 +152,14 @@ def described(source: Any) -> str:
     return f"the {type(source).__name__} given as dataset"
 
 
-def _rows_of(source: Any) -> list[Any]:
+def _rows_of(source: Any) -> Sequence[Any]:
     if hasattr(source, "path") and hasattr(source, "split"):  # AgentScope's DatasetConfig too
-        return list(read_rows(source.path, source.name, source.split))
+        return read_rows(source.path, source.name, source.split)
     if type(source).__module__.split(".")[0] == "datasets":
         if isinstance(source, dict):
             splits = ", ".join(source)
             raise DatasetError(f"it is a DatasetDict; pass one of its splits ({splits})")
-        if not hasattr(source, "__len__"):
-            raise DatasetError("it is a stream without end; pass a list, as in list(data.take(n))")
-        return list(source)
+        return _arrow_rows(source) if hasattr(source, "__len__") else StreamRows(source)
     if isinstance(source, Sequence):
         return list(source)
     raise DatasetError(
@@ -162,7 +168,11 @@ def _rows_of(source: Any) -> list[Any]:
     )
 
 
-def read_rows(path: str, subset: str | None, split: str | None) -> Iterator[Task]:
+def _arrow_rows(dataset: Any) -> Sequence[Any]:
+    return ArrowRows(dataset) if dataset.data.nbytes > IN_MEMORY else list(dataset)
+
+
+def read_rows(path: str, subset: str | None, split: str | None) -> Sequence[Task]:
     """The rows of one split, in order.
 
     Args:
@@ -183,9 +193,11 @@ def read_rows(path: str, subset: str | None, split: str | None) -> Iterator[Task
     return _read_hub(path, subset, split)
 
 
-def _read_file(path: Path) -> Iterator[Task]:
+def _read_file(path: Path) -> Sequence[Task]:
+    if path.suffix == ".jsonl" and path.stat().st_size > IN_MEMORY:
+        return JsonLines(path)
     if path.suffix in JSON_FILES:
-        return _filled(_read_json(path))
+        return list(_filled(_read_json(path)))
     kind = path.suffix.removeprefix(".")
     if path.suffix not in DATA_FILES:
         raise DatasetError(
@@ -195,7 +207,7 @@ def _read_file(path: Path) -> Iterator[Task]:
     return _from_datasets(str(path), kind, data_files=str(path), split="train")
 
 
-def _read_folder(folder: Path, subset: str | None, split: str | None) -> Iterator[Task]:
+def _read_folder(folder: Path, subset: str | None, split: str | None) -> Sequence[Task]:
     inner = folder / subset if subset is not None and (folder / subset).is_dir() else folder
     files = {
         file.stem: file
@@ -220,7 +232,7 @@ def _read_folder(folder: Path, subset: str | None, split: str | None) -> Iterato
     return _from_datasets(str(folder), str(folder), name=subset, split=split)
 
 
-def _read_hub(path: str, subset: str | None, split: str | None) -> Iterator[Task]:
+def _read_hub(path: str, subset: str | None, split: str | None) -> Sequence[Task]:
     if subset is None:
         subset = _main_subset(path)
     if split is None:
@@ -246,12 +258,11 @@ def _main_subset(path: str) -> str | None:
     )
 
 
-def _from_datasets(shown: str, path: str, **options: Any) -> Iterator[Task]:
+def _from_datasets(shown: str, path: str, **options: Any) -> Sequence[Task]:
     import datasets
 
     with _as_dataset_error(shown):
-        loaded = datasets.load_dataset(path, **options)
-    return iter(loaded)
+        return _arrow_rows(datasets.load_dataset(path, **options))
 
 
 @contextmanager

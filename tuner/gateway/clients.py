@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pydantic
 from openai.resources.chat import AsyncChat, AsyncCompletions
-from openai.types.chat import ChatCompletion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from tuner.errors import MissingDependencyError
 from tuner.gateway.service import EVENT_STREAM, Answers, Events, Reply, StreamReply
@@ -58,14 +58,14 @@ def _transport_class(library: Any) -> type[Any]:
                     f"no answer within the client's timeout of {seconds} s", request=request
                 ) from None
             if isinstance(reply, StreamReply):
-                return library.Response(
-                    200,
-                    headers={"content-type": EVENT_STREAM},
-                    stream=EventStream(reply.events, seconds, request),
-                    request=request,
-                )
+                return streamed(library, reply.events, seconds, request)
             return response(library, reply, request)
 
+    return InProcessTransport
+
+
+@cache
+def _stream_class(library: Any) -> type[Any]:
     class EventStream(library.AsyncByteStream):  # type: ignore[misc]  # likewise
         """The body of a streamed response."""
 
@@ -91,7 +91,17 @@ def _transport_class(library: Any) -> type[Any]:
         async def aclose(self) -> None:
             await self._events.aclose()
 
-    return InProcessTransport
+    return EventStream
+
+
+def streamed(library: Any, events: Events, seconds: float | None, request: Any) -> Any:
+    """A reply that is a stream, as a response of `library`; each event may take so many seconds."""
+    return library.Response(
+        200,
+        headers={"content-type": EVENT_STREAM},
+        stream=_stream_class(library)(events, seconds, request),
+        request=request,
+    )
 
 
 def response(library: Any, reply: Reply, request: Any) -> Any:
@@ -179,7 +189,6 @@ class _Completions(AsyncCompletions):
             gateway is None
             or client.timeout is not None
             or client.max_retries
-            or params.get("stream")
             or not _LIBRARY_ONLY.isdisjoint(params)
             or not isinstance(params.get("messages"), list)
         ):
@@ -191,10 +200,41 @@ class _Completions(AsyncCompletions):
             {"authorization": f"Bearer {client.api_key}"},
             json.dumps(params, default=_jsonable).encode(),
         )
+        if isinstance(reply, StreamReply):
+            return _Stream(client, reply.events)
         if reply.status == 200:
             return ChatCompletion.model_validate_json(reply.body)
-        request = _http.Request("POST", f"{_BASE_URL}/chat/completions")
-        raise client._make_status_error_from_response(response(_http, reply, request))
+        raise client._make_status_error_from_response(response(_http, reply, _request()))
+
+
+class _Stream(openai.AsyncStream[ChatCompletionChunk]):
+    """The library's stream, which takes each event as the gateway writes it: the library looks for
+    the ends of lines in what it gets, and builds a chunk field by field."""
+
+    def __init__(self, client: openai.AsyncOpenAI, events: Events) -> None:
+        self._events = events
+        super().__init__(
+            cast_to=ChatCompletionChunk,
+            response=streamed(_http, events, None, _request()),
+            client=client,
+        )
+
+    async def __stream__(self) -> AsyncIterator[ChatCompletionChunk]:
+        try:
+            async for event in self._events:
+                data = event.removeprefix(b"data: ")
+                if data.startswith(b"[DONE]"):
+                    continue
+                if data.startswith(b'{"error"'):
+                    error = json.loads(data)["error"]
+                    raise openai.APIError(error["message"], _request(), body=error)
+                yield ChatCompletionChunk.model_validate_json(data)
+        finally:
+            await self.response.aclose()
+
+
+def _request() -> Any:
+    return _http.Request("POST", f"{_BASE_URL}/chat/completions")
 
 
 _LIBRARY_ONLY = {"extra_headers", "extra_query", "timeout", "response_format"}

@@ -217,10 +217,10 @@ def rows_of(dataset: Any, role: str) -> list[Task]:
         )
     limit = dataset.total_steps if "total_steps" in fields else None
     if isinstance(dataset, DatasetConfig) or not fields:
-        return load_tasks(dataset, role=role)[:limit]
+        return list(load_tasks(dataset, role=role)[:limit])
     # AgentScope's own class of this name.
     same = DatasetConfig(path=dataset.path, name=dataset.name, split=dataset.split)
-    return load_tasks(same, role=role)[:limit]
+    return list(load_tasks(same, role=role)[:limit])
 
 
 def _check_budget(settings: PromptTuneConfig, models: Sequence[RemoteModel]) -> None:

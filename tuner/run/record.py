@@ -14,6 +14,7 @@ from typing import Any
 from tuner.config import RunConfig
 from tuner.config.load import checked, read_layers
 from tuner.data.dataset import row_text
+from tuner.data.lazy_rows import LazyRows
 from tuner.errors import TunerError
 from tuner.result import TokenCounts, TuneResult
 from tuner.run.console import ConsoleMonitor
@@ -181,7 +182,7 @@ class RunRecord:
 
 
 @contextmanager
-def open_directory(config: RunConfig, data: Mapping[str, list[Task]]) -> Iterator[RunDirectory]:
+def open_directory(config: RunConfig, data: Mapping[str, Sequence[Task]]) -> Iterator[RunDirectory]:
     """The run's directory, which no other run gets while the block runs.
 
     Raises:
@@ -238,7 +239,7 @@ def read_result(directory: RunDirectory, total_steps: int) -> TuneResult:
 def fingerprint_of(tasks: Sequence[Task]) -> str:
     """What tells the rows of a dataset from others."""
     digest = hashlib.blake2b(digest_size=16)
-    for task in tasks:
+    for task in tasks.sample() if isinstance(tasks, LazyRows) else tasks:
         digest.update(row_text(task).encode() + b"\n")
     return digest.hexdigest()
 

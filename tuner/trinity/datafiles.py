@@ -44,7 +44,7 @@ def readable_there(taskset: Mapping[str, Any]) -> bool:
     return not local.is_file() and (local.is_dir() or not local.is_absolute())
 
 
-def tasks_of(taskset: Mapping[str, Any], rows: Any, *, role: str) -> list[Task]:
+def tasks_of(taskset: Mapping[str, Any], rows: Any, *, role: str) -> Sequence[Task]:
     """All rows of a taskset, or of what was given in Python where it has no path.
 
     Raises:

@@ -9,14 +9,13 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tuner.errors import FunctionError, TunerError
 from tuner.functions.calling import call_judge, check_judge_function, judges_groups, where
 from tuner.functions.outputs import StoredResponse
-from tuner.run.directory import write_atomically
 from tuner.traces import Outcome, Trace, TraceStore, read_traces
 
 logger = logging.getLogger("tuner")
@@ -46,7 +45,7 @@ class Score:
     """What the judge gave one trace.
 
     Attributes:
-        trace: The trace as stored, without its calls.
+        trace: The trace as stored.
         reward: The new reward, or None when the judge failed.
         metrics: The judge's numbers.
         error: One line on how it failed, or None.
@@ -76,18 +75,59 @@ class Score:
         }
 
 
-@dataclass(frozen=True)
-class Replay:
-    """All scores, and where they were written.
+@dataclass
+class Tally:
+    """The scores of one step, or of several.
 
     Attributes:
-        scores: In the order of the traces.
-        unscored: By step: traces without a response, by how they ended.
+        scored: Traces that the judge was given.
+        before, after: How many rewards there are, and their sum.
+        changed: Scores that are another reward.
+        errors: By their type: scores that failed, and what the first of them said.
+        unscored: Traces without a response, by how they ended.
+    """
+
+    scored: int = 0
+    before: tuple[int, float] = (0, 0.0)
+    after: tuple[int, float] = (0, 0.0)
+    changed: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    said: dict[str, str] = field(default_factory=dict)
+    unscored: Counter[str] = field(default_factory=Counter)
+
+    def add(self, score: Score) -> None:
+        self.scored += 1
+        self.changed += score.changed
+        if score.trace.reward is not None:
+            self.before = self.before[0] + 1, self.before[1] + score.trace.reward
+        if score.reward is not None:
+            self.after = self.after[0] + 1, self.after[1] + score.reward
+        if score.error_type is not None:
+            self.errors[score.error_type] += 1
+            self.said.setdefault(score.error_type, score.error or "")
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(
+            self.scored + other.scored,
+            (self.before[0] + other.before[0], self.before[1] + other.before[1]),
+            (self.after[0] + other.after[0], self.after[1] + other.after[1]),
+            self.changed + other.changed,
+            self.errors + other.errors,
+            {**other.said, **self.said},
+            self.unscored + other.unscored,
+        )
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What became of all scores, and where they were written.
+
+    Attributes:
+        steps: By step.
         path: The JSONL file with one line per score.
     """
 
-    scores: list[Score]
-    unscored: dict[int, Counter[str]]
+    steps: dict[int, Tally]
     path: Path
 
 
@@ -122,17 +162,24 @@ def replay(
             f"{where(judge)} judges groups, and a replay scores each response alone: give a judge "
             "that takes `response`"
         )
-    scores: list[Score] = []
-    unscored: dict[int, Counter[str]] = {}
-    for step, file in _files(run, split, steps):
-        # Scores are kept until the end; token ids would fill the memory.
-        final = [replace(trace, calls=()) for trace in read_traces(file) if trace.final]
-        judged = [trace for trace in final if trace.outcome in JUDGED]
-        scores += asyncio.run(_score_all(judged, judge))
-        unscored[step] = Counter(t.outcome.value for t in final if t.outcome not in JUDGED)
     path = run / f"replay_{re.sub(r'[^A-Za-z0-9_.-]+', '.', name).strip('.')}.jsonl"
-    write_atomically(path, "".join(json.dumps(score.to_json()) + "\n" for score in scores))
-    return Replay(scores=scores, unscored=unscored, path=path)
+    unfinished = path.with_name(f".{path.name}")
+    tallies: dict[int, Tally] = {}
+    try:
+        with unfinished.open("w", encoding="utf-8") as file:
+            for step, stored in _files(run, split, steps):
+                tally = tallies[step] = Tally()
+                final = [trace for trace in read_traces(stored) if trace.final]
+                judged = [trace for trace in final if trace.outcome in JUDGED]
+                tally.unscored.update(t.outcome.value for t in final if t.outcome not in JUDGED)
+                for score in asyncio.run(_score_all(judged, judge)):
+                    tally.add(score)
+                    file.write(json.dumps(score.to_json()) + "\n")
+    except BaseException:
+        unfinished.unlink()
+        raise
+    unfinished.replace(path)
+    return Replay(steps=tallies, path=path)
 
 
 def parse_steps(text: str | None) -> tuple[int, int] | None:
@@ -154,31 +201,28 @@ def replay_table(result: Replay) -> str:
     lines = [
         f"{'step':>6} {'scored':>7} {'old mean':>9} {'new mean':>9} {'changed':>8} {'errors':>7}"
     ]
-    for step in sorted(result.unscored):
-        lines.append(_line(str(step), [s for s in result.scores if s.trace.id.step == step]))
-    lines.append(_line("all", result.scores))
-    errors = Counter(s.error_type for s in result.scores if s.error_type)
-    for kind, count in errors.most_common():
-        example = next(s.error for s in result.scores if s.error_type == kind)
-        lines.append(f"{count} x {kind}, for instance: {example}")
-    without: Counter[str] = sum(result.unscored.values(), Counter())
-    if without:
-        counts = ", ".join(f"{count} {outcome}" for outcome, count in without.most_common())
+    total = Tally()
+    for step, tally in sorted(result.steps.items()):
+        lines.append(_line(str(step), tally))
+        total += tally
+    lines.append(_line("all", total))
+    for kind, count in total.errors.most_common():
+        lines.append(f"{count} x {kind}, for instance: {total.said[kind]}")
+    if total.unscored:
+        counts = ", ".join(f"{count} {outcome}" for outcome, count in total.unscored.most_common())
         lines.append(f"not scored, since there is no response to judge: {counts}")
     lines.append(f"scores: {result.path}")
     return "\n".join(lines)
 
 
-def _line(name: str, scores: Sequence[Score]) -> str:
-    old = _mean([s.trace.reward for s in scores if s.trace.reward is not None])
-    new = _mean([s.reward for s in scores if s.reward is not None])
-    changed = sum(score.changed for score in scores)
-    errors = sum(score.error_type is not None for score in scores)
-    return f"{name:>6} {len(scores):>7} {old:>9} {new:>9} {changed:>8} {errors:>7}"
+def _line(name: str, tally: Tally) -> str:
+    old, new = (_mean(*part) for part in (tally.before, tally.after))
+    errors = tally.errors.total()
+    return f"{name:>6} {tally.scored:>7} {old:>9} {new:>9} {tally.changed:>8} {errors:>7}"
 
 
-def _mean(rewards: Sequence[float]) -> str:
-    return f"{sum(rewards) / len(rewards):.4f}" if rewards else "-"
+def _mean(count: int, total: float) -> str:
+    return f"{total / count:.4f}" if count else "-"
 
 
 def _files(run: Path, split: str, steps: tuple[int, int] | None) -> list[tuple[int, Path]]:

@@ -30,6 +30,7 @@ from tuner.engines.transformers.graphs import PassGraphs
 from tuner.engines.transformers.kv_cache import Level, Placement
 from tuner.engines.transformers.row_pass import RowPass
 from tuner.engines.transformers.rows import Ints, Rows
+from tuner.engines.transformers.threads import FewThreads
 from tuner.engines.transformers.weights import WeightsGuard
 
 _PASS_STEPS = 5
@@ -85,6 +86,7 @@ class SlotRunner:
         self._pass_steps = (
             _PASS_STEPS  # decode steps that a pass over prompts takes, by the last one
         )
+        self._threads = FewThreads(model)
         self._graphs: PassGraphs | None = None
         if self._device.type == "cuda" and not enforce_eager:
             self._graphs = PassGraphs(self._pass, self._cache, self._device)
@@ -123,7 +125,10 @@ class SlotRunner:
         """Run one forward pass and sample; returns the requests that are finished."""
         if self._decoding == len(self.active) and self._admits():
             self._admit()
-        return self._advance(version) if self.active else []
+        if not self.active:
+            return []
+        with self._threads.computing(self.tokens_ahead() or len(self.active)):
+            return self._advance(version)
 
     # Admission
 

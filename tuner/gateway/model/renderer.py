@@ -30,6 +30,7 @@ from tuner.gateway.model.template import (
     TemplateForm,
     for_template,
     lost_calls,
+    remembered,
     risks,
     template_form,
     tools_obstacle,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
-# Prompts whose ids are kept: the rollouts of a group begin with the same one.
+# Prompts whose text and ids are kept: the rollouts of a group begin with the same one.
 _CACHED_PROMPTS = 512
 # Enough of a prompt's end to see whether the template has opened the reasoning.
 _TAIL = 32
@@ -127,6 +128,9 @@ class ChatRenderer:
             token.content: id_ for id_, token in tokenizer.added_tokens_decoder.items()
         }
         self._encode_prompt = lru_cache(_CACHED_PROMPTS)(self._encode_text)
+        # A text with today's date is made each time.
+        dated = self.reads("strftime_now")
+        self._text = self._apply if dated else remembered(self._apply, _CACHED_PROMPTS)
 
     def render_text(
         self,
@@ -164,10 +168,10 @@ class ChatRenderer:
         self._check_template_kwargs(extra)
         shaped = for_template(list(messages), self._form, developer_role=self._developer_role)
         try:
-            return self._apply(shaped, tools, add_generation_prompt=add_generation_prompt, **extra)
+            return self._text(shaped, tools, add_generation_prompt=add_generation_prompt, **extra)
         except Exception as error:
-            # A template is a program of the model's author: it says what it cannot render by
-            # raising, and what it forgot to check fails with any error at all.
+            # A template is a program: it says what it cannot render by raising, and what it forgot
+            # to check fails with any error at all.
             raise RequestError(
                 f"the model's chat template cannot render these messages: {error}",
                 path=("messages",),

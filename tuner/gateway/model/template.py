@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final, Protocol
 
 from tuner.errors import ConfigError
@@ -135,6 +136,24 @@ class Apply(Protocol):
     def __call__(
         self, shaped: list[Message], tools: Tools, *, add_generation_prompt: bool
     ) -> str: ...
+
+
+def remembered(apply: Apply, count: int) -> Callable[..., str]:
+    """`apply`, with its last `count` texts for whoever asks for the same again."""
+
+    @lru_cache(count)
+    def known(asked: str) -> str:
+        shaped, tools, options = json.loads(asked)
+        return apply(shaped, tools, **options)
+
+    def text(shaped: list[Message], tools: Tools, **options: Any) -> str:
+        try:
+            asked = json.dumps((shaped, tools, options))
+        except TypeError:  # a caller's own object, which the template may know what to do with
+            return apply(shaped, tools, **options)
+        return known(asked)
+
+    return text
 
 
 def template_form(apply: Apply, tool_call_parser: str) -> TemplateForm:
