@@ -3,6 +3,7 @@
 import asyncio
 import re
 import threading
+import time
 
 import pytest
 import torch
@@ -287,3 +288,26 @@ async def test_update_weights_serves_the_new_version():
     assert engine.version == 5
     got = await engine.generate(prompt(5), SamplingParams(max_tokens=2), "session")
     assert got.versions == (5, 5)
+
+
+async def test_a_step_in_a_thread_gets_its_turns_beside_agents_that_are_always_busy():
+    engine = make_engine(make_model())
+    engine._measure = lambda computed, seconds: None
+    engine._prompt_token_seconds = engine._decode_seconds = 1.0  # in the thread
+    turns = 0
+
+    async def agent():
+        nonlocal turns
+        while True:
+            end = time.perf_counter() + 0.0005
+            while time.perf_counter() < end:
+                pass
+            turns += 1
+            await asyncio.sleep(0)
+
+    busy = asyncio.ensure_future(agent())
+    async with asyncio.timeout(60):
+        got = await engine.generate(prompt(20), SamplingParams(max_tokens=8), "session")
+    busy.cancel()
+    assert len(got.completion_ids) == 8
+    assert turns > 8, "agents have theirs meanwhile"

@@ -362,7 +362,7 @@ async def test_thinking_asked_of_a_template_that_knows_none_is_refused() -> None
             pass
 
 
-async def test_a_prompt_that_comes_again_is_rendered_once_and_a_dated_one_each_time() -> None:
+def test_a_prompt_that_comes_again_is_rendered_once_and_a_dated_one_each_time(monkeypatch) -> None:
     for dated in (False, True):
         template = TEMPLATE + ("{{- strftime_now('%Y') }}" if dated else "")
         renderer = ChatRenderer(tokenizer(), chat_template=template)
@@ -375,7 +375,7 @@ async def test_a_prompt_that_comes_again_is_rendered_once_and_a_dated_one_each_t
             rendered.append(1)
             return apply(*args, **options)
 
-        renderer.tokenizer.apply_chat_template = counted
+        monkeypatch.setattr(renderer.tokenizer, "apply_chat_template", counted)
         messages = [{"role": "user", "content": "hi"}]
         texts = {renderer.render_text(messages, ()) for _ in range(3)}
         texts |= {renderer.render_text(messages, (), add_generation_prompt=False)}

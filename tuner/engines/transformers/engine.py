@@ -31,6 +31,7 @@ from tuner.engines.transformers.kv_cache import length_limit, probe_length
 from tuner.engines.transformers.row_pass import RowPass, row_pass_of
 from tuner.engines.transformers.slots import SlotRunner
 from tuner.engines.transformers.solo import SoloRunner, names_positions
+from tuner.engines.transformers.threads import taking_turns
 from tuner.engines.transformers.weights import WeightsGuard, served_model
 from tuner.errors import ConfigError
 
@@ -295,7 +296,7 @@ class TransformersEngine(RequestEngine):
                     if expected > _SHORT_STEP:
                         if self._executor is None:
                             self._executor = ThreadPoolExecutor(1, "tuner-engine")
-                        await loop.run_in_executor(self._executor, self._step)
+                        await taking_turns(loop.run_in_executor(self._executor, self._step))
                     else:
                         self._step()
                         await asyncio.sleep(0)
