@@ -123,21 +123,21 @@ def conversation(dice: random.Random) -> Trace:
     )
 
 
-def write_run(run: Path, calls: int) -> None:
-    """A run of 100 steps, in which so many calls are recorded."""
+def write_run(run: Path, steps: int, calls: int) -> None:
+    """A run of so many steps, in each of which so many calls are recorded."""
     dice = random.Random(0)
     stored = [trace_to_json(conversation(dice)) for _ in range(10)]
     folder = run / "traces"
     folder.mkdir(parents=True)
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         with (folder / f"step_{step:06d}.jsonl").open("w") as file:
-            for number in range(calls // CALLS // STEPS):
+            for number in range(calls // CALLS):
                 task, rollout = divmod(number, GROUP)
                 trace = stored[number % len(stored)] | {
                     "id": {"step": step, "task": task, "rollout": rollout, "split": "train"},
                     "task": {"question": f"{task}: {' '.join(dice.choices(WORDS, k=20))}?"},
                     "response": " ".join(dice.choices(WORDS, k=20)),
-                    "reward": float(dice.random() < step / STEPS),
+                    "reward": float(dice.random() < step / steps),
                 }
                 file.write(json.dumps(trace) + "\n")
 
@@ -190,8 +190,8 @@ def main() -> None:
         folder = Path(temporary)
         (folder / "judge.py").write_text(JUDGE)
         whole, tenth = folder / "whole", folder / "tenth"
-        write_run(whole, options.calls)
-        write_run(tenth, options.calls // 10)
+        write_run(whole, STEPS, options.calls // STEPS)
+        write_run(tenth, STEPS // 10, options.calls // STEPS)
         case = f"{options.calls:,} calls"
         limited(case, "s to the page's first rows, no index", first_rows(whole), ALLOWED_SECONDS)
         (whole / "traces" / NAME).unlink()

@@ -69,9 +69,9 @@ class TransformersEngine(RequestEngine):
     results are bit-identical whoever else is in flight.
 
     Steps run on the event loop while they are short (an estimate below 20 ms) and in one worker
-    thread otherwise, so that agents stay responsive beside a large model. A thread of its own for
-    short steps would have to win the interpreter from the agents at every tensor operation:
-    `benchmarks/engine.py` measures half the tokens per second beside busy agents.
+    thread otherwise, so that agents stay responsive beside a large model; the thread takes turns
+    with agents that are always busy (`taking_turns`). For short steps that would be too slow:
+    `benchmarks/engine.py` measures a third of the tokens per second beside busy agents.
 
     Any number of event loops may call `generate`, one after the other or at the same time from
     several threads; the weights may change only inside `pause()`.
