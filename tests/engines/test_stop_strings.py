@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engines.models import make_tokenizer
-from tuner.engines.request import StopStrings
+from tuner.engines.stop_strings import StopStrings
 
 
 def tokens_until_stop(ids, *stops):

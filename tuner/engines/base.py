@@ -140,6 +140,9 @@ class EngineCapabilities:
         shares_weights: Whether it reads the trainer's own tensors, which may then change only
             inside `pause()`. One with a copy may generate while the trainer trains.
         every_setting: Whether it honours the settings from `SamplingParams.min_p` on.
+        goes_on: From which completions that are begun it can go on (`Engine.generate`'s `so_far`):
+            from none, from those that may be continued as if they were a part of the prompt, or
+            from all.
     """
 
     max_model_len: int
@@ -148,6 +151,12 @@ class EngineCapabilities:
     end_ids: frozenset[int] = frozenset()
     shares_weights: bool = False
     every_setting: bool = False
+    goes_on: Literal["never", "in_parts", "always"] = "never"
+
+    def can_go_on(self, sampling: SamplingParams) -> bool:
+        """Whether a completion of such settings can be gone on from."""
+        in_parts = self.goes_on == "in_parts" and not sampling.in_one_part
+        return in_parts or self.goes_on == "always"
 
 
 @dataclass
@@ -199,10 +208,15 @@ class Engine(Protocol):
         sampling: SamplingParams,
         session: str,
         sink: TokenSink | None = None,
+        so_far: Generation | None = None,
     ) -> Generation:
         """Sample one completion. Cancelling the awaiting task frees the request's slot.
 
-        Every token of the completion has been pushed into `sink` before this returns.
+        Every token that is sampled has been pushed into `sink` before this returns.
+
+        Args:
+            so_far: The completion's first tokens, sampled before: it goes on behind them, as if
+                they were sampled now, and is returned whole. Where `capabilities.can_go_on`.
 
         Raises:
             ContextLengthError: The prompt leaves no room for a single token.

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from tuner.engines.base import (
     DescribedEngine,
@@ -29,57 +28,10 @@ from tuner.engines.grammar import Grammars, GrammarState, unpacked
 from tuner.engines.grammar_text import GrammarError
 from tuner.engines.logit_edits import Edit, LogitEdits, edited
 from tuner.engines.sampling import SamplingBatch, choose, most_probable, packed_kept
+from tuner.engines.stop_strings import StopStrings
 from tuner.errors import ConfigError, ContextLengthError
 
 P = TypeVar("P", bound="Progress")
-_UNFINISHED = "\ufffd"
-_LONGEST_CHARACTER = 8
-"""Tokens after which an undecodable tail is taken as it is: no character is longer in bytes."""
-
-
-class StopStrings:
-    """Watches one completion; a stop string may begin and end inside tokens.
-
-    Only the last few tokens are decoded: those since the last complete character, after the
-    ones before it (a tokenizer may write a token differently at the start of a text).
-
-        ids      ...  a  b | c  d        text of (a b c d) minus text of (a b) = what c d add
-                      ^    ^
-                 _start    _read
-
-    Special tokens count as text, so a stop string may name one.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> None:
-        self._tokenizer = tokenizer
-        self._stops = tuple(stops)
-        self._longest = max(map(len, stops))
-        self._ids: list[int] = []
-        self._start = 0
-        self._read = 0
-        self._tail = ""
-
-    def push(self, token_id: int) -> bool:
-        """Take the next token; True if the text now contains a stop string."""
-        self._ids.append(token_id)
-        known = self._decode(self._ids[self._start : self._read])
-        text = self._decode(self._ids[self._start :])[len(known) :]
-        finished = text.rstrip(_UNFINISHED)
-        seen = self._tail + finished
-        if any(stop in seen for stop in self._stops):
-            return True
-        if finished == text or len(self._ids) - self._read >= _LONGEST_CHARACTER:
-            self._tail = (self._tail + text)[-self._longest :]
-            self._start, self._read = self._read, len(self._ids)
-        return False
-
-    def _decode(self, ids: list[int]) -> str:
-        if not ids:
-            return ""
-        text = self._tokenizer.decode(
-            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return cast(str, text)
 
 
 @dataclass(eq=False)
@@ -127,6 +79,17 @@ class Progress:
         elif len(self.completion_ids) >= self.limit:
             self.finish_reason = "length"
         return self.finish_reason is not None
+
+    def go_on(self, so_far: Generation) -> None:
+        """Take over the first tokens of the completion, which were sampled before."""
+        self.completion_ids += so_far.completion_ids
+        self.logprobs += so_far.logprobs
+        self.versions += so_far.versions
+        self.top_logprobs += so_far.top_logprobs
+        self.kept += so_far.kept
+        if self.stops is not None:
+            for token_id in so_far.completion_ids:
+                self.stops.push(token_id)
 
     def generation(self) -> Generation:
         """The finished completion."""
@@ -183,6 +146,13 @@ class Request(Progress):
         with suppress(RuntimeError):  # the event loop was closed: nobody waits
             self.future.get_loop().call_soon_threadsafe(deliver)
 
+    def go_on(self, so_far: Generation) -> None:
+        """As `Progress.go_on`; raises GrammarError where its grammar does not allow them."""
+        super().go_on(so_far)
+        if self.form is not None:
+            for token_id in so_far.completion_ids:
+                self.form.advance(token_id)
+
     def push(self, token_id: int, logprob: float, version: int) -> bool:
         """Take a sampled token; True when it was the last one, or cannot be followed."""
         finished = super().push(token_id, logprob, version)
@@ -205,7 +175,7 @@ class RequestEngine(DescribedEngine):
         max_model_len: Prompt and completion tokens of one request at most.
         version: Version of the weights as they are now.
         grammars: Whether our grammars are followed exactly.
-        shares_weights, every_setting: As in `EngineCapabilities`.
+        shares_weights, every_setting, goes_on: As in `EngineCapabilities`.
     """
 
     def __init__(
@@ -219,6 +189,7 @@ class RequestEngine(DescribedEngine):
         grammars: bool,
         shares_weights: bool,
         every_setting: bool,
+        goes_on: Literal["in_parts", "always"],
     ) -> None:
         self._tokenizer = tokenizer
         self._end_ids = end_ids
@@ -231,6 +202,7 @@ class RequestEngine(DescribedEngine):
             end_ids=end_ids,
             shares_weights=shares_weights,
             every_setting=every_setting,
+            goes_on=goes_on,
         )
         self._stats = EngineStats()
         self._closed = False
@@ -246,14 +218,17 @@ class RequestEngine(DescribedEngine):
         prompt_ids: Sequence[int],
         sampling: SamplingParams,
         sink: TokenSink | None,
+        so_far: Generation | None,
         **own: Any,
     ) -> P:
-        """A request of `kind`, with its `own` fields, of which nothing is sampled yet.
+        """A request of `kind`, with its `own` fields.
 
         Raises:
             ConfigError: This engine does not honour a setting.
             ContextLengthError: The prompt leaves no room for a single token.
-            EngineError: It is empty, or it or the settings have ids that the model does not know.
+            GrammarError: `so_far` is not of the form that is asked for.
+            EngineError: It is empty, or it or the settings have ids that the model does not know,
+                or it cannot go on from `so_far`.
         """
         if sampling.rare and not self._capabilities.every_setting:
             raise ConfigError(f"this engine does not honour {', '.join(sampling.rare)}")
@@ -267,14 +242,19 @@ class RequestEngine(DescribedEngine):
             raise EngineError("the prompt is empty: a model needs at least one token")
         named = [*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias)]
         named += [token for word in sampling.bad_words for token in word]
-        for what, ids in (("the prompt has", prompt), ("the sampling settings name", named)):
+        begun = list(so_far.completion_ids) if so_far is not None else []
+        for what, ids in (
+            ("the prompt has", prompt),
+            ("the sampling settings name", named),
+            ("the completion has", begun),
+        ):
             if ids and (min(ids) < 0 or max(ids) >= self._vocabulary):
                 wrong = next(i for i in ids if not 0 <= i < self._vocabulary)
                 raise EngineError(
                     f"{what} token id {wrong}, but the model knows 0 to "
                     f"{self._vocabulary - 1}: is the tokenizer the model's own?"
                 )
-        return kind(
+        progress = kind(
             prompt_ids=prompt,
             sampling=sampling,
             limit=min(sampling.max_tokens, longest - len(prompt)),
@@ -283,6 +263,19 @@ class RequestEngine(DescribedEngine):
             sink=sink,
             **own,
         )
+        if so_far is not None:
+            if not self._capabilities.can_go_on(sampling):
+                raise EngineError(
+                    "this engine cannot go on from the first tokens of a completion that is held "
+                    "to a grammar, or whose own tokens are counted (penalties, bad_words)"
+                )
+            if len(begun) >= progress.limit or progress.end_ids.intersection(begun):
+                raise EngineError(
+                    f"a completion of {len(begun)} tokens, of {progress.limit} at most, has ended: "
+                    "there is nothing to go on from"
+                )
+            progress.go_on(so_far)
+        return progress
 
 
 def end_ids_of(generation_config: Any, tokenizer: Any) -> frozenset[int]:

@@ -100,6 +100,7 @@ class ServedEngine(RequestEngine):
             grammars=grammars,
             shares_weights=False,
             every_setting=every_setting,
+            goes_on="in_parts",
         )
         self._fleet = Fleet(
             servers, save=save, folder=folder, direct=direct, max_restarts=max_restarts
@@ -135,6 +136,7 @@ class ServedEngine(RequestEngine):
         sampling: SamplingParams,
         session: str,
         sink: TokenSink | None = None,
+        so_far: Generation | None = None,
     ) -> Generation:
         """Sample one completion; see `Engine.generate`.
 
@@ -151,7 +153,7 @@ class ServedEngine(RequestEngine):
                 raise EngineError("this engine cannot hold a completion to a grammar")
             await self._grammars.started(sampling.grammar)
         own = {"loop": asyncio.get_running_loop(), "wake": asyncio.Event()}
-        flight = self._begun(Flight, prompt_ids, sampling, sink, **own)
+        flight = self._begun(Flight, prompt_ids, sampling, sink, so_far, **own)
         with self._gate:
             self._flights.add(flight)
         try:

@@ -17,7 +17,7 @@ import contextlib
 import hashlib
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from tuner.engines.base import Generation, SamplingParams
@@ -28,35 +28,12 @@ from tuner.gateway.conversations import Prompt
 from tuner.gateway.fields import check_settings
 from tuner.gateway.model.message_stream import MessageStream
 from tuner.gateway.model.parsing import Delta, ParsedMessage
+from tuner.gateway.pending import Pending
 from tuner.gateway.request_error import RequestError, too_long
+from tuner.gateway.script import Script
 from tuner.gateway.service import in_turn
-from tuner.gateway.sessions import Session, has_ended
+from tuner.gateway.sessions import Session, has_diverged, has_ended
 from tuner.traces import Call, Dialect
-
-
-class _Sampled:
-    """A choice while it is sampled: its settings, and every token so far."""
-
-    def __init__(self, prompt: Prompt, sampling: SamplingParams, wake: Callable[[], None]) -> None:
-        self.prompt = prompt
-        self.sampling = sampling
-        self.tokens: list[tuple[int, float, int]] = []
-        self._closed = False
-        self._lock = threading.Lock()  # the engine may push from another thread
-        self._wake = wake
-
-    def push(self, token_id: int, logprob: float, version: int) -> bool:
-        with self._lock:
-            if self._closed:
-                return False
-            self.tokens.append((token_id, logprob, version))
-        self._wake()
-        return True
-
-    def close(self) -> None:
-        """Take no more tokens."""
-        with self._lock:
-            self._closed = True
 
 
 class Completion:
@@ -102,7 +79,7 @@ class Completion:
         self._thread = threading.get_ident()
         self.started = time.time()
         self._clock = time.perf_counter()
-        self._sampled: list[_Sampled] = []
+        self._sampled: list[Pending] = []
 
     async def begin(self) -> None:
         """Make its prompts and count it, in the order in which its session's requests came.
@@ -121,7 +98,35 @@ class Completion:
             for choice in range(request.n):
                 seed = seeds[len(self._sampled)]
                 sampling = self._sampling(room, seed, choice, grammar)
-                self._sampled.append(_Sampled(prompt, sampling, self._wake))
+                self._sampled.append(Pending(prompt, sampling, self._wake))
+        if self.session.script is not None:
+            self._follow(self.session.script)
+
+    def _follow(self, script: Script) -> None:
+        """Take what a script gives of this request.
+
+        Raises:
+            RequestError: The session's rollout ends where it diverges, and it has.
+        """
+        request, session = self.request, self.session
+        limit = _given(request.max_tokens, session.defaults.max_tokens)
+        free = {"seed"} if request.seed is None else set()
+        if limit is None or session.limits.tokens is not None:
+            free.add("max_tokens")  # what is left of a budget depends on what runs in parallel
+        found = script.given(
+            [sampled.prompt.ids for sampled in self._sampled],
+            [sampled.sampling for sampled in self._sampled],
+            free=free,
+            messages=request.messages,
+            can_go_on=self.service.engine.capabilities.can_go_on,
+        )
+        if found is None:
+            if script.divergence is not None and script.ends:
+                raise has_diverged(session.id, str(script.divergence))
+            return
+        self.id, given = found
+        for index, one in given.items():
+            self._sampled[index].given = one
 
     def _prepared(self) -> list[tuple[Prompt, int, str]]:
         """Each prompt, how many tokens may follow it, and their grammar; in any thread.
@@ -256,8 +261,9 @@ class Completion:
 
     async def _generate(self) -> list[Generation]:
         """One generation for each choice; if one fails the others are cancelled."""
-        generate, session = self.service.engine.generate, self.session.id
-        work = [generate(s.prompt.ids, s.sampling, session, s) for s in self._sampled]
+        engine, name = self.service.engine, self.session.id
+        piecewise = self.request.stream
+        work = [one.generation(engine, name, piecewise=piecewise) for one in self._sampled]
         if len(work) == 1:
             return [await work[0]]
         tasks = [asyncio.ensure_future(one) for one in work]
@@ -294,6 +300,8 @@ class Completion:
 
     def tool_call_id(self, index: int, place: int) -> str:
         """The id of the tool call at `place` in choice `index`."""
+        if (given := self._sampled[index].given) is not None and given.tool_call_ids:
+            return given.tool_call_ids[place]
         digest = self.session.digest("tool", self.call_id(index), place)
         return self.service.renderer.tool_call_id(digest)
 
@@ -314,6 +322,7 @@ class Completion:
                 cached_tokens=choice.generation.cached_tokens,
                 malformed_tool_calls=choice.parsed.malformed_tool_calls,
                 kept=choice.generation.kept,
+                top_logprobs=choice.generation.top_logprobs,
             )
             for choice in choices
         ]
@@ -366,6 +375,7 @@ class Completion:
             dialect=self._dialect,
             streamed=request.stream,
             role=self._role,
+            replayed=min(sampled.replayed, len(ids)),
             **fields,
         )
 

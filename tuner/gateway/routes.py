@@ -17,6 +17,7 @@ from tuner.gateway.dialects.responses import ResponsesExchange
 from tuner.gateway.dialects.text import TextExchange
 from tuner.gateway.model.renderer import ChatRenderer
 from tuner.gateway.request_error import RequestError
+from tuner.gateway.script import Script
 from tuner.gateway.service import Events, Reply, Service, StreamReply, in_loop
 from tuner.gateway.sessions import ROLE, SamplingDefaults, Session, SessionLimits, has_ended
 from tuner.traces import ReasoningPolicy
@@ -96,6 +97,7 @@ class Gateway:
         recorded: bool = True,
         defaults: SamplingDefaults | None = None,
         limits: SessionLimits | None = None,
+        script: Script | None = None,
     ) -> Session:
         """A new session with a key of its own, open until it is sealed.
 
@@ -105,6 +107,7 @@ class Gateway:
             recorded: Whether its calls are kept.
             defaults: What a request that does not say is sampled with.
             limits: What it may ask for; None is anything.
+            script: The recorded rollout that it is answered from, as far as that goes.
         """
         session = Session(
             self.service,
@@ -114,6 +117,7 @@ class Gateway:
             recorded=recorded,
             defaults=defaults or SamplingDefaults(),
             limits=limits or SessionLimits(),
+            script=script,
         )
         self._sessions[session.key] = session
         return session

@@ -19,6 +19,7 @@ from tuner.gateway.credit import Credits, RecordedCall
 from tuner.gateway.in_flight import InFlight
 from tuner.gateway.model.template import Message
 from tuner.gateway.request_error import RequestError
+from tuner.gateway.script import Script
 from tuner.gateway.service import Host, Replay, Service, in_loop
 from tuner.traces import Call
 
@@ -56,6 +57,15 @@ def has_ended(session_id: str) -> RequestError:
         f"this key's rollout ({session_id}) has ended: its session takes no more calls",
         status=401,
         code="session_sealed",
+    )
+
+
+def has_diverged(session_id: str, where: str) -> RequestError:
+    """What a request gets that is not in the script of its session, if that ends there."""
+    return RequestError(
+        f"this key's rollout ({session_id}) repeats a recorded one and has left it {where}",
+        status=409,
+        code="diverged",
     )
 
 
@@ -154,6 +164,7 @@ class Session:
         seed: Where the seeds of its calls come from.
         defaults: What a request that does not say is sampled with.
         limits: What it may ask for.
+        script: What it is answered from before anything is sampled, or None.
         other_names: What requests may give as `model` besides the gateway's name for it.
         errors: What went wrong inside its calls that was not the caller's fault.
         sealed: Whether it has ended.
@@ -175,6 +186,7 @@ class Session:
         recorded: bool,
         defaults: SamplingDefaults,
         limits: SessionLimits,
+        script: Script | None = None,
     ) -> None:
         self.service = service
         self.host = host
@@ -183,6 +195,7 @@ class Session:
         self.seed = seed
         self.defaults = defaults
         self.limits = limits
+        self.script = script
         self.other_names: tuple[str, ...] = ()
         self.errors: list[Exception] = []
         self.recording = Recording(session_id, kept=recorded)

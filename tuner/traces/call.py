@@ -77,6 +77,10 @@ class Call:
         kept: For each position the tokens that top_k, top_p and min_p left, as
             `tuner.engines.sampling` packs them, "" where they are not known; empty where nothing
             was cut.
+        top_logprobs: For each position the (id, log-prob) pairs of the most probable tokens, where
+            the request asked for them.
+        replayed: How many of `completion_ids`, from the first on, were not sampled for this call:
+            its session's script gave them, from a call of another rollout, which they count for.
         billed: What a model elsewhere says that it read and wrote, as tokens of its own, whose ids
             are not known; None where they are.
         invalid: Why the call can never be trained, or None.
@@ -110,6 +114,8 @@ class Call:
     kept_reasoning_ids: int = 0
     recomputed_ids: int = 0
     kept: tuple[str, ...] = ()
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    replayed: int = 0
     billed: Usage | None = None
     invalid: str | None = field(default=None)
 
@@ -119,17 +125,24 @@ class Call:
         return self.billed or Usage(len(self.prompt_ids), len(self.completion_ids))
 
     @property
+    def sampled_tokens(self) -> int:
+        """Tokens that the engine sampled for this call."""
+        return len(self.completion_ids) - self.replayed
+
+    @property
     def constrained(self) -> bool:
         """Whether the completion was held to a form; `sampling.grammar` says to which."""
         return bool(self.sampling.grammar)
 
     @property
     def stretches(self) -> tuple[tuple[int, int], ...]:
-        """The stretches [from, to) of `completion_ids` that are left when `masked` is taken out."""
+        """The stretches [from, to) of `completion_ids` that are left when what was replayed and
+        `masked` are taken out."""
         edges = [0, *(edge for stretch in self.masked for edge in stretch)]
         edges.append(len(self.completion_ids))
         pairs = zip(edges[::2], edges[1::2], strict=True)
-        return tuple((start, stop) for start, stop in pairs if start < stop)
+        sampled = ((max(start, self.replayed), stop) for start, stop in pairs)
+        return tuple((start, stop) for start, stop in sampled if start < stop)
 
     def __post_init__(self) -> None:
         if self.invalid is None:

@@ -35,18 +35,18 @@ class TraceStore:
         self.folder = folder
         self._vocabulary = vocabulary
         folder.mkdir(parents=True, exist_ok=True)
-        self._mended: set[Path] = set()
+        self._mended: dict[tuple[str, int], str] = {}  # of each split and step
 
     def path(self, split: str, step: int) -> Path:
         prefix = "" if split == "train" else f"{split}_"
         return self.folder / f"{prefix}step_{step:06d}.jsonl"
 
     def append(self, trace: Trace) -> None:
-        path = self.path(trace.id.split, trace.id.step)
-        if path not in self._mended:
-            cut_torn_line(path)
-            self._mended.add(path)
-        with path.open("ab") as file:
+        of = trace.id.split, trace.id.step
+        if of not in self._mended:
+            cut_torn_line(self.path(*of))
+            self._mended[of] = str(self.path(*of))
+        with open(self._mended[of], "ab") as file:
             file.write(_line(trace_to_json(trace)))
 
     def read(self, split: str, step: int) -> list[Trace]:

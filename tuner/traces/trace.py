@@ -44,6 +44,24 @@ class RolloutId:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Where a rollout that begins inside another one begins.
+
+    Attributes:
+        rollout, attempt: What it repeats up to the point.
+        calls: How many calls of that, in order of commitment, lie before the point.
+        token: How many sampled tokens of the call at the point do.
+        diverged: How the agent left the script before the point, or None.
+    """
+
+    rollout: RolloutId
+    attempt: int
+    calls: int
+    token: int = 0
+    diverged: str | None = None
+
+
+@dataclass(frozen=True)
 class Trace:
     """Everything that one attempt at a rollout left behind.
 
@@ -62,6 +80,8 @@ class Trace:
         seconds: Time by part: "queue" (until there was room for it), "workflow", "judge",
             "generation" (time spent inside calls).
         started: Unix time at which the attempt began; 0 where nothing was begun.
+        origin: Where it begins, if inside another rollout. The calls before that are there, as
+            they were given back (`Call.replayed`).
     """
 
     id: RolloutId
@@ -77,11 +97,17 @@ class Trace:
     final: bool = True
     seconds: dict[str, float] = field(default_factory=dict)
     started: float = 0.0
+    origin: Origin | None = None
 
     @property
     def sampled_tokens(self) -> int:
         """Tokens that the engine sampled for this attempt."""
-        return sum(len(call.completion_ids) for call in self.calls)
+        return sum(call.sampled_tokens for call in self.calls)
+
+    @property
+    def replayed_tokens(self) -> int:
+        """Tokens of its calls that another rollout's script gave."""
+        return sum(call.replayed for call in self.calls)
 
     @property
     def usage(self) -> Usage:

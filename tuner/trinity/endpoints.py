@@ -108,10 +108,11 @@ class ServedEngine(TrinitysEngine):
         sampling: SamplingParams,
         session: str,
         sink: TokenSink | None = None,
+        so_far: Generation | None = None,
     ) -> Generation:
         """As `Engine.generate`. A token's version is the one that the completion began with."""
         version = self._version = await self._model_version()
-        progress = _progress(prompt_ids, sampling, sink)
+        progress = _progress(prompt_ids, sampling, sink, so_far)
         body = self._body(prompt_ids, sampling)
         try:
             if self._adapter is not None:
@@ -183,9 +184,14 @@ def _adapter_name(version: int) -> str:
 
 
 def _progress(
-    prompt_ids: Sequence[int], sampling: SamplingParams, sink: TokenSink | None
+    prompt_ids: Sequence[int],
+    sampling: SamplingParams,
+    sink: TokenSink | None,
+    so_far: Generation | None,
 ) -> Progress:
     """A completion whose end is not for us to find: whoever samples it says where that is."""
+    if so_far is not None:
+        raise EngineError("Trinity-RFT's engines begin every completion at its first token")
     prompt, never = list(prompt_ids), sys.maxsize
     return Progress(prompt, sampling, never, frozenset(), None, sink, cached_tokens=0)
 
@@ -290,6 +296,7 @@ class TinkerEngine(TrinitysEngine):
         sampling: SamplingParams,
         session: str,
         sink: TokenSink | None = None,
+        so_far: Generation | None = None,
     ) -> Generation:
         """As `Engine.generate`. All tokens are of one version of the weights."""
         from tinker import types
@@ -315,7 +322,7 @@ class TinkerEngine(TrinitysEngine):
                 f"Tinker's service did not complete a prompt of {len(prompt_ids)} tokens with "
                 f"{path}: {type(error).__name__}: {error}"
             ) from error
-        progress = _progress(prompt_ids, sampling, sink)
+        progress = _progress(prompt_ids, sampling, sink, so_far)
         _take(response.sequences[0], progress, version)
         return progress.generation()
 

@@ -134,6 +134,7 @@ class TransformersEngine(RequestEngine):
             grammars=True,
             shares_weights=True,
             every_setting=True,
+            goes_on="always",
         )
         self._guard = WeightsGuard(self._model)
         self._runner = self._make_runner(deterministic, max_slots, prefill_tokens, enforce_eager)
@@ -205,6 +206,7 @@ class TransformersEngine(RequestEngine):
         sampling: SamplingParams,
         session: str,
         sink: TokenSink | None = None,
+        so_far: Generation | None = None,
     ) -> Generation:
         """Sample one completion; see `Engine.generate`.
 
@@ -221,7 +223,7 @@ class TransformersEngine(RequestEngine):
             raise EngineError("the engine is closed")
         loop = asyncio.get_running_loop()
         own = {"uniforms": Random(sampling.seed), "future": loop.create_future(), "form": form}
-        request = self._begun(Request, prompt_ids, sampling, sink, **own)
+        request = self._begun(Request, prompt_ids, sampling, sink, so_far, **own)
         driver = self._drivers.get(loop)
         if driver is None:
             driver = self._drivers[loop] = _Driver(asyncio.Event())

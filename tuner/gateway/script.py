@@ -1,0 +1,283 @@
+"""The recorded calls that a session is answered from before anything is sampled.
+
+A workflow that nobody changed is run again, and its requests get the answers of an earlier rollout
+until the *point* where the two part. In order of commitment, the point behind call 2 and 3 tokens:
+
+    recorded    c0   c1   c2 = a b c d e f <end>    c3
+    given       c0   c1   c2 = a b c + what is sampled now
+                                                    whatever the agent asks for after that
+
+A request is the script's if it has the prompt ids and the settings of a recorded one that was not
+asked for yet; of several with one prompt it is the one that began first. So parallel requests may
+come in any order, and those that were recorded behind the point are sampled.
+
+Up to the first token that is sampled an agent that does the same asks for what is recorded. One
+that asks for something else, or that ends before it has asked for everything, has *diverged*: from
+there on all is sampled, and the script says where that was and what differed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from tuner.engines.base import FINISH_REASONS, Generation, SamplingParams
+from tuner.errors import TunerError
+from tuner.gateway.request_error import shown
+from tuner.traces import Call, Trace
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a script gives for one choice of a request.
+
+    Attributes:
+        generation: Its first tokens, or all.
+        whole: Whether it ends there: nothing is sampled.
+        tool_call_ids: Of the tool calls in it, where it is whole.
+    """
+
+    generation: Generation
+    whole: bool
+    tool_call_ids: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where an agent left the script.
+
+    Attributes:
+        call: Which call of the recorded rollout was expected, in order of commitment; their number
+            where none was.
+        what: What differed, one line.
+        expected: That call, or None where nothing more was.
+        asked: The messages that the agent sent instead, or None if it ended.
+    """
+
+    call: int
+    what: str
+    expected: Call | None
+    asked: list[dict[str, Any]] | None = None
+
+    def __str__(self) -> str:
+        return f"at call {self.call}: {self.what}"
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """A request of the recorded rollout.
+
+    Attributes:
+        id: The response id that the agent saw.
+        started: Unix time, seconds.
+        first: The number of its first call.
+        calls: Its calls by the index of their choice.
+        given: How many tokens of each lie before the point.
+    """
+
+    id: str
+    started: float
+    first: int
+    calls: Mapping[int, Call]
+    given: Mapping[int, int]
+
+    @property
+    def scripted(self) -> bool:
+        """Whether any of it lies before the point."""
+        return any(self.given.values())
+
+    def has_prompts(self, prompts: Sequence[tuple[int, ...]]) -> bool:
+        return all(
+            index < len(prompts) and prompts[index] == call.prompt_ids
+            for index, call in self.calls.items()
+        )
+
+
+class Script:
+    """What a session is answered from, up to a point; each session has its own.
+
+    Args:
+        trace: The rollout that is run again.
+        calls: How many of its calls, in order of commitment, lie before the point; None: all.
+        token: How many tokens of the call at the point do.
+        ends: Whether a request that diverges is refused, and so is what follows.
+
+    Attributes:
+        divergence: Where the agent left it, or None.
+
+    Raises:
+        TunerError: A call before the point cannot be given back, or there is no such point.
+    """
+
+    def __init__(
+        self, trace: Trace, calls: int | None = None, token: int = 0, *, ends: bool = False
+    ) -> None:
+        self.trace = trace
+        self.ends = ends
+        self.calls = len(trace.calls) if calls is None else calls
+        self.token = token
+        self.divergence: Divergence | None = None
+        self._sampled = False
+        self._check()
+        self._left = self._requests()
+
+    def _check(self) -> None:
+        known, name = self.trace.calls, self.trace.id
+        if not 0 <= self.calls <= len(known):
+            raise TunerError(
+                f"{name} has {len(known)} calls: there is no point behind {self.calls}"
+            )
+        longest = len(known[self.calls].completion_ids) if self.calls < len(known) else 1
+        if not 0 <= self.token < longest:
+            raise TunerError(
+                f"call {self.calls} of {name} has {longest} tokens: a point inside it is 0 to "
+                f"{longest - 1}"
+            )
+        for number, call in enumerate(known[: self.calls + bool(self.token)]):
+            if call.invalid is not None:
+                raise TunerError(f"call {number} of {name} cannot be given back: {call.invalid}")
+
+    def _requests(self) -> list[_Recorded]:
+        """In the order in which they began."""
+        members: dict[str, dict[int, tuple[int, Call]]] = {}
+        for number, call in enumerate(self.trace.calls):
+            id_, _, index = call.id.rpartition("-")
+            members.setdefault(id_, {})[int(index)] = number, call
+        found = []
+        for id_, calls in members.items():
+            given = {
+                index: len(call.completion_ids)
+                if number < self.calls
+                else self.token * (number == self.calls)
+                for index, (number, call) in calls.items()
+            }
+            first = min(number for number, _ in calls.values())
+            by_index = {index: call for index, (_, call) in calls.items()}
+            found.append(_Recorded(id_, by_index[min(by_index)].started, first, by_index, given))
+        return sorted(found, key=lambda request: (request.started, request.first))
+
+    def given(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        settings: Sequence[SamplingParams],
+        *,
+        free: Collection[str],
+        messages: list[dict[str, Any]],
+        can_go_on: Callable[[SamplingParams], bool],
+    ) -> tuple[str, Mapping[int, Given]] | None:
+        """The id of a request's response and what is known of its choices; None: sample it.
+
+        Args:
+            prompts, settings: Of each choice.
+            free: Settings that may be others than recorded: they do not follow from the request.
+            messages: The request's, for people.
+            can_go_on: Whether the engine goes on inside completions of such settings.
+        """
+        if self.divergence is not None:
+            return None
+        alike = [one for one in self._left if one.has_prompts(prompts)]
+        found = next((one for one in alike if not _others(one, settings, free)), None)
+        if found is None:
+            if not self._sampled:
+                others = _others(alike[0], settings, free) if alike else ""
+                self._diverges(alike[0] if alike else self._next(), others, messages)
+            return None
+        self._left.remove(found)
+        if not found.scripted:
+            self._sampled = True
+            return None
+        given = {
+            index: _given(call, found.given[index])
+            for index, call in found.calls.items()
+            if found.given[index]
+        }
+        parts = [index for index, one in given.items() if not one.whole]
+        self._sampled = self._sampled or bool(parts) or len(given) < len(prompts)
+        if not all(can_go_on(settings[index]) for index in parts):
+            what = "the engine cannot go on inside a completion of such settings"
+            self.divergence = Divergence(found.first, what, found.calls[parts[0]], messages)
+            return None
+        return found.id, given
+
+    def _diverges(
+        self, expected: _Recorded | None, others: str, messages: list[dict[str, Any]]
+    ) -> None:
+        """Take note of a request that is nobody's."""
+        if expected is None:
+            what = "the agent asked for a further call, and the rollout had ended"
+            self.divergence = Divergence(len(self.trace.calls), what, None, messages)
+            return
+        call = expected.calls[min(expected.calls)]
+        what = others or difference(messages, call.messages)
+        self.divergence = Divergence(expected.first, what, call, messages)
+
+    def _next(self) -> _Recorded | None:
+        """The request that was expected first."""
+        return min(self._left, key=lambda one: one.first, default=None)
+
+    def end(self) -> Divergence | None:
+        """The agent asks for nothing more. Returns where it diverged, if it did."""
+        left = [one for one in self._left if one.scripted]
+        if self.divergence is None and left:
+            one = min(left, key=lambda request: request.first)
+            what = f"the agent ended without asking for it ({len(left)} requests are left)"
+            self.divergence = Divergence(one.first, what, one.calls[min(one.calls)])
+        return self.divergence
+
+
+def _given(call: Call, count: int) -> Given:
+    whole = count == len(call.completion_ids) and not call.undelivered
+    reason = "stop" if call.finish_reason == "tool_calls" else call.finish_reason
+    kept = call.kept[:count] or ("",) * (count if call.sampling.cuts else 0)
+    generation = Generation(
+        completion_ids=call.completion_ids[:count],
+        logprobs=call.logprobs[:count],
+        versions=call.versions[:count],
+        finish_reason=FINISH_REASONS.get(reason, "length"),
+        top_logprobs=call.top_logprobs[:count],
+        cached_tokens=call.cached_tokens,
+        kept=kept,
+    )
+    ids = [one["id"] for one in call.response.get("tool_calls") or ()] if whole else []
+    return Given(generation, whole, tuple(ids))
+
+
+def _others(request: _Recorded, settings: Sequence[SamplingParams], free: Collection[str]) -> str:
+    """Which settings of a request with these prompts are others than recorded; "": none."""
+    names = [field.name for field in fields(SamplingParams) if field.name not in free]
+    found = [
+        f"{name} is {shown(getattr(settings[index], name))} and was {shown(getattr(old, name))}"
+        for index, old in ((index, call.sampling) for index, call in request.calls.items())
+        for name in names
+        if getattr(settings[index], name) != getattr(old, name)
+    ]
+    return ", ".join(dict.fromkeys(found))
+
+
+def difference(asked: Sequence[Mapping[str, Any]], recorded: Sequence[Mapping[str, Any]]) -> str:
+    """Where two conversations differ first, one line."""
+    for number, (new, old) in enumerate(zip(asked, recorded, strict=False)):
+        for name in {**old, **new}:
+            if new.get(name) != old.get(name):
+                now, before = _parted(_text(new.get(name)), _text(old.get(name)))
+                return f"messages[{number}].{name} is {now} and was {before}"
+    if len(asked) != len(recorded):
+        return f"the request has {len(asked)} messages and had {len(recorded)}"
+    return "the messages are the same, but their prompt is not: other tools, template or tokenizer"
+
+
+_AROUND = 40
+
+
+def _parted(new: str, old: str) -> tuple[str, str]:
+    """Two texts, shortened to where they part."""
+    at = next((i for i, (a, b) in enumerate(zip(new, old, strict=False)) if a != b), None)
+    start = max(0, (min(len(new), len(old)) if at is None else at) - _AROUND // 2)
+    dots = "..." if start else ""
+    return tuple(repr(dots + text[start : start + _AROUND]) for text in (new, old))  # type: ignore[return-value]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=repr)
