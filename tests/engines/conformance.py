@@ -12,6 +12,7 @@ The model is a toy of random weights; log-probs are compared with one plain forw
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -152,7 +153,7 @@ def error(rig: Rig, ids: list[int], got: Generation, sampling: SamplingParams) -
     return float((recomputed(rig, ids, got, sampling) - torch.tensor(got.logprobs)).abs().max())
 
 
-@pytest.mark.parametrize(
+SETTINGS = pytest.mark.parametrize(
     "sampling",
     [
         SamplingParams(max_tokens=20, seed=1),
@@ -184,6 +185,9 @@ def error(rig: Rig, ids: list[int], got: Generation, sampling: SamplingParams) -
         *("min-p", "repetition", "counted", "bias", "bad-words", "qwen", "greedy-repetition"),
     ],
 )
+
+
+@SETTINGS
 async def test_log_probs_are_those_of_the_sampled_distribution(rig, sampling):
     ids = prompt(40)
     if sampling.rare and not rig.engine.capabilities.every_setting:
@@ -201,6 +205,91 @@ async def test_log_probs_are_those_of_the_sampled_distribution(rig, sampling):
     assert len(got.kept) == (20 if sampling.cuts else 0)
     for kept, wanted in zip(got.kept, left, strict=False):
         assert kept_ids(kept).tolist() == wanted.nonzero()[:, 0].tolist()
+
+
+def first_tokens(got: Generation, count: int) -> Generation:
+    return replace(
+        got,
+        completion_ids=got.completion_ids[:count],
+        logprobs=got.logprobs[:count],
+        versions=got.versions[:count],
+        top_logprobs=got.top_logprobs[:count],
+        kept=got.kept[:count],
+    )
+
+
+def takes(rig: Rig, sampling: SamplingParams) -> bool:
+    two_cuts = sampling.top_k > 0 and sampling.top_p < 1
+    known = rig.engine.capabilities.every_setting or not sampling.rare
+    return known and (rig.both_cuts or not two_cuts)
+
+
+@SETTINGS
+async def test_a_completion_goes_on_from_its_first_tokens(rig, sampling):
+    if not takes(rig, sampling):
+        return
+    ids = prompt(40)
+    so_far = first_tokens(await rig.engine.generate(ids, sampling, "session"), 8)
+    other, sink = replace(sampling, seed=99), Sink()
+    if not rig.engine.capabilities.can_go_on(sampling):
+        with pytest.raises(EngineError, match="cannot go on"):
+            await rig.engine.generate(ids, other, "session", sink, so_far)
+        return
+    got = await rig.engine.generate(ids, other, "session", sink, so_far)
+    assert first_tokens(got, 8) == replace(so_far, cached_tokens=got.cached_tokens)
+    assert len(got.completion_ids) == 20
+    assert len(got.kept) == (20 if sampling.cuts else 0)
+    assert error(rig, ids, got, sampling) < TOLERANCE
+    assert tuple(token for token, _, _ in sink.tokens) == got.completion_ids[8:]
+
+
+async def test_a_stop_string_may_have_begun_before(rig):
+    ids, decode = prompt(20), make_tokenizer().decode
+    free = await rig.engine.generate(ids, SamplingParams(max_tokens=30), "session")
+    texts = [decode([token]) for token in free.completion_ids]
+    stops = [a[-1:] + b[:1] for a, b in itertools.pairwise(texts)]
+    place, stop = next(
+        (place, stop)
+        for place, stop in enumerate(stops, 4)
+        if stop.isascii()
+        and len(stop) == 2
+        and stop not in decode(free.completion_ids[: place + 1])
+    )
+    so_far, ends = first_tokens(free, place + 1), free.completion_ids[place + 1]
+    only = SamplingParams(max_tokens=30, stop=(stop,), logit_bias=((ends, 100.0),))
+    if takes(rig, only):
+        got = await rig.engine.generate(ids, only, "session", None, so_far)
+        assert got.completion_ids == free.completion_ids[: place + 2]
+        assert got.finish_reason == "stop"
+
+
+async def test_a_form_goes_on_from_where_it_was(rig):
+    if not rig.engine.capabilities.grammars:
+        return
+    sampling = SamplingParams(max_tokens=30, grammar="start: /[0-9]{3,12}x/", seed=1)
+    ids = prompt(20)
+    whole = await rig.engine.generate(ids, sampling, "session")
+    so_far = first_tokens(whole, 2)
+    if not rig.engine.capabilities.can_go_on(sampling):
+        with pytest.raises(EngineError, match="cannot go on"):
+            await rig.engine.generate(ids, sampling, "session", None, so_far)
+        return
+    for seed in range(4):
+        got = await rig.engine.generate(ids, replace(sampling, seed=seed), "session", None, so_far)
+        text = make_tokenizer().decode(got.completion_ids, skip_special_tokens=True)
+        assert re.fullmatch("[0-9]{3,12}x", text)
+        assert got.completion_ids[:2] == so_far.completion_ids
+        assert error(rig, ids, got, sampling) < TOLERANCE
+
+
+async def test_what_has_ended_is_not_gone_on_from(rig):
+    ids, sampling = prompt(20), SamplingParams(max_tokens=5)
+    whole = await rig.engine.generate(ids, sampling, "session")
+    with pytest.raises(EngineError, match="nothing to go on from"):
+        await rig.engine.generate(ids, sampling, "session", None, whole)
+    wrong = replace(first_tokens(whole, 1), completion_ids=(VOCABULARY + 1,))
+    with pytest.raises(EngineError, match=f"the completion has token id {VOCABULARY + 1}"):
+        await rig.engine.generate(ids, sampling, "session", None, wrong)
 
 
 async def test_a_stop_token_ends_a_completion_and_is_kept(rig):

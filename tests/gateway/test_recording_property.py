@@ -43,11 +43,13 @@ class Ledger(StubEngine):
         sampling: SamplingParams,
         session: str,
         sink: TokenSink | None = None,
+        so_far: Generation | None = None,
     ) -> Generation:
+        begun = () if so_far is None else so_far.completion_ids
         rng = random.Random(sampling.seed)
         text = "".join(rng.choices(WORDS, k=rng.randint(0, 5)))
-        ids = (*ids_of(text), 257)[: sampling.max_tokens]
-        entry: tuple[str, tuple[int, ...], list[int]] = (session, tuple(prompt_ids), [])
+        ids = (*ids_of(text), 257)[: sampling.max_tokens - len(begun)]
+        entry: tuple[str, tuple[int, ...], list[int]] = (session, (*prompt_ids, *begun), [])
         self.sampled.append(entry)
         for id_ in ids:
             await asyncio.sleep(0)
@@ -56,6 +58,7 @@ class Ledger(StubEngine):
                 await asyncio.Event().wait()  # until the cancellation comes
             entry[2].append(id_)
         reason: Any = "stop" if ids[-1] == 257 else "length"
+        ids = (*begun, *ids)
         return Generation(ids, (-0.5,) * len(ids), (self.version,) * len(ids), reason)
 
 
@@ -65,16 +68,18 @@ class Agent:
 
     session: Session
     rng: random.Random
+    name: str = ""
     answers: int = 0
     conversations: list[list[Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.name = self.name or self.session.id
         self.client = self.session.async_client()
         self.conversations.append(self.fresh("main"))
 
     def fresh(self, name: str) -> list[Any]:
         return [
-            {"role": "system", "content": f"[{self.session.id}] {name}"},
+            {"role": "system", "content": f"[{self.name}] {name}"},
             {"role": "user", "content": "go"},
         ]
 
@@ -142,7 +147,7 @@ class Agent:
         self.remember(messages, first[0])
 
     async def do_complete(self, messages: list[Any]) -> None:
-        prompt = f"[{self.session.id}] once"
+        prompt = f"[{self.name}] once"
         await self.client.completions.create(model="tiny", prompt=prompt)
         self.answers += 1
 

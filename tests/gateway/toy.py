@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Literal
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -126,6 +127,7 @@ class StubEngine:
     hold_after: int | None = None
     grammars: bool = False
     every_setting: bool = False
+    goes_on: Literal["never", "in_parts", "always"] = "never"
 
     def __post_init__(self) -> None:
         self.requests: list[tuple[tuple[int, ...], SamplingParams, str]] = []
@@ -142,6 +144,7 @@ class StubEngine:
             max_top_logprobs=5,
             grammars=self.grammars,
             every_setting=self.every_setting,
+            goes_on=self.goes_on,
         )
 
     async def generate(

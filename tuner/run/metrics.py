@@ -91,6 +91,8 @@ def batch_metrics(batch: Batch, *, compared: bool = True) -> dict[str, float]:
         compared: Whether rewards are compared inside groups.
     """
     metrics: dict[str, float] = {"tokens/sampled": batch.sampled_tokens, **tree_metrics(batch.rows)}
+    if batch.replayed_tokens:
+        metrics["tokens/replayed"] = batch.replayed_tokens
     for reason, count in batch.dropped_tokens.items():
         metrics[f"tokens/dropped/{reason}"] = count
     for reason, count in batch.dropped_rollouts.items():

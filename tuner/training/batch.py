@@ -86,6 +86,7 @@ class Batch:
         sampled_tokens: Tokens sampled in all attempts of the step.
         dropped_tokens: Sampled tokens that are not trained, by reason.
         dropped_rollouts: Rollouts that are not trained, by reason.
+        replayed_tokens: Tokens of rollouts that begin inside others, which those sampled.
     """
 
     rows: tuple[Row, ...]
@@ -95,6 +96,7 @@ class Batch:
     sampled_tokens: int
     dropped_tokens: dict[str, int]
     dropped_rollouts: dict[str, int]
+    replayed_tokens: int = 0
 
     @property
     def trained_tokens(self) -> int:
@@ -220,9 +222,9 @@ def build_batch(
                 reason = "reward_without_peer"
             taught = teacher_prompt(call) if reason is None else reason
             if isinstance(taught, str):
-                tokens[taught] += len(call.completion_ids)
+                tokens[taught] += call.sampled_tokens
                 continue
-            tokens["masked"] += sum(stop - start for start, stop in call.masked)
+            tokens["masked"] += call.sampled_tokens - sum(b - a for a, b in call.stretches)
             gained = 0.0 if call.gained is None else selection.of_call(call.gained)
             stretches, stale = fresh(call, oldest)
             tokens["stale"] += stale
@@ -252,6 +254,7 @@ def build_batch(
         group_R=torch.tensor([group for _, _, group in used], dtype=torch.long),
         ids=tuple(trace.id for trace, _, _ in used),
         sampled_tokens=sum(trace.sampled_tokens for trace in attempts),
+        replayed_tokens=sum(trace.replayed_tokens for trace in attempts),
         dropped_tokens={reason: count for reason, count in sorted(tokens.items()) if count},
         dropped_rollouts=dict(sorted(rollouts.items())),
     )
