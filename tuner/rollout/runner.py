@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 from tuner.data.order import derive_seed, seed_everything
 from tuner.errors import FunctionError, RewardError
 from tuner.functions.calling import call_group_judge, call_judge, call_workflow, judges_groups
-from tuner.functions.outputs import JudgeOutput, Rejected, response_text
+from tuner.functions.outputs import JudgeOutput, Rejected
 from tuner.gateway import Gateway, SamplingDefaults, Session, SessionLimits
+from tuner.rollout.attempt import Again, Attempt
 from tuner.rollout.failures import JudgeFailure, being_cancelled, describe, of_judge
 from tuner.rollout.limits import Ending, Exited, ToolTime, contained
 from tuner.rollout.watchdog import Running, Watchdog, raised_in
@@ -57,20 +58,6 @@ class RolloutSettings:
     needs_calls: bool = True
     feedback_attempts: int = 0
     pass_reward: float = 1.0
-
-
-@dataclass
-class _Attempt:
-    """What is known of an attempt so far."""
-
-    outcome: Outcome = Outcome.COMPLETED
-    reward: float | None = None
-    error: str | None = None
-    response: Any = None
-    feedback: str | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    workflow_seconds: float = 0.0
-    judge_seconds: float = 0.0
 
 
 @dataclass(eq=False)
@@ -116,6 +103,7 @@ class RolloutRunner:
         ending: Ending | None = None,
         queued: float = 0.0,
         keep: Callable[[Any], None] = lambda response: None,
+        again: Again | None = None,
     ) -> list[Trace]:
         """All attempts at one rollout; the last is final and is the one that counts.
 
@@ -126,6 +114,7 @@ class RolloutRunner:
             ending: Who may end it from outside.
             queued: Seconds that it waited until there was room for it.
             keep: Is given the response of the last attempt, as the workflow returned it.
+            again: The rollout that it begins inside of, if it does.
 
         Raises:
             FunctionError: A function returned something of the wrong type: a mistake in the
@@ -137,7 +126,9 @@ class RolloutRunner:
             if ending is not None and (why := ending.reason) is not None:
                 never = Trace(id, task, (), Outcome.CANCELLED, None, error=why, attempt=number)
                 return [*traces, never]
-            trace, response = await self._attempt(task, id, number, defaults, ending or Ending())
+            trace, response = await self._attempt(
+                task, id, number, defaults, ending or Ending(), again
+            )
             if not traces:
                 trace.seconds["queue"] = queued
             retry = trace.outcome in (Outcome.WORKFLOW_ERROR, Outcome.TIMEOUT)
@@ -154,15 +145,20 @@ class RolloutRunner:
         number: int,
         defaults: SamplingDefaults,
         ending: Ending,
+        again: Again | None,
     ) -> tuple[Trace, Any]:
-        started = time.time()
         seed = derive_seed(self.settings.seed, id, number)
         if self.settings.deterministic:
-            seed_everything(seed)
+            seed_everything(seed if again is None else derive_seed(self.settings.seed, *again.root))
+        script = None if again is None else again.script()
         session = self.gateway.open_session(
-            f"{id}-{number}", seed=seed, defaults=defaults, limits=self.settings.limits
+            f"{id}-{number}",
+            seed=seed,
+            defaults=defaults,
+            limits=self.settings.limits,
+            script=script,
         )
-        state = _Attempt()
+        state = Attempt(id, task, number)
         tools = ToolTime(self.settings.tool_seconds, session)
         try:
             with self.auxiliary_models(session.id, seed) as auxiliary:
@@ -184,33 +180,12 @@ class RolloutRunner:
                     f"{self.settings.tool_seconds:g} s in the agent's own code and tools "
                     "(tuner.max_tool_seconds)"
                 )
-        unread = all(call.undelivered for call in calls) and self.settings.needs_calls
-        if state.outcome is Outcome.COMPLETED and unread:
-            state.outcome = Outcome.NO_CALLS
-            state.error = (
-                "the workflow read no answer of `model` to its end: there is nothing to train"
-                if calls
-                else "the workflow never called `model`: there is nothing to train"
-            )
-        if state.outcome is not Outcome.COMPLETED:
-            state.reward = None
-        trace = Trace(
-            id=id,
-            task=task,
-            calls=calls,
-            outcome=state.outcome,
-            reward=state.reward,
-            metrics=state.metrics,
-            response=response_text(state.response),
-            feedback=state.feedback,
-            error=state.error,
-            attempt=number,
-            started=started,
-            seconds={
-                "workflow": state.workflow_seconds,
-                "judge": state.judge_seconds,
-                "generation": session.in_flight.seconds,
-            },
+        if again is not None and script is not None:
+            state.follow(again, script)
+        trace = state.trace(
+            calls,
+            generation=session.in_flight.seconds,
+            needs_calls=self.settings.needs_calls,
         )
         return trace, state.response
 
@@ -219,7 +194,7 @@ class RolloutRunner:
         task: dict[str, Any],
         session: Session,
         auxiliary: dict[str, Any],
-        state: _Attempt,
+        state: Attempt,
         limited: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """The workflow and the judge; and again where the judge says how to do better."""
@@ -240,11 +215,11 @@ class RolloutRunner:
                     state.judge_seconds += time.perf_counter() - started
             if state.outcome is Outcome.COMPLETED:
                 needed = self.settings.needs_reward and not self.judges_groups
-                _check_reward(state, judged=self.judge is not None, needed=needed)
+                state.check_reward(judged=self.judge is not None, needed=needed)
             if state.outcome is not Outcome.COMPLETED or not self._tries_again(state, attempt):
                 return
 
-    def _tries_again(self, state: _Attempt, attempt: int) -> bool:
+    def _tries_again(self, state: Attempt, attempt: int) -> bool:
         """Whether the judge said how to do better, and there may be a further attempt."""
         if not self.settings.feedback_attempts or state.reward is None:
             return False
@@ -253,7 +228,7 @@ class RolloutRunner:
         return state.feedback is not None and state.reward < self.settings.pass_reward
 
     async def _run_workflow(
-        self, task: dict[str, Any], session: Session, auxiliary: dict[str, Any], state: _Attempt
+        self, task: dict[str, Any], session: Session, auxiliary: dict[str, Any], state: Attempt
     ) -> bool:
         """Whether it returned; if not, `state` says why."""
         try:
@@ -318,7 +293,7 @@ class RolloutRunner:
         task: dict[str, Any],
         session: Session,
         auxiliary: dict[str, Any],
-        state: _Attempt,
+        state: Attempt,
     ) -> None:
         assert self.judge is not None
         ask = partial(call_judge, self.judge, task=dict(task), response=state.response)
@@ -377,21 +352,6 @@ class RolloutRunner:
                 if not tries_left:
                     self._say_where(error, failure.error)
         return failure
-
-
-def _check_reward(state: _Attempt, *, judged: bool, needed: bool) -> None:
-    if state.reward is None:
-        if not needed:
-            return
-        # `as_judge_output` refuses a judge without a reward, so only the workflow can get here.
-        raise FunctionError(
-            "there is no reward: no judge was given and the workflow returned WorkflowOutput("
-            "reward=None); set `reward` in the workflow or pass judge_func"
-        )
-    if not math.isfinite(state.reward):
-        who = "judge" if judged else "workflow"
-        state.outcome = Outcome.INVALID_REWARD
-        state.error = f"the {who} gave reward {state.reward}; a reward must be a finite number"
 
 
 def _sessions(session: Session, auxiliary: Mapping[str, Any]) -> list[Session]:

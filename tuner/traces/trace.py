@@ -21,6 +21,7 @@ class Outcome(StrEnum):
     INVALID_REWARD = "invalid_reward"
     CANCELLED = "cancelled"
     REJECTED = "rejected"
+    DIVERGED = "diverged"
 
 
 @dataclass(frozen=True, order=True)
