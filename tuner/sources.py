@@ -17,7 +17,8 @@ from tuner.data.order import batch_indices
 from tuner.data.recorded import Examples, examples_of
 from tuner.errors import DatasetError
 from tuner.rollout import Rollouts
-from tuner.rollout.groups import BatchLog, TrainingGroups
+from tuner.rollout.batch_log import BatchLog
+from tuner.rollout.groups import TrainingGroups
 from tuner.run.metrics import (
     RECOMPUTED,
     batch_metrics,

@@ -22,6 +22,7 @@ AdvantageName = Literal[
     "asymre",
     "reinforce",
     "best_of_group",
+    "tree",
     "ppo",
     "on_policy_distill",
     "prompt_distill",
@@ -39,6 +40,7 @@ Aggregation = Literal[
 ]
 KLName = Literal["none", "k1", "k2", "k3", "abs"]
 StdLevel = Literal["group", "batch", "none"]
+TreeNorm = Literal["none", "forks", "trunks", "all"]
 OPMDBaseline = Literal["mean", "logavgexp"]
 EntropyName = Literal["none", "default"]
 
@@ -92,20 +94,16 @@ class AdvantageArgs(Args):
 _Gamma = Annotated[
     float,
     Field(
-        gt=0,
-        le=1,
-        description="Discount from token to token (1): of an answer for reinforceplusplus, on "
-        "through the calls of a rollout for ppo.",
+        gt=0, le=1, description="Discount per token (1). For ppo (of all calls), reinforceplusplus."
     ),
 ]
+_Epsilon = Annotated[float, Field(ge=0, description="Added to a standard deviation (1e-6).")]
 
 
 class GRPOAdvantage(AdvantageArgs):
     """Rewards, normalised in their group."""
 
-    epsilon: float = Field(
-        default=1e-6, ge=0, description="Added to the standard deviation (1e-6). For grpo."
-    )
+    epsilon: _Epsilon = 1e-6
     std_threshold: float | None = Field(
         default=None,
         ge=0,
@@ -165,6 +163,17 @@ class BestOfGroupAdvantage(AdvantageArgs):
     """1 for the best of a group; the others are left out."""
 
 
+class TreeAdvantage(AdvantageArgs):
+    """Rewards of the rollouts that go on from a token, less those that went on otherwise."""
+
+    normalize: TreeNorm = Field(
+        default="none",
+        description="What is divided by its standard deviation: those that began at one point "
+        "(`forks`), at the beginning (`trunks`), or `all`; the gradient is then biased. For tree.",
+    )
+    epsilon: _Epsilon = 1e-6
+
+
 class DistillAdvantage(AdvantageArgs):
     """What a teacher says of each token."""
 
@@ -192,6 +201,7 @@ ADVANTAGES: Mapping[AdvantageName, type[AdvantageArgs]] = {
     "asymre": AsymREAdvantage,
     "reinforce": ReinforceAdvantage,
     "best_of_group": BestOfGroupAdvantage,
+    "tree": TreeAdvantage,
     "on_policy_distill": DistillAdvantage,
     "prompt_distill": DistillAdvantage,
     "none": NoAdvantage,

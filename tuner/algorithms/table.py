@@ -27,6 +27,7 @@ AlgorithmName = Literal[
     "asymre",
     "topr",
     "raft",
+    "tree",
     "on_policy_distill",
     "prompt_distill",
     "sft",
@@ -105,6 +106,9 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = {
         "sft",
         kl_loss_fn="none",
         entropy_loss_fn="none",
+    ),
+    "tree": Algorithm(
+        "Rollouts that begin inside others say what each call was worth.", "tree", "ppo"
     ),
     "on_policy_distill": Algorithm(
         "A teacher's log-probs are the reward of every token that the student wrote.",

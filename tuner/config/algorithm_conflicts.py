@@ -101,6 +101,7 @@ def algorithm_conflicts(config: RunConfig) -> Iterator[str]:
             "tuner.algorithm.importance_sampling is none: remove one of them"
         )
     yield from _groups(config)
+    yield from _branching(config)
     yield from _critic(config)
     yield from _corrections(config)
     if extras.overlong_buffer is not None and (longest is None or extras.overlong_buffer > longest):
@@ -149,6 +150,45 @@ def _groups(config: RunConfig) -> Iterator[str]:
         yield (
             f"tuner.algorithm.turn_discount is {extras.turn_discount}, but algorithm.advantage_fn "
             f"{advantage} does not compare what calls lead to: {mend}"
+        )
+
+
+def _branching(config: RunConfig) -> Iterator[str]:
+    """Rollouts inside others, where the rest of the settings has no use for them."""
+    algorithm, section = config.algorithm, config.tuner.branching
+    if algorithm.advantage_fn == "tree" and algorithm.kl_penalty_fn != "none":
+        yield (
+            f"algorithm.kl_penalty_fn is {algorithm.kl_penalty_fn}, but algorithm.advantage_fn "
+            "tree compares rewards of whole rollouts: set algorithm.kl_loss_fn instead"
+        )
+    if section is None:
+        return
+    if algorithm.advantage_fn != "tree":
+        yield (
+            f"tuner.branching is set, but algorithm.advantage_fn is {algorithm.advantage_fn}, for "
+            "which the rollouts of a group must not share anything: set algorithm.algorithm_type "
+            "to tree"
+        )
+    if (section.trunks or 2) >= algorithm.repeat_times:
+        yield (
+            f"tuner.branching.trunks is {section.trunks or 2}, but algorithm.repeat_times is "
+            f"{algorithm.repeat_times}: no rollout is left to begin inside others; raise that"
+        )
+    for name in sorted(section.changed() & {"ends", "trunks"} if section.where == "best" else ()):
+        yield (
+            f"tuner.branching.{name} is {getattr(section, name)}, but tuner.branching.where is "
+            "best, which chooses it: remove it"
+        )
+    if section.seed_functions and config.explorer.runner_per_model > 1:
+        yield (
+            "tuner.branching.seed_functions is true, but random states are the process's own and "
+            f"{config.explorer.runner_per_model} rollouts run at a time: set "
+            "explorer.runner_per_model to 1"
+        )
+    if config.explorer.over_rollout.ratio:
+        yield (
+            f"explorer.over_rollout.ratio is {config.explorer.over_rollout.ratio}, but with "
+            "tuner.branching a group's rollouts begin one after the other: remove it"
         )
 
 

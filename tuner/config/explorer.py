@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,6 +13,9 @@ from tuner.config.section import Arguments, Section
 DEFAULT_RANK = 32
 DEFAULT_ALPHA = 32
 DEFAULT_TARGETS = "all-linear"
+
+WHERE = ("spread", "uncertain", "open", "best")
+_FUNCTION = re.compile(r"[^:]+:[^:]+")
 
 _OF_PATH = "or that of the adapter at `path`"
 TOOL_CALL_PARSER = "Reads tool calls out of the model's text; null leaves the text as it is."
@@ -270,3 +274,54 @@ class ModelSection(Section):
     def lora(self) -> LoraSection | None:
         """The adapter that is trained; None where all weights are."""
         return self.lora_configs[0] if self.lora_configs else None
+
+
+class BranchingSection(Section):
+    """`tuner.branching.*`: how the `algorithm.repeat_times` rollouts of a task are divided."""
+
+    ends: int = Field(
+        default=4,
+        ge=2,
+        description="Rollouts that go on from each point, the one that is branched from included. "
+        "Not with `best`, which chooses it.",
+    )
+    trunks: int | None = Field(
+        default=None,
+        ge=2,
+        description="Rollouts that start at the beginning. Not set: `repeat_times` / `ends`, at "
+        "least 2. Not with `best`.",
+    )
+    where: str = Field(
+        default="spread",
+        description="Where the others begin: anywhere (`spread`), at calls before which the model "
+        "was unsure (`uncertain`), where the outcome is open (`open`), where earlier steps have "
+        "shown that it pays, nowhere included (`best`), or as a function says "
+        "(`package.module:function`, `path/file.py:function`; [branching](branching.md)).",
+    )
+    inside: bool = Field(
+        default=False,
+        description="Whether they may begin inside an answer. Else before one.",
+    )
+    rounds: int = Field(
+        default=1,
+        ge=1,
+        description="Further rollouts begin in so many rounds; from the second on also inside "
+        "those of the round before.",
+    )
+    on_divergence: Literal["drop", "sample"] = Field(
+        default="drop",
+        description="An agent that asks for something else than it did before the point: the "
+        "rollout ends and is left out (`drop`), or goes on from there (`sample`).",
+    )
+    seed_functions: bool = Field(
+        default=False,
+        description="Set the random states of Python, NumPy and PyTorch before each rollout, to "
+        "the same for those with one beginning. Needs `explorer.runner_per_model: 1`.",
+    )
+
+    @field_validator("where")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in WHERE and not _FUNCTION.fullmatch(value):
+            raise ValueError(f"Input should be {', '.join(WHERE)} or module:function")
+        return value

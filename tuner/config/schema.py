@@ -18,7 +18,13 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 from tuner.algorithms.table import ALGORITHMS
 from tuner.config.algorithm import AlgorithmExtras, AlgorithmSection, CriticSection
 from tuner.config.buffer import BufferSection, EvalTasksetSection, RolloutArgs, TasksetSection
-from tuner.config.explorer import EngineSection, ExplorerSection, ModelSection, SynchronizerSection
+from tuner.config.explorer import (
+    BranchingSection,
+    EngineSection,
+    ExplorerSection,
+    ModelSection,
+    SynchronizerSection,
+)
 from tuner.config.section import Arguments, Section, null_is
 from tuner.config.source import concealed
 from tuner.errors import ConfigError
@@ -36,8 +42,7 @@ class TrainerSection(Section):
     max_token_len_per_gpu: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens in one micro-batch; not set: twice the context. It changes memory "
-        "and speed, not the gradient.",
+        description="Tokens in a micro-batch, of no effect on the gradient. Not set: 2 contexts.",
     )
     optimizer_offload: bool = Field(
         default=False,
@@ -217,8 +222,7 @@ class TunerSection(Section):
     )
     activation_checkpointing: bool = Field(
         default=False,
-        description="Keep only the input of each layer for the backward pass and compute the rest "
-        "again. It changes memory and speed, not the gradient.",
+        description="Compute what is within layers again for the backward pass: less memory.",
     )
     compile: bool | None = Field(
         default=None,
@@ -236,6 +240,7 @@ class TunerSection(Section):
         description="A rollout that gives no reward: leave it out (`drop`), give it one "
         "(`{penalize: value}`), or stop the run (`abort`).",
     )
+    branching: BranchingSection | None = None
     algorithm: AlgorithmExtras = AlgorithmExtras()
     critic: CriticSection = CriticSection()
     pass_reward: float = Field(
@@ -279,10 +284,9 @@ class TunerSection(Section):
     )
     layout: Literal["tree", "packed", "padded"] = Field(
         default="tree",
-        description="Train each distinct token of a micro-batch once (`tree`), or one row per "
-        "call: rows one after another (`packed`) or side by side (`padded`). A model that cannot "
-        "be computed so takes the next one, and the log says why. It changes memory and speed, "
-        "not the gradient.",
+        description="Train each distinct token of a micro-batch once (`tree`), or rows of calls, "
+        "one after another (`packed`) or side by side (`padded`). A model that cannot be computed "
+        "so takes the next one, and the log says why. The gradient is the same.",
     )
     auxiliary_models: Annotated[dict[str, RemoteModel], null_is(dict)] = Field(
         default_factory=dict,

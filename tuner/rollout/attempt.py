@@ -10,7 +10,7 @@ from typing import Any
 
 from tuner.errors import FunctionError
 from tuner.functions.outputs import response_text
-from tuner.gateway.script import Script
+from tuner.gateway.script import Divergence, Script
 from tuner.traces import Call, Origin, Outcome, RolloutId, Trace
 
 
@@ -36,9 +36,16 @@ class Again:
         """What one attempt is answered from; raises TunerError where there is no such point."""
         return Script(self.trace, self.calls, self.token, ends=self.ends)
 
-    def origin(self, diverged: str | None) -> Origin:
+    def origin(self, left: Divergence | None) -> Origin:
         """As a trace has it."""
-        return Origin(self.trace.id, self.trace.attempt, self.calls, self.token, diverged)
+        return Origin(
+            self.trace.id,
+            self.trace.attempt,
+            self.calls,
+            self.token,
+            diverged=None if left is None else str(left),
+            left_at=None if left is None else left.call,
+        )
 
 
 @dataclass
@@ -86,7 +93,7 @@ class Attempt:
     def follow(self, again: Again, script: Script) -> None:
         """Note where it began, and whether it left the script before the point."""
         found = script.end()
-        self.origin = again.origin(None if found is None else str(found))
+        self.origin = again.origin(found)
         if found is not None and again.ends:
             self.outcome = Outcome.DIVERGED
             self.error = f"it repeats {again.trace.id} and left it {found}"

@@ -3,65 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from pathlib import Path
 from typing import Any
 
 from tuner.config import RunConfig
 from tuner.data.order import batch_indices
-from tuner.errors import TrainingError, TunerError
+from tuner.errors import TrainingError
 from tuner.gateway import SamplingDefaults
+from tuner.rollout.attempt import Again
+from tuner.rollout.batch_log import BatchLog
+from tuner.rollout.branching import Branching
 from tuner.rollout.limits import Ending
 from tuner.rollout.panel import panels_of
 from tuner.rollout.runner import RolloutRunner
 from tuner.rollout.schedule import Schedule
 from tuner.traces import Outcome, RolloutId, Trace, TraceStore
-from tuner.traces.store import complete_lines, cut_torn_line
-
-
-class BatchLog:
-    """One line per step, written before it is trained, so that a killed run takes it again.
-
-        {"step": 3, "groups": [4, 5, 7]}
-
-    Groups are numbered from 0 in the order of the tasks.
-
-    Args:
-        path: The file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def read(self) -> dict[int, list[int]]:
-        """The groups of each step; a torn last line is left out.
-
-        Raises:
-            TunerError: Another line is not of this form.
-        """
-        found = {}
-        for number, line in complete_lines(self._path):
-            try:
-                row = json.loads(line)
-                found[int(row["step"])] = [int(group) for group in row["groups"]]
-            except (ValueError, LookupError, TypeError) as error:
-                raise TunerError(f"{self._path}, line {number} is no batch: {error!r}") from error
-        return found
-
-    def append(self, step: int, groups: Sequence[int]) -> None:
-        """Note what a step takes."""
-        cut_torn_line(self._path)
-        with self._path.open("ab") as file:
-            file.write(json.dumps({"step": step, "groups": list(groups)}).encode() + b"\n")
-
 
 Wanted = Mapping[RolloutId, dict[str, Any]]
 _NOBODY: Mapping[RolloutId, Ending] = {}
+_NOWHERE: Mapping[RolloutId, Again] = {}
 WENT_WELL = (Outcome.COMPLETED, Outcome.REJECTED)
 
 
@@ -120,6 +84,7 @@ class Rollouts:
         *,
         known: Sequence[Trace] = (),
         endings: Mapping[RolloutId, Ending] = _NOBODY,
+        again: Mapping[RolloutId, Again] = _NOWHERE,
         abort_on_failure: bool = False,
         on_trace: Callable[[Trace], None] = lambda trace: None,
     ) -> list[Trace]:
@@ -130,6 +95,7 @@ class Rollouts:
             defaults: What calls that do not say are sampled with.
             known: Traces of these rollouts that the store already holds.
             endings: Who may end them from outside.
+            again: Where those begin that begin inside others.
             abort_on_failure: Whether a rollout that fails by itself ends the run.
             on_trace: Sees every attempt of every rollout, known ones first.
 
@@ -158,7 +124,13 @@ class Rollouts:
                 async with self._slots:
                     queued = time.perf_counter() - asked
                     return await self.runner.run(
-                        task, id, defaults, ending=ending, queued=queued, **options
+                        task,
+                        id,
+                        defaults,
+                        ending=ending,
+                        queued=queued,
+                        again=again.get(id),
+                        **options,
                     )
 
             panel = panels.get((id.step, id.task))
@@ -244,6 +216,7 @@ class TrainingGroups:
         start: The step that the run goes on after.
         total_steps: Length of the run.
         rollouts: Runs them; its store has what was recorded before.
+        branching: Divides groups, where some of their rollouts begin inside others.
         on_rollout: Called with each rollout that ended.
 
     Attributes:
@@ -261,6 +234,7 @@ class TrainingGroups:
         total_steps: int,
         rollouts: Rollouts,
         on_rollout: Callable[[Trace], None],
+        branching: Branching | None = None,
     ) -> None:
         self._config = config
         self._tasks = tasks
@@ -269,6 +243,7 @@ class TrainingGroups:
         self._rollouts = rollouts
         self._batches = batches
         self._on_rollout = on_rollout
+        self._branching = branching
         self._taken = batches.read()
         taskset = config.buffer.explorer_input.taskset
         self._defaults = SamplingDefaults(**config.rollout_args(taskset).model_dump())
@@ -352,14 +327,25 @@ class TrainingGroups:
                 self.schedule.rollout_ended(number)
                 self._on_rollout(trace)
 
-        traces = await self._rollouts.run(
-            wanted,
-            self._defaults,
-            known=self._known.pop(number, ()),
-            endings=endings,
-            abort_on_failure=self._config.tuner.on_failure == "abort",
-            on_trace=ended,
-        )
+        known = self._known.pop(number, ())
+
+        async def run(
+            ids: Sequence[RolloutId], again: Mapping[RolloutId, Again] = _NOWHERE
+        ) -> list[Trace]:
+            return await self._rollouts.run(
+                {id: wanted[id] for id in ids},
+                self._defaults,
+                known=[trace for trace in known if trace.id in ids],
+                endings=endings,
+                again=again,
+                abort_on_failure=self._config.tuner.on_failure == "abort",
+                on_trace=ended,
+            )
+
+        ids = list(wanted)
+        traces = await (self._branching.run(ids, run) if self._branching else run(ids))
+        for id in ids:  # those that had no place to begin
+            self._endings[planned].pop(id, None)
         self._complete[planned] += 1
         self._watch(planned)
         return traces

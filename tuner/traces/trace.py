@@ -53,6 +53,7 @@ class Origin:
         calls: How many calls of that, in order of commitment, lie before the point.
         token: How many sampled tokens of the call at the point do.
         diverged: How the agent left the script before the point, or None.
+        left_at: The call of the other rollout at which that was.
     """
 
     rollout: RolloutId
@@ -60,6 +61,13 @@ class Origin:
     calls: int
     token: int = 0
     diverged: str | None = None
+    left_at: int | None = None
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Up to which call, and which of its tokens, it is the other rollout."""
+        planned = self.calls, self.token
+        return planned if self.left_at is None else min(planned, (self.left_at, 0))
 
 
 @dataclass(frozen=True)

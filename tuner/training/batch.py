@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from tuner.algorithms.forks import Point, trunk_of
 from tuner.engines.base import SamplingParams
 from tuner.traces import Call, Outcome, RolloutId, Trace
 from tuner.training.selection import Selection
@@ -49,6 +50,7 @@ class Row:
         versions: Updates that the weights had seen which sampled each token; empty: those that
             are trained.
         teacher_prompt_ids: What a teacher reads in place of `prompt_ids`; empty: the same.
+        place: Index of its call among its rollout's, in order of commitment.
     """
 
     call_id: str
@@ -64,6 +66,7 @@ class Row:
     kept: tuple[str, ...] = ()
     begun: int = 0
     teacher_prompt_ids: tuple[int, ...] = ()
+    place: int = 0
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
@@ -87,6 +90,7 @@ class Batch:
         dropped_tokens: Sampled tokens that are not trained, by reason.
         dropped_rollouts: Rollouts that are not trained, by reason.
         replayed_tokens: Tokens of rollouts that begin inside others, which those sampled.
+        origins: Where these begin, also of those that are not used.
     """
 
     rows: tuple[Row, ...]
@@ -97,6 +101,7 @@ class Batch:
     dropped_tokens: dict[str, int]
     dropped_rollouts: dict[str, int]
     replayed_tokens: int = 0
+    origins: Mapping[RolloutId, Point[RolloutId]] = field(default_factory=dict)
 
     @property
     def trained_tokens(self) -> int:
@@ -174,6 +179,11 @@ def build_batch(
     tokens: Counter[str] = Counter()
     rollouts: Counter[str] = Counter()
     groups: dict[tuple[int, int], list[tuple[Trace, float]]] = defaultdict(list)
+    origins = {
+        trace.id: Point(trace.origin.rollout, *trace.origin.position)
+        for trace in attempts
+        if trace.final and trace.origin is not None
+    }
     for trace in attempts:
         reward = reward_of(trace, penalty, needed=selection.needs_reward)
         if not trace.final:
@@ -188,6 +198,8 @@ def build_batch(
     kept_groups = 0
     for key, members in groups.items():
         unused = "unfinished_group" if key in unfinished else selection.reason(members)
+        if unused is None and len({trunk_of(trace.id, origins) for trace, _ in members}) == 1:
+            unused = "one_tree" if selection.needs_group else None
         if unused is not None:
             tokens[unused] += sum(trace.sampled_tokens for trace, _ in members)
             rollouts[unused] += len(members)
@@ -214,7 +226,7 @@ def build_batch(
     for index, (trace, _, group) in enumerate(used):
         before = len(rows), tokens["stale"]
         told = selection.needs_reward and any(c.gained is not None for c in trace.calls)
-        for call in trace.calls:
+        for place, call in enumerate(trace.calls):
             reward = call.reward if selection.needs_reward else None
             own = peers.get((group, call.role)) if reward is not None else None
             reason = left_out(call)
@@ -243,6 +255,7 @@ def build_batch(
                     kept=call.kept[start:stop],
                     begun=start,
                     teacher_prompt_ids=taught and taught + call.completion_ids[:start],
+                    place=place,
                 )
                 for start, stop in stretches
             ]
@@ -255,6 +268,7 @@ def build_batch(
         ids=tuple(trace.id for trace, _, _ in used),
         sampled_tokens=sum(trace.sampled_tokens for trace in attempts),
         replayed_tokens=sum(trace.replayed_tokens for trace in attempts),
+        origins=origins,
         dropped_tokens={reason: count for reason, count in sorted(tokens.items()) if count},
         dropped_rollouts=dict(sorted(rollouts.items())),
     )

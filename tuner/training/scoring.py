@@ -26,12 +26,14 @@ from tuner.algorithms.advantages import (
     whitened,
     whitened_returns,
 )
+from tuner.algorithms.forks import Piece, tree_advantages
 from tuner.algorithms.losses import KL_ESTIMATORS
 from tuner.algorithms.spec import (
     AdvantageArgs,
     DistillAdvantage,
     PPOAdvantage,
     ReinforcePlusPlusAdvantage,
+    TreeAdvantage,
 )
 from tuner.engines.transfer import to_device
 from tuner.errors import TrainingError
@@ -234,6 +236,8 @@ def row_advantages(
             )
             for row, teacher_T in zip(batch.rows, teacher_logp, strict=True)
         )
+    if isinstance(args, TreeAdvantage):
+        return _of_tree(batch, args)
     penalties = kl_penalties(batch, settings, ref_logp)
     if isinstance(args, ReinforcePlusPlusAdvantage):
         return whitened_returns(row_rewards(batch), _lengths(batch), args, penalties=penalties)
@@ -242,6 +246,35 @@ def row_advantages(
         advantage.expand(length)
         for advantage, length in zip(advantages_N, _lengths(batch), strict=True)
     )
+
+
+def _of_tree(batch: Batch, args: TreeAdvantage) -> tuple[Tensor, ...]:
+    """Advantages times weights of tokens, in the trees that rollouts make with those inside them.
+
+    Raises:
+        TrainingError: Calls have rewards of their own.
+    """
+    if any(row.peers is not None or row.gained is not None for row in batch.rows):
+        raise TrainingError(
+            "algorithm.advantage_fn tree compares what rollouts lead to and has no use for rewards "
+            "of single calls; give rewards to rollouts only, or set algorithm.algorithm_type to "
+            "multi_step_grpo"
+        )
+    ids = batch.ids
+    found = tree_advantages(
+        dict(zip(ids, batch.rewards_R.tolist(), strict=True)),
+        dict(zip(ids, batch.group_R.tolist(), strict=True)),
+        batch.origins,
+        [
+            Piece(ids[row.rollout], row.place, row.begun, len(row.completion_ids))
+            for row in batch.rows
+        ],
+        normalize_forks=args.normalize in ("forks", "all"),
+        normalize_trunks=args.normalize in ("trunks", "all"),
+        epsilon=args.epsilon,
+    )
+    both = zip(found.advantages, found.weights, strict=True)
+    return tuple(torch.from_numpy(advantages * weights) for advantages, weights in both)
 
 
 def _lengths(batch: Batch) -> list[int]:

@@ -189,6 +189,7 @@ ALGORITHMS_REFUSED: Mapping[str, str] = {
     "jsd": _NO_TEACHER,
     "on_policy_distill": f"{_NO_TEACHER}; set tuner.backend to local",
     "prompt_distill": "Trinity-RFT has no such algorithm; set tuner.backend to local",
+    "tree": "no rollout begins inside another one there; set tuner.backend to local",
     "raft": "Trinity-RFT 0.6 refuses its advantage when the run begins; set another, or set "
     "tuner.backend to local",
 }
