@@ -18,6 +18,7 @@ from tuner.data.recorded import Examples, examples_of
 from tuner.errors import DatasetError
 from tuner.rollout import Rollouts
 from tuner.rollout.batch_log import BatchLog
+from tuner.rollout.branching import branching_of
 from tuner.rollout.groups import TrainingGroups
 from tuner.run.metrics import (
     RECOMPUTED,
@@ -112,6 +113,7 @@ class RolloutSource(Source):
             total_steps=record.total_steps,
             rollouts=rollouts,
             on_rollout=record.console.rollout_done,
+            branching=branching_of(config, rollouts.runner, record.directory.branching),
         )
 
     async def take(self, step: int, version: int) -> Found:

@@ -2,8 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from random import Random
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from tuner.functions.outputs import WorkflowOutput
 from tuner.gateway import SamplingDefaults
 from tuner.rollout import Rollouts
 from tuner.rollout.branching import Branching, stands_still
+from tuner.rollout.where import Where
 from tuner.traces import Outcome, RolloutId, TokenTree, Trace, TraceStore
 from tuner.training import TrainerSettings, build_batch
 from tuner.training.scoring import row_advantages
@@ -34,40 +34,35 @@ async def talk(task, model):
     return WorkflowOutput(response=answer, reward=float(len(answer)))
 
 
-@dataclass
-class At:
+@dataclass(eq=False)
+class At(Where):
     """Points that a test names."""
 
-    positions: Sequence[tuple[int, int, int]]
-    learned: list[Trace] = field(default_factory=list)
+    positions: Sequence[tuple[int, int, int]] = ()
 
-    def points(self, traces: Sequence[Trace], count: int, dice: Random) -> list[Point]:
+    def points(self, traces, count, dice, shares):
         return [Point(traces[index].id, call, token) for index, call, token in self.positions]
 
-    def learn(self, traces: Sequence[Trace]) -> None:
-        self.learned += traces
+
+def at(*positions: tuple[int, int, int], kind=At, repeat=6, **section) -> At:
+    settings = BranchingSection(**{"trunks": 2, "ends": 3, **section})
+    return kind(settings, repeat, positions=positions)
 
 
 def ids_of(count: int) -> list[RolloutId]:
     return [RolloutId(1, 0, number) for number in range(count)]
 
 
-async def grown(runner, where, count=6, store=None, **section) -> list[Trace]:
+async def grown(runner, where, store=None) -> list[Trace]:
     rollouts = Rollouts(runner, store, max_running=4)
-    branching = Branching(
-        BranchingSection(**{"trunks": 2, "ends": 3, **section}),
-        where,
-        count,
-        seed=1,
-        can_go_on=runner.gateway.engine.capabilities.can_go_on,
-    )
+    branching = Branching(where, 1, runner.gateway.engine.capabilities.can_go_on)
 
     async def run(ids, again):
         known = [] if store is None else rollouts.known("train", 1)
         known = [trace for trace in known if trace.id in ids]
         return await rollouts.run(dict.fromkeys(ids, TASK), DEFAULTS, known=known, again=again)
 
-    return await branching.run(ids_of(count), run)
+    return await branching.run(ids_of(where.repeat), run)
 
 
 def logprobs(model, call) -> torch.Tensor:
@@ -81,7 +76,7 @@ def logprobs(model, call) -> torch.Tensor:
 @pytest.mark.parametrize("token", [0, 2])
 async def test_branches_are_their_trunk_up_to_the_point(make_runner, token):
     runner = make_runner(talk)
-    traces = await grown(runner, At([(0, 1, token), (1, 2, token)]))
+    traces = await grown(runner, at((0, 1, token), (1, 2, token)))
     assert [trace.id.rollout for trace in traces] == list(range(6))
     assert all(trace.outcome is Outcome.COMPLETED for trace in traces)
     for trace, trunk, calls in ((traces[2], 0, 1), (traces[3], 0, 1), (traces[4], 1, 2)):
@@ -96,10 +91,10 @@ async def test_branches_are_their_trunk_up_to_the_point(make_runner, token):
             assert mine.completion_ids == his.completion_ids
             assert mine.logprobs == his.logprobs
             assert mine.replayed == len(his.completion_ids)
-        at = trace.calls[calls]
-        assert at.prompt_ids == old[calls].prompt_ids
-        assert at.completion_ids[:token] == old[calls].completion_ids[:token]
-        assert at.replayed == token
+        there = trace.calls[calls]
+        assert there.prompt_ids == old[calls].prompt_ids
+        assert there.completion_ids[:token] == old[calls].completion_ids[:token]
+        assert there.replayed == token
     assert traces[2].calls[1].completion_ids != traces[3].calls[1].completion_ids
     model = runner.gateway.engine._model
     for call in (call for trace in traces for call in trace.calls):
@@ -110,7 +105,7 @@ async def test_branches_are_their_trunk_up_to_the_point(make_runner, token):
 async def test_each_token_is_sampled_trained_and_computed_once(make_runner):
     runner = make_runner(talk)
     before = runner.gateway.engine.stats.sampled_tokens
-    traces = await grown(runner, At([(0, 1, 2), (1, 2, 0)]))
+    traces = await grown(runner, at((0, 1, 2), (1, 2, 0)))
     batch = build_batch(traces)
     assert batch.sampled_tokens == runner.gateway.engine.stats.sampled_tokens - before
     assert batch.trained_tokens == batch.sampled_tokens
@@ -122,7 +117,7 @@ async def test_each_token_is_sampled_trained_and_computed_once(make_runner):
 
 
 async def test_siblings_are_compared_at_their_point(make_runner):
-    traces = await grown(make_runner(talk), At([(0, 1, 2), (1, 2, 0)]))
+    traces = await grown(make_runner(talk), at((0, 1, 2), (1, 2, 0)))
     rewards = [3.0, 5.0, 9.0, 6.0, 5.0, 8.0]
     traces = [replace(t, reward=r) for t, r in zip(traces, rewards, strict=True)]
     batch = build_batch(traces)
@@ -138,19 +133,22 @@ async def test_siblings_are_compared_at_their_point(make_runner):
 
 
 async def test_nothing_begins_where_there_is_no_such_point(make_runner):
-    traces = await grown(make_runner(talk), At([(0, 3, 0), (1, 1, 99)]))
+    traces = await grown(make_runner(talk), at((0, 3, 0), (1, 1, 99)))
     assert [trace.id.rollout for trace in traces] == [0, 1]
     assert all(trace.origin is None for trace in traces)
 
 
+class InTurn(At):
+    """The first of its points in the first round, the second in the second."""
+
+    def points(self, traces, count, dice, shares):
+        index, call, token = self.positions[len(traces) > 2]
+        return [Point(traces[index].id, call, token)]
+
+
 async def test_rounds_branch_from_branches(make_runner):
-    where = At([(0, 1, 0), (2, 2, 0)])
-
-    class Later(At):
-        def points(self, traces, count, dice):
-            return At([where.positions[len(traces) > 2]]).points(traces, count, dice)
-
-    traces = await grown(make_runner(talk), Later([]), rounds=2, ends=3)
+    where = at((0, 1, 0), (2, 2, 0), kind=InTurn, rounds=2)
+    traces = await grown(make_runner(talk), where)
     origins = {t.id.rollout: t.origin.rollout.rollout for t in traces if t.origin is not None}
     assert origins == {2: 0, 3: 0, 4: 2, 5: 2}
     deep = traces[4]
@@ -159,12 +157,8 @@ async def test_rounds_branch_from_branches(make_runner):
 
 
 async def test_a_point_in_what_was_given_is_one_of_the_rollout_that_sampled_it(make_runner):
-    class Later(At):
-        def points(self, traces, count, dice):
-            at = (2, 1, 0) if len(traces) > 2 else (0, 2, 0)
-            return At([at]).points(traces, count, dice)
-
-    traces = await grown(make_runner(talk), Later([]), rounds=2)
+    where = at((0, 2, 0), (2, 1, 0), kind=InTurn, rounds=2)
+    traces = await grown(make_runner(talk), where)
     assert traces[4].origin.rollout == RolloutId(1, 0, 0)
     assert traces[4].origin.position == (1, 0)
 
@@ -184,14 +178,14 @@ async def test_what_diverges_is_left_out_or_goes_on(make_runner):
         await model([*messages, {"role": "assistant", "content": second}, messages[0]])
         return WorkflowOutput(response=second, reward=1.0)
 
-    dropped = await grown(make_runner(forgetful), At([(0, 2, 0)]), count=4, ends=3)
+    dropped = await grown(make_runner(forgetful), at((0, 2, 0), repeat=4))
     assert [trace.outcome for trace in dropped[2:]] == [Outcome.DIVERGED] * 2
     assert "left it at call 1: messages[2].content is 'run " in dropped[2].error
     batch = build_batch(dropped)
     assert batch.dropped_rollouts == {"diverged": 2}
     seen.clear()
     runner = make_runner(forgetful)
-    went_on = await grown(runner, At([(0, 2, 0)]), count=4, ends=3, on_divergence="sample")
+    went_on = await grown(runner, at((0, 2, 0), repeat=4, on_divergence="sample"))
     assert [trace.outcome for trace in went_on] == [Outcome.COMPLETED] * 4
     assert went_on[2].origin.position == (1, 0)
     assert went_on[2].calls[0].replayed
@@ -200,11 +194,11 @@ async def test_what_diverges_is_left_out_or_goes_on(make_runner):
 
 async def test_known_branches_are_not_run_again(make_runner, tmp_path):
     store = TraceStore(tmp_path)
-    where = At([(0, 1, 2), (1, 2, 0)])
-    first = await grown(make_runner(talk), where, store=store)
+    where = at((0, 1, 2), (1, 2, 0))
+    first = await grown(make_runner(talk), where, store)
     lines = (tmp_path / "step_000001.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "step_000001.jsonl").write_text("".join(lines[:4]))
-    again = await grown(make_runner(talk), where, store=TraceStore(tmp_path))
+    again = await grown(make_runner(talk), where, TraceStore(tmp_path))
     assert ids_and_tokens(again) == ids_and_tokens(first)
 
 
@@ -222,7 +216,7 @@ async def test_a_point_is_where_nothing_else_is_in_flight(make_runner):
         await ask("four")
         return WorkflowOutput(response=first + found[0], reward=1.0)
 
-    traces = await grown(make_runner(crowd), At([]), count=3)
+    traces = await grown(make_runner(crowd), at(repeat=3))
     still = [
         [stands_still(t, calls, token) for token in (0, 1)] for t in traces for calls in range(4)
     ]

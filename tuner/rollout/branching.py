@@ -11,57 +11,28 @@ a trunk has no such call, nothing begins, and the group has fewer rollouts.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from random import Random
-from typing import Any, Protocol
+from typing import Any
 
 from tuner.algorithms.forks import Point, resolved, trunk_of
-from tuner.config.explorer import BranchingSection
+from tuner.config import RunConfig
+from tuner.config.explorer import WHERE
 from tuner.data.order import derive_seed
 from tuner.engines.base import SamplingParams
+from tuner.errors import ConfigError, TunerError
+from tuner.functions.loading import load_function
 from tuner.rollout.attempt import Again
+from tuner.rollout.runner import RolloutRunner
+from tuner.rollout.where import Shares, Where
 from tuner.traces import RolloutId, Trace
+from tuner.traces.store import complete_lines, cut_torn_line
 
 Run = Callable[[Sequence[RolloutId], Mapping[RolloutId, Again]], Awaitable[list[Trace]]]
-
-
-class Where(Protocol):
-    """Chooses points, by nothing that came after them."""
-
-    def points(
-        self, traces: Sequence[Trace], count: int, dice: Random
-    ) -> Sequence[Point[RolloutId]]:
-        """At most `count` points in rollouts of a group, which may not be there.
-
-        Args:
-            traces: The rollouts of the group so far, in the order of their ids.
-            dice: Where what is drawn comes from.
-        """
-        ...
-
-    def learn(self, traces: Sequence[Trace]) -> None:
-        """Take note of the rollouts of a step."""
-        ...
-
-
-@dataclass(frozen=True)
-class Shares:
-    """How the rollouts of a group are divided.
-
-    Attributes:
-        trunks: Start at the beginning.
-        ends: Go on from each point, the one that is branched from included.
-    """
-
-    trunks: int
-    ends: int
-
-    @classmethod
-    def of(cls, section: BranchingSection, repeat: int) -> Shares:
-        """Those of a configuration."""
-        return cls(section.trunks or max(2, repeat // section.ends), section.ends)
 
 
 @dataclass(eq=False)
@@ -69,18 +40,17 @@ class Branching:
     """Runs groups of which a part begins inside the others.
 
     Args:
-        section: `tuner.branching`.
         where: Chooses points.
-        repeat: Rollouts in a group, at most.
         seed: Of the run.
         can_go_on: Whether the engine goes on inside completions of such settings.
+        notes: The file of what each step has shown, by which a run that was killed goes on; None:
+            nowhere.
     """
 
-    section: BranchingSection
     where: Where
-    repeat: int
     seed: int
     can_go_on: Callable[[SamplingParams], bool]
+    notes: Path | None = None
 
     async def run(self, ids: Sequence[RolloutId], run: Run) -> list[Trace]:
         """Every attempt of the rollouts of a group.
@@ -89,37 +59,64 @@ class Branching:
             ids: All that there may be, in order.
             run: Runs some of them; those that are known it gives back.
         """
-        shares = Shares.of(self.section, self.repeat)
+        shares = self.where.shares(self._dice(ids[0], "shares"))
         found = await run(ids[: shares.trunks], {})
-        left = ids[shares.trunks :]
-        for number, some in enumerate(_parts(left, self.section.rounds)):
-            dice = Random(derive_seed(self.seed, "branching", ids[0], number))
-            again = self.chosen(some, found, shares.ends - 1, dice)
+        last = shares.trunks * shares.ends if shares.call else len(ids)
+        left = ids[shares.trunks : last]
+        for number, some in enumerate(_parts(left, self.where.section.rounds)):
+            again = self.chosen(some, found, shares, self._dice(ids[0], number))
             found += await run(list(again), again)
         return sorted(found, key=lambda trace: (trace.id, trace.attempt))
 
+    def _dice(self, *what: object) -> Random:
+        return Random(derive_seed(self.seed, "branching", *what))
+
     def chosen(
-        self, ids: Sequence[RolloutId], traces: Sequence[Trace], each: int, dice: Random
+        self, ids: Sequence[RolloutId], traces: Sequence[Trace], shares: Shares, dice: Random
     ) -> dict[RolloutId, Again]:
         """Where rollouts begin; those that begin nowhere are not there.
 
         Args:
             ids: Rollouts that have not begun.
             traces: Attempts at those that have ended.
-            each: How many begin at a point.
         """
         ended = {trace.id: trace for trace in traces if trace.final}
         origins = origins_of(ended.values())
-        count = -(-len(ids) // each)
-        points = self.where.points([ended[id_] for id_ in sorted(ended)], count, dice)
+        each = shares.ends - 1
+        points = self.where.points(
+            [ended[id_] for id_ in sorted(ended)], -(-len(ids) // each), dice, shares
+        )
         left = iter(ids)
         again: dict[RolloutId, Again] = {}
-        for point in points[:count]:
+        for point in points:
             mine = list(islice(left, each))
             at = self._possible(point, ended, origins)
             if at is not None:
                 again |= dict.fromkeys(mine, at)
         return again
+
+    def learn(self, step: int, traces: Sequence[Trace]) -> None:
+        """Take note of the rollouts that a step takes."""
+        self.where.learn(traces)
+        if self.notes is not None:
+            cut_torn_line(self.notes)
+            with self.notes.open("ab") as file:
+                row = {"step": step, "state": self.where.state()}
+                file.write(json.dumps(row).encode() + b"\n")
+
+    def restore(self, step: int) -> None:
+        """Go on with what was known when `step` had been trained.
+
+        Raises:
+            TunerError: The file is damaged.
+        """
+        for number, line in complete_lines(self.notes) if self.notes else ():
+            try:
+                row = json.loads(line)
+                if int(row["step"]) == step:
+                    self.where = self.where.restored(row["state"])
+            except (ValueError, LookupError, TypeError) as error:
+                raise TunerError(f"{self.notes}, line {number} is no note: {error!r}") from error
 
     def _possible(
         self,
@@ -141,8 +138,33 @@ class Branching:
         if not stands_still(trace, at.call, token):
             return None
         trunk = ended[trunk_of(at.rollout, origins)]
-        drop = self.section.on_divergence == "drop"
+        drop = self.where.section.on_divergence == "drop"
         return Again(trace, (trunk.id, trunk.attempt), at.call, token, ends=drop)
+
+
+def branching_of(config: RunConfig, runner: RolloutRunner, notes: Path) -> Branching | None:
+    """How a configuration divides groups; None where every rollout starts at the beginning.
+
+    Raises:
+        ConfigError: The judge takes groups, or `tuner.branching.where` names no function.
+    """
+    section = config.tuner.branching
+    if section is None:
+        return None
+    if runner.judges_groups:
+        raise ConfigError(
+            "tuner.branching is set, but the judge takes the rollouts of a group together, which "
+            "then begin one after the other: give a judge of single rollouts"
+        )
+    hazard = None
+    if section.where not in WHERE:
+        hazard = load_function(section.where, setting="tuner.branching.where")
+    return Branching(
+        Where(section, config.algorithm.repeat_times, hazard),
+        config.tuner.seed,
+        runner.gateway.engine.capabilities.can_go_on,
+        notes,
+    )
 
 
 def origins_of(traces: Any) -> dict[RolloutId, Point[RolloutId]]:

@@ -244,6 +244,8 @@ class TrainingGroups:
         self._batches = batches
         self._on_rollout = on_rollout
         self._branching = branching
+        if branching is not None:
+            branching.restore(start)
         self._taken = batches.read()
         taskset = config.buffer.explorer_input.taskset
         self._defaults = SamplingDefaults(**config.rollout_args(taskset).model_dump())
@@ -303,6 +305,8 @@ class TrainingGroups:
         if self.ahead and step not in self._taken:
             self._batches.append(step, list(groups))
         traces = [trace for group in groups.values() for trace in group]
+        if self._branching is not None:
+            self._branching.learn(step, traces)
         unfinished = {
             (trace.id.step, trace.id.task) for trace in traces if trace.error == ENDED_EARLY
         }

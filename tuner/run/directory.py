@@ -2,6 +2,7 @@
 
 <checkpoint_root_dir>/<project>/<name>/
     config.yaml  metrics.jsonl  result.json  timeline.json  batches.jsonl (of asynchronous runs)
+    branching.jsonl (of those whose rollouts begin inside others)
     tensorboard/  traces/step_000001.jsonl  checkpoints/step_000020/manifest.json
 """
 
@@ -41,6 +42,7 @@ class RunDirectory:
         self.metrics = path / "metrics.jsonl"
         self.timeline = path / "timeline.json"
         self.batches = path / "batches.jsonl"
+        self.branching = path / "branching.jsonl"
         self.result = path / "result.json"
         self.traces = path / "traces"
         self.tensorboard = path / "tensorboard"

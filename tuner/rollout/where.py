@@ -1,0 +1,211 @@
+"""Where rollouts begin inside others, by what is known before: each rule draws, and then looks.
+
+What a rule may look at is the prefix up to a point, the other rollouts of the group, and earlier
+steps (`tuner.algorithms.allocation`). So a position is drawn first, and where a rollout does not
+get that far nothing begins.
+
+    spread      any call that rollouts of earlier steps, or the others, get to
+    uncertain   the same, in proportion to how unlikely the others' answers were there
+    open        any call of those rollouts whose others ended differently from each other
+    best        the call, and the numbers of trunks and ends, that earlier steps advise
+    function    asked before each call, with the calls until then: how likely it is that one begins
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
+from random import Random
+from statistics import fmean, pvariance
+from typing import Any
+
+from tuner.algorithms.allocation import Advice, Positions, Seen, score
+from tuner.algorithms.forks import Point
+from tuner.config.explorer import BranchingSection
+from tuner.errors import FunctionError
+from tuner.traces import Call, Outcome, RolloutId, Trace
+
+Hazard = Callable[[Sequence[Call]], float]
+FADES = 0.9
+"""What is left of what a step has shown after the next one: the policy changes."""
+EXPLORED = 16
+"""Where `best` decides, one of so many groups is branched as by `spread`, to go on knowing."""
+PILOT = 10
+"""Groups before the first advice."""
+_DOUBT = 0.05
+"""What is added to the variance of the others' rewards: as if a little were always open."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How the rollouts of a group are divided.
+
+    Attributes:
+        trunks: Start at the beginning.
+        ends: Go on from each point, the one that is branched from included; 1: nothing begins.
+        call: Before which call all begin, where that was advised.
+    """
+
+    trunks: int
+    ends: int
+    call: int | None = None
+
+
+@dataclass(eq=False)
+class Where:
+    """Chooses points, by nothing that came after them, and learns from steps where they pay.
+
+    Args:
+        section: `tuner.branching`.
+        repeat: Rollouts in a group, at most.
+        hazard: The user's rule, where `where` names one.
+
+    Attributes:
+        seen: What earlier steps have shown.
+        groups: How many groups they had.
+    """
+
+    section: BranchingSection
+    repeat: int
+    hazard: Hazard | None = None
+    seen: Positions = field(default_factory=Positions)
+    groups: int = 0
+
+    def shares(self, dice: Random) -> Shares:
+        """How a group is divided."""
+        by_rule = Shares(
+            self.section.trunks or max(2, self.repeat // self.section.ends), self.section.ends
+        )
+        explores = dice.randrange(EXPLORED) == 0
+        if self.section.where != "best" or explores or (advice := self.advice()) is None:
+            return by_rule
+        return Shares(advice.trunks, advice.ends, advice.call)
+
+    def advice(self) -> Advice | None:
+        """What earlier steps advise; None until they have shown enough."""
+        if self.groups < PILOT or not self.seen.totals["degrees"]:
+            return None
+        return self.seen.best(rollouts=self.repeat)
+
+    def points(
+        self, traces: Sequence[Trace], count: int, dice: Random, shares: Shares
+    ) -> list[Point[RolloutId]]:
+        """At most `count` points in rollouts of a group, which may not be there.
+
+        Args:
+            traces: The rollouts of the group so far, in the order of their ids.
+            dice: Where what is drawn comes from.
+        """
+        if shares.call is not None:
+            return [Point(trace.id, shares.call) for trace in traces[:count]]
+        chosen = list(islice(cycle(traces), count))
+        if self.section.where == "open":
+            chosen = dice.choices(traces, [_open(trace, traces) for trace in traces], k=count)
+        found = []
+        for trace in chosen:
+            others = [other for other in traces if other.id != trace.id]
+            if self.hazard is not None:
+                point = self._by_hazard(self.hazard, trace, dice)
+            else:
+                point = self._drawn(trace, others, dice)
+            if point is not None:
+                found.append(point)
+        return found
+
+    def _drawn(
+        self, trace: Trace, others: Sequence[Trace], dice: Random
+    ) -> Point[RolloutId] | None:
+        """A call that was drawn by what is known without the rollout itself."""
+        longest = max((len(other.calls) for other in others), default=0)
+        positions = range(1, max(len(self.seen.reach), longest))
+        if not positions:
+            return None
+        weights = [1.0] * len(positions)
+        if self.section.where == "uncertain":
+            weights = [_surprise(others, call) for call in positions]
+        (call,) = dice.choices(positions, weights if any(weights) else None)
+        return Point(trace.id, call, self._token(others, call, dice))
+
+    def _token(self, others: Sequence[Trace], call: int, dice: Random) -> int:
+        """A place in a call, as far as those of the others go; 0: before it."""
+        if not self.section.inside:
+            return 0
+        lengths = [len(other.calls[call].completion_ids) for other in others if _has(other, call)]
+        return int(dice.random() * max(lengths, default=1))
+
+    def _by_hazard(self, hazard: Hazard, trace: Trace, dice: Random) -> Point[RolloutId] | None:
+        """The first call before which the user's rule says so."""
+        for call in range(1, len(trace.calls)):
+            chance = hazard(trace.calls[:call])
+            if not isinstance(chance, (int, float)) or not 0 <= chance <= 1:
+                raise FunctionError(
+                    f"tuner.branching.where: {self.section.where} returned {chance!r}; return the "
+                    "probability, 0 to 1, that rollouts begin before the next call"
+                )
+            if dice.random() < chance:
+                return Point(trace.id, call)
+        return None
+
+    def learn(self, traces: Sequence[Trace]) -> None:
+        """Take note of all rollouts of a step."""
+        groups: dict[tuple[int, int], list[Trace]] = defaultdict(list)
+        for trace in traces:
+            if trace.final and trace.outcome is Outcome.COMPLETED and trace.reward is not None:
+                groups[trace.id.step, trace.id.task].append(trace)
+        self.seen.fade(FADES)
+        for members in groups.values():
+            self.seen.add(*_group(members))
+        self.groups += len(groups)
+
+    def state(self) -> dict[str, Any]:
+        """What was learned, for JSON."""
+        return {"groups": self.groups, "seen": self.seen.state()}
+
+    def restored(self, state: dict[str, Any]) -> Where:
+        """The same rule with what was learned until `state` was called."""
+        seen = Positions.restored(state["seen"])
+        return replace(self, seen=seen, groups=int(state["groups"]))
+
+
+def _has(trace: Trace, call: int) -> bool:
+    return call < len(trace.calls)
+
+
+def _surprise(traces: Sequence[Trace], call: int) -> float:
+    """How unlikely a token of the calls at a position was, in nats: the mean over rollouts."""
+    found = [trace.calls[call].logprobs for trace in traces if _has(trace, call)]
+    return fmean(-fmean(logprobs) for logprobs in found if logprobs) if any(found) else 0.0
+
+
+def _open(trace: Trace, traces: Sequence[Trace]) -> float:
+    """How differently the other rollouts of the group ended."""
+    rewards = [t.reward for t in traces if t.id != trace.id and t.reward is not None]
+    return _DOUBT + (pvariance(rewards) if len(rewards) > 1 else 0.0)
+
+
+def _group(
+    members: Sequence[Trace],
+) -> tuple[list[Seen], list[tuple[int, list[Seen]]]]:
+    """The trunks of a group, and what goes on from the start of a call that others begin at."""
+    seen = {trace.id: _seen(trace) for trace in members}
+    begun: dict[tuple[RolloutId, int], list[Seen]] = defaultdict(list)
+    for trace in members:
+        origin = trace.origin
+        if origin is not None and origin.diverged is None and not origin.token:
+            begun[origin.rollout, origin.calls].append(seen[trace.id])
+    forks = [
+        (call, [*([seen[rollout]] if rollout in seen else []), *ends])
+        for (rollout, call), ends in begun.items()
+    ]
+    return [seen[trace.id] for trace in members if trace.origin is None], forks
+
+
+def _seen(trace: Trace) -> Seen:
+    assert trace.reward is not None
+    return Seen(
+        trace.reward,
+        [len(call.completion_ids) for call in trace.calls],
+        [score(call.logprobs) for call in trace.calls],
+    )
