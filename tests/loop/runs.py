@@ -77,7 +77,20 @@ def killing_itself(function, count):
     return wrapped
 
 
-def main(model, root, moment):
+async def talk(task, model):
+    """Two to four turns, as chance has it."""
+    messages = [{"role": "user", "content": task["question"]}]
+    text = ""
+    for _ in range(random.randint(2, 4)):
+        completion = await model.client.chat.completions.create(
+            model=model.model_name, messages=messages
+        )
+        text = completion.choices[0].message.content or ""
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "More."}]
+    return WorkflowOutput(response=text)
+
+
+def main(model, root, moment, *overrides, workflow=workflow):
     what, count = moment.split(":")
     functions = {"workflow": workflow, "judge": judge}
     if what in functions:
@@ -94,7 +107,7 @@ def main(model, root, moment):
     elif what == "rename":
         run_directory.os.replace = killing_itself(os.replace, int(count))
     run_local(
-        config(model, root),
+        config(model, root, *overrides),
         workflow=functions["workflow"],
         judge=functions["judge"],
         train_tasks=TRAIN,

@@ -20,7 +20,8 @@ def rollout_settings(config: RunConfig) -> RolloutSettings:
         seed=config.tuner.seed,
         limits=SessionLimits(config.tuner.max_calls, config.tuner.max_tokens),
         tool_seconds=config.tuner.max_tool_seconds,
-        deterministic=config.tuner.deterministic,
+        seeds_functions=config.tuner.deterministic
+        or (config.tuner.branching is not None and config.tuner.branching.seed_functions),
         feedback_attempts=config.tuner.feedback_attempts,
         pass_reward=config.tuner.pass_reward,
         # Without training rollouts, those of an evaluation are there for their rewards.

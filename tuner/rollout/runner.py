@@ -38,7 +38,7 @@ class RolloutSettings:
         seed: Seed of the run; each rollout derives its own from it.
         limits: What the calls of one attempt may come to.
         tool_seconds: Seconds that one attempt may spend while no call is in flight; None: any.
-        deterministic: Set the global random states of Python, NumPy and torch at the start of
+        seeds_functions: Set the global random states of Python, NumPy and torch at the start of
             each attempt; only one may then run at a time.
         needs_reward: Whether a rollout without a reward is a mistake in the program.
         feedback_attempts: How often the workflow runs again in the same rollout, with what the
@@ -53,7 +53,7 @@ class RolloutSettings:
     seed: int
     limits: SessionLimits = field(default_factory=SessionLimits)
     tool_seconds: float | None = None
-    deterministic: bool = False
+    seeds_functions: bool = False
     needs_reward: bool = True
     needs_calls: bool = True
     feedback_attempts: int = 0
@@ -148,7 +148,7 @@ class RolloutRunner:
         again: Again | None,
     ) -> tuple[Trace, Any]:
         seed = derive_seed(self.settings.seed, id, number)
-        if self.settings.deterministic:
+        if self.settings.seeds_functions:
             seed_everything(seed if again is None else derive_seed(self.settings.seed, *again.root))
         script = None if again is None else again.script()
         session = self.gateway.open_session(

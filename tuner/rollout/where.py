@@ -100,7 +100,7 @@ class Where:
         """
         if shares.call is not None:
             return [Point(trace.id, shares.call) for trace in traces[:count]]
-        chosen = list(islice(cycle(traces), count))
+        chosen = list(islice(cycle(reversed(traces)), count))  # the youngest first
         if self.section.where == "open":
             chosen = dice.choices(traces, [_open(trace, traces) for trace in traces], k=count)
         found = []

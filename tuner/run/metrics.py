@@ -30,6 +30,9 @@ def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
     metrics: dict[str, float] = {"rollouts/retried": len(traces) - len(final)}
     for outcome, count in Counter(trace.outcome for trace in final).items():
         metrics[f"rollouts/{outcome.value}"] = count
+    if begun := [trace.origin for trace in final if trace.origin is not None]:
+        metrics["branches/rollouts"] = len(begun)
+        metrics["branches/diverged"] = sum(origin.diverged is not None for origin in begun)
     if rewards:
         metrics["reward/mean"] = _mean(rewards)
         metrics["reward/std"] = float(torch.tensor(rewards, dtype=torch.float64).std(correction=0))

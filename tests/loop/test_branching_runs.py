@@ -1,0 +1,115 @@
+"""Whole runs whose rollouts begin inside others: killed, resumed, and what they advise."""
+
+import functools
+import json
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests import forked
+from tests.loop import runs
+from tuner.errors import ConfigError
+from tuner.functions.outputs import JudgeOutput
+from tuner.loop import run_local
+from tuner.traces.store import read_traces
+
+TREE = (
+    "algorithm.algorithm_type=tree",
+    "algorithm.repeat_times=6",
+    "tuner.branching.ends=2",
+    "tuner.branching.trunks=3",
+)
+MODES = {
+    "inside, in rounds": (*TREE, "tuner.branching.inside=true", "tuner.branching.rounds=2"),
+    "best": (
+        *("algorithm.algorithm_type=tree", "algorithm.repeat_times=6"),
+        *("tuner.branching.where=best", "buffer.total_steps=8"),
+    ),
+}
+
+
+def tune(model, root, *overrides, judge=runs.judge, workflow=runs.talk):
+    return run_local(
+        runs.config(model, root, *overrides),
+        workflow=workflow,
+        judge=judge,
+        train_tasks=runs.TRAIN,
+        eval_tasks={"held-out": runs.EVAL},
+    )
+
+
+def traces_of(result):
+    files = sorted((result.run_dir / "traces").glob("step_*.jsonl"))
+    return [trace for path in files for trace in read_traces(path)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_killed_run_ends_with_the_same_weights(mode, random_model_path, tmp_path):
+    overrides = MODES[mode]
+    straight = tune(random_model_path, tmp_path / "straight", *overrides)
+    begin = functools.partial(runs.main, workflow=runs.talk)
+    for moment in ("workflow:9", "judge:8", "update:2", "log:3"):
+        code = forked.run(begin, str(random_model_path), str(tmp_path / "cut"), moment, *overrides)
+        assert code == -signal.SIGKILL, moment
+    again = tune(random_model_path, tmp_path / "cut", *overrides)
+    expected, found = (load_file(r.checkpoint / "model.safetensors") for r in (straight, again))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    sampled = [[row.get("tokens/sampled") for row in r.history] for r in (straight, again)]
+    assert sampled[0] == sampled[1]
+    assert {t.id: t.origin for t in traces_of(again)} == {
+        t.id: t.origin for t in traces_of(straight)
+    }
+    begun = [trace for trace in traces_of(straight) if trace.origin is not None]
+    assert begun
+    assert all(trace.origin.diverged is None for trace in begun)
+    if "inside" in mode:
+        assert any(trace.origin.token for trace in begun)
+        assert any(trace.origin.rollout.rollout >= 3 for trace in begun)
+
+
+def test_the_account_of_a_run_has_a_column_for_what_was_replayed(random_model_path, tmp_path):
+    result = tune(random_model_path, tmp_path, *TREE, "buffer.total_steps=2")
+    for row in result.history[1:]:
+        dropped = sum(n for name, n in row.items() if name.startswith("tokens/dropped/"))
+        assert row["tokens/sampled"] == row["tokens/trained"] + dropped
+        of_step = [t for t in traces_of(result) if t.id.step == row["step"]]
+        assert row["tokens/replayed"] == sum(t.replayed_tokens for t in of_step) > 0
+        assert row["branches/rollouts"] == sum(t.origin is not None for t in of_step)
+        assert row["branches/diverged"] == 0
+
+
+def test_best_says_what_it_does_and_begins_where_the_end_decides(random_model_path, tmp_path):
+    def of_the_end(task, response):
+        return JudgeOutput(reward=float(len(response) % 2))
+
+    result = tune(random_model_path, tmp_path, *MODES["best"], judge=of_the_end)
+    notes = (result.run_dir / "branching.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in notes] == list(range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm.algorithm_type=grpo", "advantage_fn is grpo"),
+        ("tuner.branching.trunks=6", "no rollout is left to begin inside others"),
+        ("tuner.branching.where=best", r"tuner\.branching\.ends is 2, but .* best, which chooses"),
+        ("algorithm.kl_penalty_fn=k2", "kl_penalty_fn is k2"),
+        ("tuner.branching.seed_functions=true", "random states are the process's own"),
+        ("explorer.over_rollout.ratio=0.2", r"explorer\.over_rollout\.ratio is 0\.2"),
+        ("tuner.branching.where=nowhere", "spread, uncertain, open, best or module:function"),
+        ("tuner.branching.ends=1", "greater than or equal to 2"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_named(override, message, random_model_path, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        runs.config(random_model_path, tmp_path, *TREE, "explorer.runner_per_model=4", override)
+
+
+def test_judges_of_groups_are_refused(random_model_path, tmp_path):
+    async def judge(task, responses):
+        return [JudgeOutput(reward=1.0) for _ in responses]
+
+    with pytest.raises(ConfigError, match="the judge takes the rollouts of a group together"):
+        tune(random_model_path, tmp_path, *TREE, judge=judge)
