@@ -73,7 +73,7 @@ RUNS: dict[str, Callable[[Path], Any]] = {
         name: recipes.RECIPES[name]
         for name in (
             *("failures", "roles", "turn_discount", "on_policy_distill", "dialects", "settings"),
-            *("areal_queues", "areal_agent"),
+            *("branching", "areal_queues", "areal_agent"),
         )
     },
 }

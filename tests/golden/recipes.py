@@ -275,6 +275,31 @@ def turn_discount(folder: Path) -> None:
 
 
 @recipe
+def branching(folder: Path) -> None:
+    """Rollouts that begin inside others, and inside their answers."""
+
+    async def turns(task: Any, model: Any) -> WorkflowOutput:
+        messages: list[Any] = [{"role": "user", "content": task["question"]}]
+        for _ in range(random.randint(2, 4)):
+            answer = await model.client.chat.completions.create(
+                model=model.model_name, messages=messages
+            )
+            messages += [answer.choices[0].message, {"role": "user", "content": "And?"}]
+        return WorkflowOutput(response=answer.choices[0].message.content or "")
+
+    run_rollouts(
+        folder,
+        "algorithm.algorithm_type=tree",
+        "algorithm.repeat_times=6",
+        "tuner.branching.trunks=3",
+        "tuner.branching.ends=2",
+        "tuner.branching.inside=true",
+        "tuner.branching.rounds=2",
+        workflow=turns,
+    )
+
+
+@recipe
 def on_policy_distill(folder: Path) -> None:
     teacher = make_model(folder / "teacher", seed=1)
     run_rollouts(
