@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from tests import forked
 from tests.loop import runs
-from tuner.errors import ConfigError
+from tuner.errors import ConfigError, TunerError
 from tuner.functions.outputs import JudgeOutput
 from tuner.loop import run_local
 from tuner.traces.store import read_traces
@@ -61,6 +61,8 @@ def test_a_killed_run_ends_with_the_same_weights(mode, random_model_path, tmp_pa
     assert {t.id: t.origin for t in traces_of(again)} == {
         t.id: t.origin for t in traces_of(straight)
     }
+    notes = [(r.run_dir / "branching.jsonl").read_bytes() for r in (straight, again)]
+    assert notes[0] == notes[1]
     begun = [trace for trace in traces_of(straight) if trace.origin is not None]
     assert begun
     assert all(trace.origin.diverged is None for trace in begun)
@@ -105,6 +107,15 @@ def test_best_says_what_it_does_and_begins_where_the_end_decides(random_model_pa
 def test_settings_that_do_not_go_together_are_named(override, message, random_model_path, tmp_path):
     with pytest.raises(ConfigError, match=message):
         runs.config(random_model_path, tmp_path, *TREE, "explorer.runner_per_model=4", override)
+
+
+def test_a_damaged_note_is_named(random_model_path, tmp_path):
+    begin = functools.partial(runs.main, workflow=runs.talk)
+    forked.run(begin, str(random_model_path), str(tmp_path), "update:4", *TREE)
+    notes = tmp_path / "p" / "run" / "branching.jsonl"
+    notes.write_text("{}\n" + notes.read_text())
+    with pytest.raises(TunerError, match=r"branching\.jsonl, line 1 is no note"):
+        tune(random_model_path, tmp_path, *TREE)
 
 
 def test_judges_of_groups_are_refused(random_model_path, tmp_path):

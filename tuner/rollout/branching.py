@@ -12,6 +12,7 @@ a trunk has no such call, nothing begins, and the group has fewer rollouts.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -30,7 +31,7 @@ from tuner.rollout.attempt import Again
 from tuner.rollout.runner import RolloutRunner
 from tuner.rollout.where import Shares, Where
 from tuner.traces import RolloutId, Trace
-from tuner.traces.store import complete_lines, cut_torn_line
+from tuner.traces.store import complete_lines
 
 Run = Callable[[Sequence[RolloutId], Mapping[RolloutId, Again]], Awaitable[list[Trace]]]
 
@@ -99,24 +100,29 @@ class Branching:
         """Take note of the rollouts that a step takes."""
         self.where.learn(traces)
         if self.notes is not None:
-            cut_torn_line(self.notes)
             with self.notes.open("ab") as file:
                 row = {"step": step, "state": self.where.state()}
                 file.write(json.dumps(row).encode() + b"\n")
 
     def restore(self, step: int) -> None:
-        """Go on with what was known when `step` had been trained.
+        """Go on with what was known when `step` had been trained; later steps are taken again.
 
         Raises:
             TunerError: The file is damaged.
         """
-        for number, line in complete_lines(self.notes) if self.notes else ():
+        if self.notes is None or not self.notes.exists():
+            return
+        kept = 0
+        for number, line in complete_lines(self.notes):
             try:
                 row = json.loads(line)
-                if int(row["step"]) == step:
-                    self.where = self.where.restored(row["state"])
+                if int(row["step"]) > step:
+                    break
+                self.where = self.where.restored(row["state"])
             except (ValueError, LookupError, TypeError) as error:
                 raise TunerError(f"{self.notes}, line {number} is no note: {error!r}") from error
+            kept += len(line)
+        os.truncate(self.notes, kept)
 
     def _possible(
         self,
