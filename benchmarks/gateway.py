@@ -93,6 +93,7 @@ class StubEngine:
         sampling: SamplingParams,
         session: str,
         sink: TokenSink | None = None,
+        so_far: Generation | None = None,
     ) -> Generation:
         for id_ in self._ids:
             if sink is not None:
