@@ -163,7 +163,7 @@ class RolloutRunner:
         try:
             with self.auxiliary_models(session.id, seed) as auxiliary:
                 async with asyncio.timeout(self.settings.timeout) as deadline:
-                    with ending.of(deadline):
+                    with ending.of(deadline), session.results.collecting():
                         limited = partial(tools.limiting, deadline)
                         await self._run_functions(task, session, dict(auxiliary), state, limited)
         except TimeoutError:
@@ -184,6 +184,7 @@ class RolloutRunner:
             state.follow(again, script)
         trace = state.trace(
             calls,
+            results=session.results.kept,
             generation=session.in_flight.seconds,
             needs_calls=self.settings.needs_calls,
         )
