@@ -137,7 +137,7 @@ BODIES = {
     },
 }
 TEXT = 'Hm.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
-CLOCKS = ("created", "created_at")
+CLOCKS = ("created", "created_at", "completed_at")
 
 
 def timeless(value: Any) -> Any:

@@ -70,7 +70,7 @@ class Divergence:
 
 
 @dataclass(frozen=True)
-class _Recorded:
+class Recorded:
     """A request of the recorded rollout.
 
     Attributes:
@@ -157,24 +157,33 @@ class Script:
         """Why a call cannot be given back, or None."""
         return call.invalid
 
-    def _requests(self) -> list[_Recorded]:
+    def _requests(self) -> list[Recorded]:
         """In the order in which they began."""
         members: dict[str, dict[int, tuple[int, Call]]] = {}
         for number, call in enumerate(self.trace.calls):
             id_, _, index = call.id.rpartition("-")
+            if not index.isdecimal():
+                raise TunerError(
+                    f"call {number + 1} of {self.trace.id} cannot be given back: it was made by a "
+                    "chat model of the workflow's own"
+                )
             members.setdefault(id_, {})[int(index)] = number, call
         found = []
         for id_, calls in members.items():
             given = {
-                index: len(call.completion_ids)
+                index: self._whole(call)
                 if number < self.calls
                 else self.token * (number == self.calls)
                 for index, (number, call) in calls.items()
             }
             first = min(number for number, _ in calls.values())
             by_index = {index: call for index, (_, call) in calls.items()}
-            found.append(_Recorded(id_, by_index[min(by_index)].started, first, by_index, given))
+            found.append(Recorded(id_, by_index[min(by_index)].started, first, by_index, given))
         return sorted(found, key=lambda request: (request.started, request.first))
+
+    def _whole(self, call: Call) -> int:
+        """How many tokens a call has that is given whole."""
+        return len(call.completion_ids)
 
     def given(
         self,
@@ -196,7 +205,7 @@ class Script:
         """
         found = self._taken(
             [one for one in self._left if one.has_prompts(prompts)],
-            lambda one: _others(one, settings, free),
+            lambda one: others(one, settings, free),
             messages,
             tools,
         )
@@ -218,26 +227,25 @@ class Script:
 
     def _taken(
         self,
-        alike: Sequence[_Recorded],
-        others: Callable[[_Recorded], str],
+        alike: Sequence[Recorded],
+        differing: Callable[[Recorded], str],
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]],
-    ) -> _Recorded | None:
+    ) -> Recorded | None:
         """The recorded request that one is, if any of it lies before the point; None: sample it.
 
         Args:
             alike: The requests that it can be.
-            others: Which of its settings are others than those of one of these; "": none.
+            differing: Which of its settings are others than those of one of these; "": none.
             messages, tools: The request's, for people.
         """
         if self.divergence is not None:
             return None
-        found = next((one for one in alike if not others(one)), None)
+        found = next((one for one in alike if not differing(one)), None)
         if found is None:
             if not self._sampled:
-                differing = others(alike[0]) if alike else ""
                 expected = alike[0] if alike else self._nearest(messages)
-                self._diverges(expected, differing, messages, tools)
+                self._diverges(expected, differing(alike[0]) if alike else "", messages, tools)
             return None
         self._left.remove(found)
         if found.scripted:
@@ -254,8 +262,8 @@ class Script:
 
     def _diverges(
         self,
-        expected: _Recorded | None,
-        others: str,
+        expected: Recorded | None,
+        found: str,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]],
     ) -> None:
@@ -265,14 +273,14 @@ class Script:
             self.divergence = Divergence(len(self.trace.calls), what, None, messages, tools)
             return
         call = expected.calls[min(expected.calls)]
-        what = others or difference(messages, call.messages, tools=tools, recorded_tools=call.tools)
+        what = found or difference(messages, call.messages, tools=tools, recorded_tools=call.tools)
         self.divergence = Divergence(expected.first, what, call, messages, tools)
 
-    def _nearest(self, messages: Sequence[Mapping[str, Any]]) -> _Recorded | None:
+    def _nearest(self, messages: Sequence[Mapping[str, Any]]) -> Recorded | None:
         """The request that was expected: the one whose messages begin most like these, and of
         several the first. Agents in parallel ask in any order."""
 
-        def begins(one: _Recorded) -> tuple[int, int]:
+        def begins(one: Recorded) -> tuple[int, int]:
             recorded = one.calls[min(one.calls)].messages
             pairs = list(zip(messages, recorded, strict=False))
             same = _parting(messages, recorded)
@@ -321,7 +329,7 @@ def _given(call: Call, count: int) -> Given:
     return Given(generation, whole, tuple(ids))
 
 
-def _others(request: _Recorded, settings: Sequence[SamplingParams], free: Collection[str]) -> str:
+def others(request: Recorded, settings: Sequence[SamplingParams], free: Collection[str]) -> str:
     """Which settings of a request with these prompts are others than recorded; "": none."""
     names = [field.name for field in fields(SamplingParams) if field.name not in free]
     found = [
