@@ -13,8 +13,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 import yaml
 
-from tuner.commands.rerun_command import rerun
 from tuner.errors import ConfigError, TrainingError, TunerError
+from tuner.rerun.command import rerun
 from tuner.templates import Template, create, missing
 
 try:

@@ -5,7 +5,6 @@ import enum
 import json
 import logging
 import threading
-from functools import partial
 
 import pytest
 
@@ -13,7 +12,7 @@ import tuner
 from tests.rollout.test_runner import DEFAULTS, MESSAGES, ask
 from tuner.errors import FunctionError
 from tuner.functions.outputs import JudgeOutput, WorkflowOutput
-from tuner.gateway.script import Script
+from tuner.rollout.attempt import Again
 from tuner.traces import FunctionResult, Outcome, RolloutId
 from tuner.traces.store import trace_from_json, trace_to_json
 
@@ -39,11 +38,13 @@ def price(item: dict) -> dict:
     return found
 
 
-async def run(runner, script=None):
-    """A rollout in the runner's own way, with a script where one is given."""
-    if script is not None:
-        runner.gateway.open_session = partial(runner.gateway.open_session, script=script)
-    (trace,) = await runner.run({"question": "hi"}, RolloutId(1, 0, 0), DEFAULTS)
+async def run(runner, first=None, calls=None):
+    """A rollout; one that begins inside of `first`, behind so many calls, where that is given."""
+    again = None
+    if first is not None:
+        behind = len(first.calls) if calls is None else calls
+        again = Again(first, (first.id, first.attempt), behind)
+    (trace,) = await runner.run({"question": "hi"}, RolloutId(1, 0, 0), DEFAULTS, again=again)
     return trace
 
 
@@ -76,7 +77,7 @@ async def test_results_of_workflow_and_judge_are_in_the_trace(make_runner):
 async def test_within_a_script_functions_do_not_run(make_runner):
     first = await run(make_runner(workflow, judge))
     RAN.clear()
-    again = await run(make_runner(workflow, judge), Script(first))
+    again = await run(make_runner(workflow, judge), first)
     assert RAN == []
     assert (again.response, again.reward) == (first.response, 4.0)
     assert again.results == first.results
@@ -88,7 +89,7 @@ async def test_behind_the_point_functions_run(calls, runs, make_runner):
     first search, at call 1 all of them, at the end the judge's price, too."""
     first = await run(make_runner(workflow, judge))
     RAN.clear()
-    await run(make_runner(workflow, judge), Script(first, calls))
+    await run(make_runner(workflow, judge), first, calls)
     assert len(RAN) == runs
 
 
@@ -102,7 +103,7 @@ async def test_an_agent_that_has_diverged_runs_its_functions(make_runner):
         await search("a")
         return WorkflowOutput(reward=1.0)
 
-    await run(make_runner(other), Script(first))
+    await run(make_runner(other), first)
     assert RAN == [("search", "a", 3)]
 
 
@@ -156,7 +157,7 @@ async def test_what_raised_is_not_recorded_and_runs_again(make_runner):
     first = await run(make_runner(patient))
     assert [(result.occurrence, result.value) for result in first.results] == [(1, 2)]
     tries.clear()
-    again = await run(make_runner(patient), Script(first))
+    again = await run(make_runner(patient), first)
     assert again.outcome is Outcome.COMPLETED
     assert len(tries) == 1
 
@@ -170,7 +171,7 @@ async def test_what_is_given_back_may_be_changed(make_runner):
         return WorkflowOutput(reward=1.0)
 
     first = await run(make_runner(greedy))
-    again = await run(make_runner(greedy), Script(first))
+    again = await run(make_runner(greedy), first)
     assert (
         [one.value for one in again.results] == [["a"] * 3] * 2 == [r.value for r in first.results]
     )
@@ -197,7 +198,7 @@ async def test_methods(make_runner):
 
     first = await run(make_runner(methods))
     RAN.clear()
-    again = await run(make_runner(methods), Script(first))
+    again = await run(make_runner(methods), first)
     assert RAN == []
     assert again.results == first.results
     assert again.results[0].arguments == {"self": "<not JSON>", "number": 4}

@@ -30,7 +30,8 @@ def difference_of(divergence: Divergence) -> list[str]:
     Where the agent ended, or asked for more than was recorded, the one request that there is; empty
     where they differ in their settings alone.
     """
-    expected, number = divergence.expected, divergence.call + 1
+    expected = divergence.expected
+    number = 1 + (divergence.call if divergence.number is None else divergence.number)
     old = [] if expected is None else readable(expected.messages, expected.tools)
     new = [] if divergence.asked is None else readable(divergence.asked, divergence.tools or ())
     was = f"call {number} as recorded" if expected is not None else "nothing more was recorded"

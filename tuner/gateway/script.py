@@ -51,12 +51,14 @@ class Divergence:
     """Where an agent left the script.
 
     Attributes:
-        call: Which call of the recorded rollout was expected, in order of commitment; their number
-            where none was.
+        call: The first call of the recorded rollout, in order of commitment, that the agent had
+            not asked for; their number where there was none.
         what: What differed, one line.
-        expected: That call, or None where nothing more was.
+        expected: The call that it should have been: of those, the one that is most like what the
+            agent asked for. None where nothing more was expected.
         asked: The messages that the agent sent instead, or None if it ended.
         tools: The tools that it sent with them.
+        number: Which call `expected` is.
     """
 
     call: int
@@ -64,9 +66,10 @@ class Divergence:
     expected: Call | None
     asked: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
+    number: int | None = None
 
     def __str__(self) -> str:
-        return f"at call {self.call + 1}: {self.what}"
+        return f"at call {1 + (self.call if self.number is None else self.number)}: {self.what}"
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,7 @@ class Script:
             raise TunerError(
                 f"{name} has {len(known)} calls: there is no point behind {self.calls}"
             )
-        longest = len(known[self.calls].completion_ids) if self.calls < len(known) else 1
+        longest = self._whole(known[self.calls]) if self.calls < len(known) else 1
         if not 0 <= self.token < longest:
             raise TunerError(
                 f"call {self.calls} of {name} has {longest} tokens: a point inside it is 0 to "
@@ -274,7 +277,8 @@ class Script:
             return
         call = expected.calls[min(expected.calls)]
         what = found or difference(messages, call.messages, tools=tools, recorded_tools=call.tools)
-        self.divergence = Divergence(expected.first, what, call, messages, tools)
+        first = min(one.first for one in self._left)
+        self.divergence = Divergence(first, what, call, messages, tools, number=expected.first)
 
     def _nearest(self, messages: Sequence[Mapping[str, Any]]) -> Recorded | None:
         """The request that was expected: the one whose messages begin most like these, and of

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from tuner.commands.rerun import Rerun
 from tuner.functions.outputs import Rejected
 from tuner.gateway.request_diff import difference_of, difference_of_texts
+from tuner.rerun.again import Rerun
 from tuner.rollout.watchdog import raised_in
 from tuner.traces import Call
 
@@ -61,8 +61,9 @@ def _at_the_point(result: Rerun) -> str:
 def _say_divergence(result: Rerun, console: Console) -> None:
     trace, divergence = result.recorded.trace, result.script.divergence
     assert divergence is not None
+    number = divergence.call if divergence.number is None else divergence.number
     count = len(trace.calls)
-    at = f"call {divergence.call + 1} of {count}" if divergence.call < count else "its end"
+    at = f"call {number + 1} of {count}" if number < count else "its end"
     console.print(f"{trace.id} is left at {at}: {divergence.what}", markup=False)
     if result.error is not None and (place := raised_in(result.error)) is not None:
         console.print(f"asked for in {place}", markup=False)
@@ -86,11 +87,11 @@ def _say_answer(result: Rerun, console: Console) -> None:
     trace = result.recorded.trace
     if result.same_answer:
         console.print(f"answer  {_short(trace.response)} as recorded", markup=False)
+    elif result.sampled:
+        console.print(f"answer  {_short(result.response or '')}", markup=False)
     else:
-        console.print(f"answer  {'is' if result.sampled else 'differs:'} ", end="")
-        console.print(_short(result.response or "") if result.sampled else "", markup=False)
-        lines = difference_of_texts(trace.response, result.response or "")
-        console.print(diff_text(lines), end="")
+        console.print("answer  differs:")
+        console.print(diff_text(difference_of_texts(trace.response, result.response or "")), end="")
     now, then = _number(result.reward), _number(trace.reward)
     if result.unjudged is not None:
         console.print(f"reward  not compared: {result.unjudged}", markup=False)

@@ -11,6 +11,7 @@ from typing import Any
 
 from tuner.config import RunConfig
 from tuner.config.load import checked, read_layers
+from tuner.data.order import derive_seed
 from tuner.errors import ConfigError, TunerError
 from tuner.functions.calling import call_function
 from tuner.functions.loading import load_function
@@ -65,6 +66,17 @@ class RecordedRollout:
         model = self.config.model
         settings = load_settings(model.model_path)
         return context_length(model.max_model_len, settings, "model.max_model_len")
+
+    @property
+    def function_seed(self) -> int | None:
+        """What the random states were set to when it began; None where they were not."""
+        settings, trace = self.config.tuner, self.trace
+        branching = settings.branching
+        if not (settings.deterministic or (branching is not None and branching.seed_functions)):
+            return None
+        while trace.origin is not None:  # the one that begins at the beginning
+            trace = _trace(self.directory, None, f"{trace.origin.rollout}-{trace.origin.attempt}")
+        return derive_seed(settings.seed, trace.id, trace.attempt)
 
     def saved(self, name: str) -> SavedRollout:
         """The rollout as tests have it, without the run.

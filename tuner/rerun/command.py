@@ -45,9 +45,9 @@ def rerun(
     """
     from rich.console import Console
 
-    from tuner.commands.recorded_run import save_rollouts
-    from tuner.commands.rerun import run_again
-    from tuner.commands.rerun_report import say
+    from tuner.rerun.again import run_again
+    from tuner.rerun.findings import say
+    from tuner.rerun.recorded_run import save_rollouts
 
     if not sample and (candidate is not None or seed):
         raise ConfigError("--candidate and --seed are for what is sampled: add --sample")

@@ -20,7 +20,6 @@ from tuner.assembly.stack import build_stack, chat_renderer
 from tuner.chat_models import chat_model, default_kind
 from tuner.commands.candidates import Candidate, find_candidate
 from tuner.commands.evaluation import of_configuration, with_weights
-from tuner.commands.recorded_run import RecordedRollout, find_rollout
 from tuner.data.order import derive_seed, seed_everything
 from tuner.engines.base import EngineCapabilities
 from tuner.errors import ConfigError, FunctionError
@@ -29,6 +28,7 @@ from tuner.functions.outputs import Rejected, response_text
 from tuner.gateway import Gateway, SamplingDefaults, Session, SessionLimits
 from tuner.gateway.playback import MessageScript, Playback
 from tuner.gateway.script import Script
+from tuner.rerun.recorded_run import RecordedRollout, find_rollout
 from tuner.rollout.failures import being_cancelled, describe
 from tuner.rollout.limits import contained
 from tuner.run.interrupts import outside_event_loop, run_async
@@ -203,8 +203,8 @@ class _Again:
         script = self._script()
         found = Rerun(self.recorded, script, self.point, self.sample)
         async with self._served() as (gateway, auxiliary, defaults):
-            if config.tuner.deterministic:
-                seed_everything(derive_seed(config.tuner.seed, trace.id, trace.attempt))
+            if (seed := self.recorded.function_seed) is not None:
+                seed_everything(seed)
             session = gateway.open_session(
                 f"{trace.id}-{trace.attempt}-again",
                 seed=derive_seed(config.tuner.seed, trace.id, "again", self.seed),
