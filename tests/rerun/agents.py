@@ -90,6 +90,17 @@ async def judge(task, response):
     return JudgeOutput(reward=float("yes" in response))
 
 
+async def dialects(task, model):
+    """Each API once."""
+    client, name = model.client, model.model_name
+    first = await client.responses.create(model=name, input="hi")
+    second = await client.completions.create(model=name, prompt="Once")
+    claude = model.anthropic_client
+    messages = [{"role": "user", "content": first.output_text + second.choices[0].text}]
+    said = await claude.messages.create(model=name, max_tokens=50, messages=messages)
+    return WorkflowOutput(response=said.content[0].text)
+
+
 async def strict(task, response):
     return JudgeOutput(reward=0.0)
 

@@ -2,13 +2,16 @@
 
 import asyncio
 import re
+import shutil
 
 import pytest
 
 from tests.loop import runs
 from tests.rerun import agents
+from tuner.errors import TunerError
 from tuner.loop import run_local
 from tuner.rerun.again import run_again
+from tuner.testing import Replayed, save_rollouts
 from tuner.traces import RolloutId, read_traces
 from tuner.traces.saved import read_rollouts
 
@@ -216,6 +219,36 @@ def test_a_whole_rollout_is_saved_for_tests(made, said, tmp_path):
     agents.CLOCK[0] = "10:42"
     status, _, _ = said("rerun", run, "train-3-0-2", "--save", file, "--name", "third")
     assert (status, list(read_rollouts(file))) == (1, ["sum", "other"])
+
+
+async def test_what_was_saved_of_a_run_is_replayed_by_the_fixture(make_run, tmp_path):
+    """Without the run, its tokenizer or its model: in every dialect that its gateway speaks."""
+    file = tmp_path / "rollouts.jsonl"
+    for name in ("workflow", "dialects"):
+        run = await make_run(name)
+        save_rollouts(run, {name: "train-3-0-2"}, file)
+        shutil.rmtree(run)
+    for name in ("workflow", "dialects"):
+        agents.DID.clear()
+        output = await Replayed(file, "a test")(getattr(agents, name), name)
+        assert output.response == "yes"
+        assert "price pen" not in agents.DID
+    agents.CLOCK[0] = "10:42"
+    with pytest.raises(
+        pytest.fail.Exception, match="leaves the rollout 'workflow' at call 1: mess"
+    ):
+        await Replayed(file, "workflow")(agents.workflow)
+
+
+async def test_another_rollout_of_a_name_is_not_overwritten(make_run, tmp_path):
+    file = tmp_path / "rollouts.jsonl"
+    for texts in (["a", "b"], ["c", "d"]):
+        run = await make_run("plain", texts=texts)
+        if texts[0] == "a":
+            save_rollouts(run, ["train-3-0-2"], file)
+            shutil.rmtree(run)
+    with pytest.raises(TunerError, match="has another rollout 'train-3-0-2': give this one anoth"):
+        save_rollouts(run, ["train-3-0-2"], file)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.text import Text
 
 from tuner.functions.outputs import Rejected
+from tuner.functions.places import raised_in
 from tuner.gateway.request_diff import difference_of, difference_of_texts
 from tuner.rerun.again import Rerun
-from tuner.rollout.watchdog import raised_in
 from tuner.traces import Call
 
 _STYLES = {"+": "green", "-": "red", "@": "cyan"}
@@ -30,6 +30,11 @@ def say(result: Rerun, console: Console) -> None:
         _say_divergence(result, console)
         if not result.sampled:
             return None
+    elif result.point is not None and not result.sampled and result.error is None:
+        return console.print(
+            f"{result.recorded.trace.id}: the agent ended without asking for call "
+            f"{result.point + 1}"
+        )
     if result.error is not None:
         return _say_error(result, console)
     if not result.sampled:

@@ -16,11 +16,12 @@ from tuner.data.order import derive_seed, seed_everything
 from tuner.errors import FunctionError, RewardError
 from tuner.functions.calling import call_group_judge, call_judge, call_workflow, judges_groups
 from tuner.functions.outputs import JudgeOutput, Rejected
+from tuner.functions.places import raised_in
 from tuner.gateway import Gateway, SamplingDefaults, Session, SessionLimits
 from tuner.rollout.attempt import Again, Attempt
 from tuner.rollout.failures import JudgeFailure, being_cancelled, describe, of_judge
 from tuner.rollout.limits import Ending, Exited, ToolTime, contained
-from tuner.rollout.watchdog import Running, Watchdog, raised_in
+from tuner.rollout.watchdog import Running, Watchdog
 from tuner.traces import Outcome, RolloutId, Trace
 
 T = TypeVar("T")
