@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import re
+import textwrap
 from importlib import import_module
+from pathlib import Path
 
 import openai
 import pytest
@@ -120,12 +123,19 @@ def tests(pytester):
     pytester.makeconftest('pytest_plugins = ["tuner.testing"]')
     pytester.makepyfile(agents=AGENTS, test_agents=TESTS)
 
+    run = runs_in(pytester)
+    run.folder = pytester.path
+    return run
+
+
+def runs_in(pytester):
+    """What runs pytest in a folder."""
+
     def run(*arguments):
         scope = "asyncio_default_fixture_loop_scope=function"
         own = ("-p", "no:cacheprovider", "-o", "asyncio_mode=auto", "-o", scope)
         return pytester.runpytest_inprocess(*own, *arguments)
 
-    run.folder = pytester.path
     return run
 
 
@@ -275,6 +285,36 @@ def test_files_that_are_not_as_they_should_be(recorded, tmp_path):
     file.write_text(json.dumps({"name": "x"}) + "\n")
     with pytest.raises(TunerError, match=r"line 1 is not a saved rollout"):
         recorded_rollouts(file)
+
+
+def test_the_page_runs_as_it_stands(pytester):
+    """Its agent, its tests, its recording; the diff on it is the one that is printed."""
+    page = (Path(__file__).parents[1] / "docs/testing_agents.md").read_text()
+    for block in re.findall(r"```python\n# (\S+)\n(.*?)```", page, re.DOTALL):
+        Path(pytester.path, block[0]).write_text(block[1])
+    run = runs_in(pytester)
+
+    def answer(body):
+        asked = body["messages"][-1]
+        if asked["role"] == "tool":
+            return json.loads(asked["content"])[0]
+        if "name" in asked["content"]:
+            return "I have none."
+        function = {"name": "search", "arguments": '{"query": "The Eiffel Tower"}'}
+        call = {"id": "call_1", "type": "function", "function": function}
+        return {"content": None, "tool_calls": [call]}
+
+    with chat_server(answer) as server:
+        run("--record-rollouts", server.base_url, "--record-model", "m").assert_outcomes(passed=2)
+    run().assert_outcomes(passed=2)
+    agent = pytester.path / "my_agent.py"
+    agent.write_text(agent.read_text().replace("Answer from", "Answer shortly, from"))
+    result = run()
+    result.assert_outcomes(failed=2)
+    (shown,) = re.findall(r"( {4}the agent leaves.*?\[tool search\]\n)", page, re.DOTALL)
+    for line in textwrap.dedent(shown).splitlines():
+        if not line.startswith("asked for in"):
+            assert line in result.outlines
 
 
 async def test_an_agent_that_does_not_end_fails(recorded):
