@@ -70,9 +70,10 @@ class RecordedRollout:
     @property
     def function_seed(self) -> int | None:
         """What the random states were set to when it began; None where they were not."""
-        settings, trace = self.config.tuner, self.trace
-        branching = settings.branching
-        if not (settings.deterministic or (branching is not None and branching.seed_functions)):
+        from tuner.assembly.parameters import rollout_settings
+
+        settings, trace = rollout_settings(self.config), self.trace
+        if not settings.seeds_functions:
             return None
         while trace.origin is not None:  # the one that begins at the beginning
             trace = _trace(self.directory, None, f"{trace.origin.rollout}-{trace.origin.attempt}")
