@@ -24,7 +24,7 @@ def said(capsys, monkeypatch, *arguments):
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        ("runn x", "No such command 'runn'. Did you mean 'run'? (see: tuner --help)"),
+        ("runn x", "No such command 'runn'. Did you mean 'run', 'rerun'? (see: tuner --help)"),
         ("run", "Missing argument 'CONFIG'. (see: tuner run --help)"),
         ("view", "Missing argument 'RUN'. (see: tuner view --help)"),
         ("replay somewhere", "Missing option '--judge'. (see: tuner replay --help)"),
@@ -47,7 +47,8 @@ def test_alone_it_says_what_there_is(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "command", ["init", "run", "check", "eval", "compare", "doctor", "export", "view", "replay"]
+    "command",
+    ["init", "run", "check", "eval", "compare", "doctor", "export", "view", "replay", "rerun"],
 )
 def test_help_has_an_example(command, capsys, monkeypatch):
     status, output, _ = said(capsys, monkeypatch, command, "--help")

@@ -29,7 +29,8 @@ ORDER = [
     {"settings"},
     {"tune"},
     {"areal", "trinity", "viewer", "check", "commands", "templates"},
-    {"prompts"},
+    {"prompts", "rerun"},
+    {"testing"},
     {"cli"},
     {"__main__"},
 ]

@@ -63,7 +63,7 @@ def test_the_reference_has_everything_that_is_public():
     told = set(re.findall(r"^::: (\S+)$", (ROOT / "docs/reference.md").read_text(), re.MULTILINE))
     values = [
         getattr(import_module(name), known)
-        for name in ("tuner", "tuner.traces", "tuner.rewards", "tuner.areal")
+        for name in ("tuner", "tuner.traces", "tuner.rewards", "tuner.testing", "tuner.areal")
         for known in import_module(name).__all__
         if known != "TrinityChatModel"  # depends on what is installed
     ]
@@ -97,6 +97,7 @@ ELSEWHERE = {
     "frameworks.md": "tests/integration/frameworks/test_docs.py",
     "not_python.md": "tests/test_pages.py",
     "prompts.md": "tests/prompts/test_tuning.py",
+    "testing_agents.md": "tests/test_testing.py",
     "trinity.md": "tests/integration/trinity/test_examples.py",
 }
 # Blocks that need what is not here: models of the Hub.

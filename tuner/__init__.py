@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         WorkflowOutput,
         WorkflowType,
     )
+    from tuner.gateway.results import recorded
     from tuner.prompts.model_selection import select_model
     from tuner.prompts.tuning import tune_prompt
     from tuner.result import TuneResult
@@ -65,6 +66,7 @@ _MODULES = {
         "WorkflowOutput",
         "WorkflowType",
     ),
+    "tuner.gateway.results": ("recorded",),
     "tuner.prompts.model_selection": ("select_model",),
     "tuner.prompts.tuning": ("tune_prompt",),
     "tuner.result": ("TuneResult",),
@@ -104,6 +106,7 @@ __all__ = [
     "check_judge_function",
     "check_workflow_function",
     "evaluate",
+    "recorded",
     "require_agentscope1",
     "require_agentscope2",
     "select_model",

@@ -14,6 +14,7 @@ import typer
 import yaml
 
 from tuner.errors import ConfigError, TrainingError, TunerError
+from tuner.rerun.command import rerun
 from tuner.templates import Template, create, missing
 
 try:
@@ -27,7 +28,6 @@ INTERRUPTED = 130
 
 UsageError: Any = typer.BadParameter.__mro__[1]
 """What is raised for a command line that cannot be read."""
-
 app = typer.Typer(pretty_exceptions_enable=False)
 
 ConfigFile = Annotated[
@@ -327,6 +327,9 @@ def replay(
         steps=parse_steps(steps),
     )
     typer.echo(replay_table(result))
+
+
+app.command(epilog="Example: tuner rerun RUN train-3-0-2 --until 4")(rerun)
 
 
 def main() -> None:

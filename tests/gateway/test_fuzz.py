@@ -21,9 +21,9 @@ from tests.gateway.toy import gateway_of, tokenizer
 from tuner.engines.base import Generation, SamplingParams, TokenSink
 from tuner.engines.grammar import Grammars
 from tuner.gateway import Gateway, Session
-from tuner.gateway.routes import _EXCHANGES, StreamReply
+from tuner.gateway.routes import EXCHANGES, StreamReply
 
-ROUTES = (*_EXCHANGES, "/v1/messages/count_tokens")
+ROUTES = (*EXCHANGES, "/v1/messages/count_tokens")
 GRAMMARS = Grammars(tokenizer(), [tokenizer().eos_token_id])
 IN_PROCESS, OVER_HTTP = 9_600, 500  # bodies
 AT_ONCE = 4  # clients of one session

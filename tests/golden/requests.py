@@ -33,7 +33,7 @@ from tuner.gateway.dialects.chat import read_chat_request
 from tuner.gateway.dialects.responses_request import read_responses_request
 from tuner.gateway.dialects.text import read_text_request
 from tuner.gateway.request_error import RequestError
-from tuner.gateway.routes import _EXCHANGES
+from tuner.gateway.routes import EXCHANGES
 from tuner.gateway.service import StreamReply
 from tuner.gateway.sessions import KeptResponse
 
@@ -75,7 +75,7 @@ def read(path: str, body: bytes, gateway: Gateway, session: Session) -> Json:
     try:
         request = readers[path]()
     except RequestError as error:
-        answer = _EXCHANGES.get(path, MessagesExchange).error(error)
+        answer = EXCHANGES.get(path, MessagesExchange).error(error)
         return {"status": error.status, "error": json.loads(answer)["error"]}
     return {"request": _said(request)}
 

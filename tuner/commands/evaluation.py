@@ -95,7 +95,7 @@ def evaluate(
     tasks = {name: rows[:limit] for name, rows in run.eval_tasks.items()}
     run = replace(run, config=config, eval_tasks=tasks)
     given = [candidates] if isinstance(candidates, str | Path) else candidates
-    chosen = _distinct([find_candidate(one) for one in given] or _of_configuration(config))
+    chosen = _distinct([find_candidate(one) for one in given] or of_configuration(config))
     folder = None if output is None else _new_folder(Path(output))
     # Names may differ in what no folder can be called.
     folders = [folder and folder / f"{n}-{_FILE.sub('-', c.name)}" for n, c in enumerate(chosen, 1)]
@@ -150,7 +150,7 @@ def _asked(config: RunConfig, k: int | None, temperature: float | None) -> RunCo
     return config.model_copy(update={"buffer": buffer})
 
 
-def _of_configuration(config: RunConfig) -> list[Candidate]:
+def of_configuration(config: RunConfig) -> list[Candidate]:
     """The weights that its run begins with, and its newest checkpoint if there is one."""
     model, lora = config.model.model_path, config.model.lora
     found = [find_candidate(model)]

@@ -93,8 +93,7 @@ class Completion:
         id_, budget, seeds = self.session.admit(prompts, request.n)
         self.id = self._prefix + id_
         for prompt, room, grammar in prepared:
-            if budget is not None:
-                room = min(room, budget)
+            room = room if budget is None else min(room, budget)
             for choice in range(request.n):
                 seed = seeds[len(self._sampled)]
                 sampling = self._sampling(room, seed, choice, grammar)
@@ -118,6 +117,7 @@ class Completion:
             [sampled.sampling for sampled in self._sampled],
             free=free,
             messages=request.messages,
+            tools=request.tools,
             can_go_on=self.service.engine.capabilities.can_go_on,
         )
         if found is None:

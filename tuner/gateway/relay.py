@@ -26,7 +26,7 @@ from tuner.gateway.sessions import Session
 from tuner.traces import Call, Usage
 
 ELSEWHERE = "sampled by a model elsewhere: the ids of its tokens are not known"
-_CHAT = "POST /v1/chat/completions"
+CHAT = "POST /v1/chat/completions"
 
 
 class Relay(Gateway):
@@ -62,13 +62,13 @@ class Relay(Gateway):
                 "is none here",
                 status=404,
             )
-        if asked != _CHAT:
+        if asked != CHAT:
             raise RequestError(
                 f"{asked} is not handed on to {self._client.base_url}: a model elsewhere is "
                 "reached by POST /v1/chat/completions",
                 status=404,
             )
-        request = _request(body)
+        request = read_body(body)
         session.check_model(request["model"])
         session.admit([()], int(request.get("n") or 1))
         call = _Asked(self._client, session, role, request)
@@ -198,7 +198,7 @@ def call_elsewhere(request: Mapping[str, Any], response: dict[str, Any], **known
         completion_ids=(),
         logprobs=(),
         versions=(),
-        sampling=_sampling(request),
+        sampling=sampling_said(request),
         messages=request["messages"],
         tools=request.get("tools") or [],
         response=response,
@@ -208,7 +208,7 @@ def call_elsewhere(request: Mapping[str, Any], response: dict[str, Any], **known
     )
 
 
-def _request(body: bytes) -> dict[str, Any]:
+def read_body(body: bytes) -> dict[str, Any]:
     """The body of a chat completion, of which we read little and hand on all."""
     try:
         request = json.loads(body)
@@ -221,7 +221,7 @@ def _request(body: bytes) -> dict[str, Any]:
     return request
 
 
-def _sampling(request: Mapping[str, Any]) -> SamplingParams:
+def sampling_said(request: Mapping[str, Any]) -> SamplingParams:
     """What a request says; the rest is as the API has it."""
     limit = request.get("max_completion_tokens") or request.get("max_tokens") or 0
     said = {name: request.get(name) for name in ("temperature", "top_p")}

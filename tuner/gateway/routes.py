@@ -32,13 +32,13 @@ _AFTER_THE_END = 0.05  # seconds until a request with a sealed key is refused
 _REMEMBERED_KEYS = 100_000  # sealed keys that still get a sentence of their own
 
 
-_EXCHANGES: dict[str, type[Exchange]] = {
+EXCHANGES: dict[str, type[Exchange]] = {
     "/v1/chat/completions": chat.ChatExchange,
     "/v1/completions": TextExchange,
     "/v1/messages": anthropic.MessagesExchange,
     "/v1/responses": ResponsesExchange,
 }
-_COUNT_TOKENS = "/v1/messages/count_tokens"
+COUNT_TOKENS = "/v1/messages/count_tokens"
 
 
 class Gateway:
@@ -240,16 +240,16 @@ class Gateway:
     ) -> Reply | StreamReply:
         """The answer to what is asked for, a method and a path; raises RequestError for another."""
         method, _, path = asked.partition(" ")
-        if method == "POST" and path in _EXCHANGES:
+        if method == "POST" and path in EXCHANGES:
             key = headers.get(IDEMPOTENCY_HEADER)
             if key:
                 return await once(kind, session, role, body, key)
             return await complete(kind(session, role, body))
-        if (method, path) == ("POST", _COUNT_TOKENS):
+        if (method, path) == ("POST", COUNT_TOKENS):
             return Reply(200, json.dumps(await anthropic.count_tokens(session, body)).encode())
         raise RequestError(
             f"{asked} is not served here: this gateway answers GET /v1/models and "
-            f"POST {', '.join((*_EXCHANGES, _COUNT_TOKENS))}",
+            f"POST {', '.join((*EXCHANGES, COUNT_TOKENS))}",
             status=404,
         )
 
@@ -292,8 +292,8 @@ def _dialect(path: str, headers: Mapping[str, str]) -> type[Exchange]:
         path: As `_served` gives it.
         headers: By lower-case name; Anthropic's clients name their version in one.
     """
-    claude = path == _COUNT_TOKENS or "anthropic-version" in headers
-    return _EXCHANGES.get(path, anthropic.MessagesExchange if claude else chat.ChatExchange)
+    claude = path == COUNT_TOKENS or "anthropic-version" in headers
+    return EXCHANGES.get(path, anthropic.MessagesExchange if claude else chat.ChatExchange)
 
 
 async def _from_elsewhere(

@@ -14,6 +14,8 @@ come in any order, and those that were recorded behind the point are sampled.
 Up to the first token that is sampled an agent that does the same asks for what is recorded. One
 that asks for something else, or that ends before it has asked for everything, has *diverged*: from
 there on all is sampled, and the script says where that was and what differed.
+
+Calls are counted from 0 here; what people read counts them from 1, as the page of a run does.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from typing import Any
 from tuner.engines.base import FINISH_REASONS, Generation, SamplingParams
 from tuner.errors import TunerError
 from tuner.gateway.request_error import shown
-from tuner.traces import Call, Trace
+from tuner.traces import Call, FunctionResult, Trace
 
 
 @dataclass(frozen=True)
@@ -49,24 +51,29 @@ class Divergence:
     """Where an agent left the script.
 
     Attributes:
-        call: Which call of the recorded rollout was expected, in order of commitment; their number
-            where none was.
+        call: The first call of the recorded rollout, in order of commitment, that the agent had
+            not asked for; their number where there was none.
         what: What differed, one line.
-        expected: That call, or None where nothing more was.
+        expected: The call that it should have been: of those, the one that is most like what the
+            agent asked for. None where nothing more was expected.
         asked: The messages that the agent sent instead, or None if it ended.
+        tools: The tools that it sent with them.
+        number: Which call `expected` is.
     """
 
     call: int
     what: str
     expected: Call | None
     asked: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    number: int | None = None
 
     def __str__(self) -> str:
-        return f"at call {self.call}: {self.what}"
+        return f"at call {1 + (self.call if self.number is None else self.number)}: {self.what}"
 
 
 @dataclass(frozen=True)
-class _Recorded:
+class Recorded:
     """A request of the recorded rollout.
 
     Attributes:
@@ -103,6 +110,8 @@ class Script:
         calls: How many of its calls, in order of commitment, lie before the point; None: all.
         token: How many tokens of the call at the point do.
         ends: Whether a request that diverges is refused, and so is what follows.
+        beyond: For a session without a model: is told the number of each recorded call that is
+            asked for and not given whole. None: what is not given is sampled.
 
     Attributes:
         divergence: Where the agent left it, or None.
@@ -112,16 +121,24 @@ class Script:
     """
 
     def __init__(
-        self, trace: Trace, calls: int | None = None, token: int = 0, *, ends: bool = False
+        self,
+        trace: Trace,
+        calls: int | None = None,
+        token: int = 0,
+        *,
+        ends: bool = False,
+        beyond: Callable[[int], None] | None = None,
     ) -> None:
         self.trace = trace
         self.ends = ends
+        self._beyond = beyond
         self.calls = len(trace.calls) if calls is None else calls
         self.token = token
         self.divergence: Divergence | None = None
         self._sampled = False
         self._check()
         self._left = self._requests()
+        self._results = {_key(one): one for one in trace.results if one.calls <= self.calls}
 
     def _check(self) -> None:
         known, name = self.trace.calls, self.trace.id
@@ -129,34 +146,47 @@ class Script:
             raise TunerError(
                 f"{name} has {len(known)} calls: there is no point behind {self.calls}"
             )
-        longest = len(known[self.calls].completion_ids) if self.calls < len(known) else 1
+        longest = self._whole(known[self.calls]) if self.calls < len(known) else 1
         if not 0 <= self.token < longest:
             raise TunerError(
                 f"call {self.calls} of {name} has {longest} tokens: a point inside it is 0 to "
                 f"{longest - 1}"
             )
         for number, call in enumerate(known[: self.calls + bool(self.token)]):
-            if call.invalid is not None:
-                raise TunerError(f"call {number} of {name} cannot be given back: {call.invalid}")
+            if (why := self._unfit(call)) is not None:
+                raise TunerError(f"call {number + 1} of {name} cannot be given back: {why}")
 
-    def _requests(self) -> list[_Recorded]:
+    def _unfit(self, call: Call) -> str | None:
+        """Why a call cannot be given back, or None."""
+        return call.invalid
+
+    def _requests(self) -> list[Recorded]:
         """In the order in which they began."""
         members: dict[str, dict[int, tuple[int, Call]]] = {}
         for number, call in enumerate(self.trace.calls):
             id_, _, index = call.id.rpartition("-")
+            if not index.isdecimal():
+                raise TunerError(
+                    f"call {number + 1} of {self.trace.id} cannot be given back: it was made by a "
+                    "chat model of the workflow's own"
+                )
             members.setdefault(id_, {})[int(index)] = number, call
         found = []
         for id_, calls in members.items():
             given = {
-                index: len(call.completion_ids)
+                index: self._whole(call)
                 if number < self.calls
                 else self.token * (number == self.calls)
                 for index, (number, call) in calls.items()
             }
             first = min(number for number, _ in calls.values())
             by_index = {index: call for index, (_, call) in calls.items()}
-            found.append(_Recorded(id_, by_index[min(by_index)].started, first, by_index, given))
+            found.append(Recorded(id_, by_index[min(by_index)].started, first, by_index, given))
         return sorted(found, key=lambda request: (request.started, request.first))
+
+    def _whole(self, call: Call) -> int:
+        """How many tokens a call has that is given whole."""
+        return len(call.completion_ids)
 
     def given(
         self,
@@ -165,6 +195,7 @@ class Script:
         *,
         free: Collection[str],
         messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
         can_go_on: Callable[[SamplingParams], bool],
     ) -> tuple[str, Mapping[int, Given]] | None:
         """The id of a request's response and what is known of its choices; None: sample it.
@@ -172,21 +203,16 @@ class Script:
         Args:
             prompts, settings: Of each choice.
             free: Settings that may be others than recorded: they do not follow from the request.
-            messages: The request's, for people.
+            messages, tools: The request's, for people.
             can_go_on: Whether the engine goes on inside completions of such settings.
         """
-        if self.divergence is not None:
-            return None
-        alike = [one for one in self._left if one.has_prompts(prompts)]
-        found = next((one for one in alike if not _others(one, settings, free)), None)
+        found = self._taken(
+            [one for one in self._left if one.has_prompts(prompts)],
+            lambda one: others(one, settings, free),
+            messages,
+            tools,
+        )
         if found is None:
-            if not self._sampled:
-                others = _others(alike[0], settings, free) if alike else ""
-                self._diverges(alike[0] if alike else self._next(), others, messages)
-            return None
-        self._left.remove(found)
-        if not found.scripted:
-            self._sampled = True
             return None
         given = {
             index: _given(call, found.given[index])
@@ -194,28 +220,91 @@ class Script:
             if found.given[index]
         }
         parts = [index for index, one in given.items() if not one.whole]
-        self._sampled = self._sampled or bool(parts) or len(given) < len(prompts)
+        if parts or len(given) < len(prompts):
+            self._goes_on(self.calls)
         if not all(can_go_on(settings[index]) for index in parts):
             what = "the engine cannot go on inside a completion of such settings"
-            self.divergence = Divergence(found.first, what, found.calls[parts[0]], messages)
+            self.divergence = Divergence(found.first, what, found.calls[parts[0]], messages, tools)
             return None
         return found.id, given
 
+    def _taken(
+        self,
+        alike: Sequence[Recorded],
+        differing: Callable[[Recorded], str],
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+    ) -> Recorded | None:
+        """The recorded request that one is, if any of it lies before the point; None: sample it.
+
+        Args:
+            alike: The requests that it can be.
+            differing: Which of its settings are others than those of one of these; "": none.
+            messages, tools: The request's, for people.
+        """
+        if self.divergence is not None:
+            return None
+        found = next((one for one in alike if not differing(one)), None)
+        if found is None:
+            if not self._sampled:
+                expected = alike[0] if alike else self._nearest(messages)
+                self._diverges(expected, differing(alike[0]) if alike else "", messages, tools)
+            return None
+        self._left.remove(found)
+        if found.scripted:
+            return found
+        self._goes_on(found.first)
+        return None
+
+    def _goes_on(self, number: int) -> None:
+        """The recorded call of this number is not given whole: what is missing is sampled."""
+        if self._beyond is None:
+            self._sampled = True
+        else:
+            self._beyond(number)
+
     def _diverges(
-        self, expected: _Recorded | None, others: str, messages: list[dict[str, Any]]
+        self,
+        expected: Recorded | None,
+        found: str,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
     ) -> None:
         """Take note of a request that is nobody's."""
         if expected is None:
             what = "the agent asked for a further call, and the rollout had ended"
-            self.divergence = Divergence(len(self.trace.calls), what, None, messages)
+            self.divergence = Divergence(len(self.trace.calls), what, None, messages, tools)
             return
         call = expected.calls[min(expected.calls)]
-        what = others or difference(messages, call.messages)
-        self.divergence = Divergence(expected.first, what, call, messages)
+        what = found or difference(messages, call.messages, tools=tools, recorded_tools=call.tools)
+        first = min(one.first for one in self._left)
+        self.divergence = Divergence(first, what, call, messages, tools, number=expected.first)
 
-    def _next(self) -> _Recorded | None:
-        """The request that was expected first."""
-        return min(self._left, key=lambda one: one.first, default=None)
+    def _nearest(self, messages: Sequence[Mapping[str, Any]]) -> Recorded | None:
+        """The request that was expected: the one whose messages begin most like these, and of
+        several the first. Agents in parallel ask in any order."""
+
+        def begins(one: Recorded) -> tuple[int, int]:
+            recorded = one.calls[min(one.calls)].messages
+            pairs = list(zip(messages, recorded, strict=False))
+            same = _parting(messages, recorded)
+            return same, _parting(*map(_text, pairs[same])) if same < len(pairs) else 0
+
+        first = sorted(self._left, key=lambda one: one.first)
+        return max(first, key=begins, default=None)
+
+    def result(
+        self, function: str, arguments: Mapping[str, Any], occurrence: int
+    ) -> FunctionResult | None:
+        """What a recorded function returned before the point; None: run it.
+
+        Args:
+            function, arguments, occurrence: As `FunctionResult` has them.
+        """
+        if self.divergence is not None:
+            return None
+        key = function, json.dumps(arguments, sort_keys=True), occurrence
+        return self._results.get(key)
 
     def end(self) -> Divergence | None:
         """The agent asks for nothing more. Returns where it diverged, if it did."""
@@ -244,7 +333,7 @@ def _given(call: Call, count: int) -> Given:
     return Given(generation, whole, tuple(ids))
 
 
-def _others(request: _Recorded, settings: Sequence[SamplingParams], free: Collection[str]) -> str:
+def others(request: Recorded, settings: Sequence[SamplingParams], free: Collection[str]) -> str:
     """Which settings of a request with these prompts are others than recorded; "": none."""
     names = [field.name for field in fields(SamplingParams) if field.name not in free]
     found = [
@@ -256,8 +345,23 @@ def _others(request: _Recorded, settings: Sequence[SamplingParams], free: Collec
     return ", ".join(dict.fromkeys(found))
 
 
-def difference(asked: Sequence[Mapping[str, Any]], recorded: Sequence[Mapping[str, Any]]) -> str:
-    """Where two conversations differ first, one line."""
+def _key(result: FunctionResult) -> tuple[str, str, int]:
+    return result.function, json.dumps(result.arguments, sort_keys=True), result.occurrence
+
+
+def difference(
+    asked: Sequence[Mapping[str, Any]],
+    recorded: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Any] = (),
+    recorded_tools: Sequence[Any] = (),
+) -> str:
+    """Where two requests differ first, one line.
+
+    Args:
+        asked, recorded: Their messages.
+        tools, recorded_tools: Their tools.
+    """
     for number, (new, old) in enumerate(zip(asked, recorded, strict=False)):
         for name in {**old, **new}:
             if new.get(name) != old.get(name):
@@ -265,7 +369,10 @@ def difference(asked: Sequence[Mapping[str, Any]], recorded: Sequence[Mapping[st
                 return f"messages[{number}].{name} is {now} and was {before}"
     if len(asked) != len(recorded):
         return f"the request has {len(asked)} messages and had {len(recorded)}"
-    return "the messages are the same, but their prompt is not: other tools, template or tokenizer"
+    if list(tools) != list(recorded_tools):
+        now, before = _parted(_text(tools), _text(recorded_tools))
+        return f"the tools are {now} and were {before}"
+    return "the messages are the same, but their prompt is not: another template or tokenizer"
 
 
 _AROUND = 40
@@ -273,10 +380,15 @@ _AROUND = 40
 
 def _parted(new: str, old: str) -> tuple[str, str]:
     """Two texts, shortened to where they part."""
-    at = next((i for i, (a, b) in enumerate(zip(new, old, strict=False)) if a != b), None)
-    start = max(0, (min(len(new), len(old)) if at is None else at) - _AROUND // 2)
+    start = max(0, _parting(new, old) - _AROUND // 2)
     dots = "..." if start else ""
     return tuple(repr(dots + text[start : start + _AROUND]) for text in (new, old))  # type: ignore[return-value]
+
+
+def _parting(new: Sequence[Any], old: Sequence[Any]) -> int:
+    """The first place where two sequences differ, or where one ends."""
+    places = enumerate(zip(new, old, strict=False))
+    return next((i for i, (a, b) in places if a != b), min(len(new), len(old)))
 
 
 def _text(value: Any) -> str:

@@ -19,6 +19,7 @@ from tuner.gateway.credit import Credits, RecordedCall
 from tuner.gateway.in_flight import InFlight
 from tuner.gateway.model.template import Message
 from tuner.gateway.request_error import RequestError
+from tuner.gateway.results import Results
 from tuner.gateway.script import Script
 from tuner.gateway.service import Host, Replay, Service, in_loop
 from tuner.traces import Call
@@ -115,6 +116,11 @@ class Recording:
         return tuple(map(self._credits.given_to, self._calls))
 
     @property
+    def committed(self) -> int:
+        """How many calls there are."""
+        return len(self._calls)
+
+    @property
     def tokens(self) -> int:
         """Sampled tokens of all calls."""
         return sum(call.usage.output_tokens for call in self._calls)
@@ -169,6 +175,7 @@ class Session:
         errors: What went wrong inside its calls that was not the caller's fault.
         sealed: Whether it has ended.
         recording: Its calls.
+        results: What recorded functions returned in it.
         in_flight: What is being generated.
         conversations: What it has prompted and sampled, for the prompts that go on from there.
         turns: In which its requests, as they come, make their prompts.
@@ -199,6 +206,7 @@ class Session:
         self.other_names: tuple[str, ...] = ()
         self.errors: list[Exception] = []
         self.recording = Recording(session_id, kept=recorded)
+        self.results = Results(script, lambda: self.recording.committed)
         self.in_flight = InFlight()
         self.conversations = Conversations(service.renderer, service.reasoning)
         self.turns = asyncio.Lock()

@@ -11,7 +11,7 @@ from typing import Any
 from tuner.errors import FunctionError
 from tuner.functions.outputs import response_text
 from tuner.gateway.script import Divergence, Script
-from tuner.traces import Call, Origin, Outcome, RolloutId, Trace
+from tuner.traces import Call, FunctionResult, Origin, Outcome, RolloutId, Trace
 
 
 @dataclass(frozen=True)
@@ -98,11 +98,18 @@ class Attempt:
             self.outcome = Outcome.DIVERGED
             self.error = f"it repeats {again.trace.id} and left it {found}"
 
-    def trace(self, calls: Sequence[Call], *, generation: float, needs_calls: bool) -> Trace:
+    def trace(
+        self,
+        calls: Sequence[Call],
+        *,
+        results: Sequence[FunctionResult],
+        generation: float,
+        needs_calls: bool,
+    ) -> Trace:
         """What it leaves, once its session is sealed.
 
         Args:
-            calls: The session's.
+            calls, results: The session's.
             generation: Seconds spent inside them.
             needs_calls: Whether it has failed where it read no answer.
         """
@@ -132,4 +139,5 @@ class Attempt:
                 "generation": generation,
             },
             origin=self.origin,
+            results=tuple(results),
         )

@@ -16,11 +16,12 @@ from tuner.data.order import derive_seed, seed_everything
 from tuner.errors import FunctionError, RewardError
 from tuner.functions.calling import call_group_judge, call_judge, call_workflow, judges_groups
 from tuner.functions.outputs import JudgeOutput, Rejected
+from tuner.functions.places import raised_in
 from tuner.gateway import Gateway, SamplingDefaults, Session, SessionLimits
 from tuner.rollout.attempt import Again, Attempt
 from tuner.rollout.failures import JudgeFailure, being_cancelled, describe, of_judge
 from tuner.rollout.limits import Ending, Exited, ToolTime, contained
-from tuner.rollout.watchdog import Running, Watchdog, raised_in
+from tuner.rollout.watchdog import Running, Watchdog
 from tuner.traces import Outcome, RolloutId, Trace
 
 T = TypeVar("T")
@@ -163,7 +164,7 @@ class RolloutRunner:
         try:
             with self.auxiliary_models(session.id, seed) as auxiliary:
                 async with asyncio.timeout(self.settings.timeout) as deadline:
-                    with ending.of(deadline):
+                    with ending.of(deadline), session.results.collecting():
                         limited = partial(tools.limiting, deadline)
                         await self._run_functions(task, session, dict(auxiliary), state, limited)
         except TimeoutError:
@@ -184,6 +185,7 @@ class RolloutRunner:
             state.follow(again, script)
         trace = state.trace(
             calls,
+            results=session.results.kept,
             generation=session.in_flight.seconds,
             needs_calls=self.settings.needs_calls,
         )

@@ -7,10 +7,8 @@ import ctypes
 import logging
 import signal
 import sys
-import sysconfig
 import threading
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -21,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 from tuner.functions.calling import in_thread
+from tuner.functions.places import LIBRARIES, OURS, place_of
 from tuner.gateway import Session
 from tuner.rollout.limits import Exited
 
@@ -34,13 +33,7 @@ QUIET = 60.0
 
 # Nobody's, and ignored by default. SIGINT would be asyncio's, or ignored in a shell's background.
 _WAKES = getattr(signal, "SIGURG", None)
-_OURS = str(Path(__file__).resolve().parents[1])
-_ANSWERING = tuple(str(Path(_OURS, room)) for room in ("gateway", "engines"))
-_LIBRARIES = (
-    _OURS,
-    "<frozen",
-    *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")),
-)
+_ANSWERING = tuple(str(Path(OURS, room)) for room in ("gateway", "engines"))
 
 
 class Standstill(BaseException):
@@ -132,7 +125,7 @@ class Watchdog:
                 if keeper is not None and frame is not None and kept >= BLOCKED:
                     if not told:
                         told = True
-                        self._say(_place(frame), _kept_by(keeper, frame))
+                        self._say(place_of(frame), _kept_by(keeper, frame))
                         why = partial(self._refuse, keeper, thread)
                         for host in {session.host for session in keeper.sessions}:
                             keys = [s.key for s in keeper.sessions if s.host is host]
@@ -178,7 +171,7 @@ class Watchdog:
 
 def _kept_by(keeper: Running, frame: FrameType) -> str:
     return (
-        f"{_place(frame)} has kept the event loop for {BLOCKED:g} s, and no rollout goes on "
+        f"{place_of(frame)} has kept the event loop for {BLOCKED:g} s, and no rollout goes on "
         f"meanwhile: an `async def` {keeper.role} must not wait without `await`; make the "
         f"{keeper.role} a plain `def`, which runs in a thread, or use an async client there"
     )
@@ -207,21 +200,9 @@ def _keeping(frame: FrameType | None) -> tuple[Running, FrameType] | None:
 def _own(stack: Sequence[FrameType]) -> FrameType:
     """The innermost frame of the user's own code; of a library's where there is none."""
     for frame in stack:
-        if not frame.f_code.co_filename.startswith(_LIBRARIES):
+        if not frame.f_code.co_filename.startswith(LIBRARIES):
             return frame
     return stack[0]
-
-
-def _place(frame: FrameType, line: int | None = None) -> str:
-    return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{line or frame.f_lineno})"
-
-
-def raised_in(error: BaseException) -> str | None:
-    """Where in the user's own code an error came up; None where it did not."""
-    frames = reversed(list(traceback.walk_tb(error.__traceback__)))
-    own = ((f, line) for f, line in frames if not f.f_code.co_filename.startswith(_LIBRARIES))
-    found = next(own, None)
-    return None if found is None else _place(*found)
 
 
 def _waits_in(running: Running) -> str:
@@ -234,7 +215,7 @@ def _waits_in(running: Running) -> str:
         awaited = awaited.cr_await
     if stack and stack[0].f_code is in_thread.__code__:
         stack = _stack(sys._current_frames().get(stack[0].f_locals["thread"].ident))
-    return f"its {running.role} is in {_place(_own(stack))}" if stack else f"its {running.role}"
+    return f"its {running.role} is in {place_of(_own(stack))}" if stack else f"its {running.role}"
 
 
 def _stack(frame: FrameType | None) -> list[FrameType]:

@@ -4,7 +4,7 @@ from tuner.traces.branches import Branch, BranchCause, branches
 from tuner.traces.call import Call, Dialect, ReasoningPolicy, Rerendered, Usage
 from tuner.traces.store import TraceStore, read_traces
 from tuner.traces.successors import successors
-from tuner.traces.trace import Origin, Outcome, RolloutId, Trace
+from tuner.traces.trace import FunctionResult, Origin, Outcome, RolloutId, Trace
 from tuner.traces.tree import TokenTree, TreeRow
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "BranchCause",
     "Call",
     "Dialect",
+    "FunctionResult",
     "Origin",
     "Outcome",
     "ReasoningPolicy",

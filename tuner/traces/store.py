@@ -47,7 +47,7 @@ class TraceStore:
             cut_torn_line(self.path(*of))
             self._mended[of] = str(self.path(*of))
         with open(self._mended[of], "ab") as file:
-            file.write(_line(trace_to_json(trace)))
+            file.write(trace_line(trace_to_json(trace)))
 
     def read(self, split: str, step: int) -> list[Trace]:
         """Every attempt recorded so far for one step of one split, in order of arrival.
@@ -106,7 +106,8 @@ def trace_from_json(data: dict[str, Any]) -> Trace:
     return from_plain(Trace, unpack(data))
 
 
-def _line(data: dict[str, Any]) -> bytes:
+def trace_line(data: dict[str, Any]) -> bytes:
+    """Data that hold a trace in the stored form, as a line of JSON."""
     line = json.dumps(data, default=_unserializable, ensure_ascii=False) + "\n"
     try:
         return line.encode()

@@ -71,6 +71,25 @@ class Origin:
 
 
 @dataclass(frozen=True)
+class FunctionResult:
+    """What a function that is decorated with `tuner.recorded` returned in a rollout.
+
+    Attributes:
+        function: Its file's name without the ending, and its qualified name.
+        arguments: By name, as JSON; what is no JSON is "<not JSON>".
+        occurrence: How often the rollout had called it with these arguments before.
+        value: What it returned.
+        calls: How many calls of the rollout were committed when it did.
+    """
+
+    function: str
+    arguments: dict[str, Any]
+    occurrence: int
+    value: Any
+    calls: int
+
+
+@dataclass(frozen=True)
 class Trace:
     """Everything that one attempt at a rollout left behind.
 
@@ -91,6 +110,7 @@ class Trace:
         started: Unix time at which the attempt began; 0 where nothing was begun.
         origin: Where it begins, if inside another rollout. The calls before that are there, as
             they were given back (`Call.replayed`).
+        results: What recorded functions returned, in the order in which they did.
     """
 
     id: RolloutId
@@ -107,6 +127,7 @@ class Trace:
     seconds: dict[str, float] = field(default_factory=dict)
     started: float = 0.0
     origin: Origin | None = None
+    results: tuple[FunctionResult, ...] = ()
 
     @property
     def sampled_tokens(self) -> int:

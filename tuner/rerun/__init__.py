@@ -1,0 +1,1 @@
+"""A recorded rollout once more: the agent in this process, what the model said given back."""
