@@ -40,8 +40,9 @@ class At(Where):
 
     positions: Sequence[tuple[int, int, int]] = ()
 
-    def points(self, traces, count, dice, shares):
-        return [Point(traces[index].id, call, token) for index, call, token in self.positions]
+    def points(self, group, count, dice, shares):
+        ids = group.planned
+        return [Point(ids[index], call, token) for index, call, token in self.positions]
 
 
 def at(*positions: tuple[int, int, int], kind=At, repeat=6, **section) -> At:
@@ -141,9 +142,9 @@ async def test_nothing_begins_where_there_is_no_such_point(make_runner):
 class InTurn(At):
     """The first of its points in the first round, the second in the second."""
 
-    def points(self, traces, count, dice, shares):
-        index, call, token = self.positions[len(traces) > 2]
-        return [Point(traces[index].id, call, token)]
+    def points(self, group, count, dice, shares):
+        index, call, token = self.positions[len(group.planned) > 2]
+        return [Point(group.planned[index], call, token)]
 
 
 async def test_rounds_branch_from_branches(make_runner):

@@ -29,7 +29,7 @@ from tuner.errors import ConfigError, TunerError
 from tuner.functions.loading import load_function
 from tuner.rollout.attempt import Again
 from tuner.rollout.runner import RolloutRunner
-from tuner.rollout.where import Shares, Where
+from tuner.rollout.where import Grown, Shares, Where, origins_of
 from tuner.traces import RolloutId, Trace
 from tuner.traces.store import complete_lines
 
@@ -65,7 +65,9 @@ class Branching:
         last = shares.trunks * shares.ends if shares.call else len(ids)
         left = ids[shares.trunks : last]
         for number, some in enumerate(_parts(left, self.where.section.rounds)):
-            again = self.chosen(some, found, shares, self._dice(ids[0], number))
+            ended = {trace.id: trace for trace in found if trace.final}
+            group = Grown(ids[: ids.index(some[0])], ended)
+            again = self.chosen(some, group, shares, self._dice(ids[0], number))
             found += await run(list(again), again)
         return sorted(found, key=lambda trace: (trace.id, trace.attempt))
 
@@ -73,26 +75,19 @@ class Branching:
         return Random(derive_seed(self.seed, "branching", *what))
 
     def chosen(
-        self, ids: Sequence[RolloutId], traces: Sequence[Trace], shares: Shares, dice: Random
+        self, ids: Sequence[RolloutId], group: Grown, shares: Shares, dice: Random
     ) -> dict[RolloutId, Again]:
         """Where rollouts begin; those that begin nowhere are not there.
 
         Args:
             ids: Rollouts that have not begun.
-            traces: Attempts at those that have ended.
         """
-        ended = {trace.id: trace for trace in traces if trace.final}
-        origins = origins_of(ended.values())
         each = shares.ends - 1
-        points = self.where.points(
-            [ended[id_] for id_ in sorted(ended)], -(-len(ids) // each), dice, shares
-        )
         left = iter(ids)
         again: dict[RolloutId, Again] = {}
-        for point in points:
+        for point in self.where.points(group, -(-len(ids) // each), dice, shares):
             mine = list(islice(left, each))
-            at = self._possible(point, ended, origins)
-            if at is not None:
+            if point is not None and (at := self._possible(point, group.ended)) is not None:
                 again |= dict.fromkeys(mine, at)
         return again
 
@@ -128,9 +123,9 @@ class Branching:
         self,
         point: Point[RolloutId],
         ended: Mapping[RolloutId, Trace],
-        origins: Mapping[RolloutId, Point[RolloutId]],
     ) -> Again | None:
         """The point in the rollout that sampled what lies before it; None: it is not there."""
+        origins = origins_of(ended.values())
         new = object()
         at: Point[Any] = resolved({**origins, new: point})[new]
         trace = ended[at.rollout]
@@ -171,15 +166,6 @@ def branching_of(config: RunConfig, runner: RolloutRunner, notes: Path) -> Branc
         runner.gateway.engine.capabilities.can_go_on,
         notes,
     )
-
-
-def origins_of(traces: Any) -> dict[RolloutId, Point[RolloutId]]:
-    """Where rollouts begin that begin inside others."""
-    return {
-        trace.id: Point(trace.origin.rollout, *trace.origin.position)
-        for trace in traces
-        if trace.origin is not None
-    }
 
 
 def stands_still(trace: Trace, calls: int, token: int) -> bool:

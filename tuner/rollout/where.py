@@ -14,15 +14,15 @@ get that far nothing begins.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from random import Random
-from statistics import fmean, pvariance
+from statistics import fmean, variance
 from typing import Any
 
 from tuner.algorithms.allocation import Advice, Positions, Seen, score
-from tuner.algorithms.forks import Point
+from tuner.algorithms.forks import Point, trunk_of
 from tuner.config.explorer import BranchingSection
 from tuner.errors import FunctionError
 from tuner.traces import Call, Outcome, RolloutId, Trace
@@ -34,8 +34,8 @@ EXPLORED = 16
 """Where `best` decides, one of so many groups is branched as by `spread`, to go on knowing."""
 PILOT = 10
 """Groups before the first advice."""
-_DOUBT = 0.05
-"""What is added to the variance of the others' rewards: as if a little were always open."""
+_DOUBT = 0.02
+"""What is added to variances of rewards: a little is always open."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,25 @@ class Shares:
     trunks: int
     ends: int
     call: int | None = None
+
+
+@dataclass(frozen=True)
+class Grown:
+    """The rollouts of a group so far.
+
+    Attributes:
+        planned: All that could have begun, in order.
+        ended: Those that did.
+    """
+
+    planned: Sequence[RolloutId]
+    ended: Mapping[RolloutId, Trace]
+
+    def elsewhere(self, id_: RolloutId) -> list[Trace]:
+        """Those that share nothing with a rollout."""
+        origins = origins_of(self.ended.values())
+        trunk = trunk_of(id_, origins)
+        return [t for t in self.ended.values() if trunk_of(t.id, origins) != trunk]
 
 
 @dataclass(eq=False)
@@ -90,34 +109,27 @@ class Where:
         return self.seen.best(rollouts=self.repeat)
 
     def points(
-        self, traces: Sequence[Trace], count: int, dice: Random, shares: Shares
-    ) -> list[Point[RolloutId]]:
-        """At most `count` points in rollouts of a group, which may not be there.
+        self, group: Grown, count: int, dice: Random, shares: Shares
+    ) -> list[Point[RolloutId] | None]:
+        """`count` points in rollouts of a group, which may not be there; None: nothing begins.
 
         Args:
-            traces: The rollouts of the group so far, in the order of their ids.
+            group: Its rollouts so far.
             dice: Where what is drawn comes from.
         """
         if shares.call is not None:
-            return [Point(trace.id, shares.call) for trace in traces[:count]]
-        chosen = list(islice(cycle(reversed(traces)), count))  # the youngest first
-        if self.section.where == "open":
-            chosen = dice.choices(traces, [_open(trace, traces) for trace in traces], k=count)
-        found = []
-        for trace in chosen:
-            others = [other for other in traces if other.id != trace.id]
-            if self.hazard is not None:
-                point = self._by_hazard(self.hazard, trace, dice)
-            else:
-                point = self._drawn(trace, others, dice)
-            if point is not None:
-                found.append(point)
-        return found
+            return [Point(id_, shares.call) for id_ in group.planned[:count]]
+        slots = islice(cycle(reversed(group.planned)), count)  # the youngest first
+        return [self._point(id_, group, dice) for id_ in slots]
 
-    def _drawn(
-        self, trace: Trace, others: Sequence[Trace], dice: Random
-    ) -> Point[RolloutId] | None:
-        """A call that was drawn by what is known without the rollout itself."""
+    def _point(self, id_: RolloutId, group: Grown, dice: Random) -> Point[RolloutId] | None:
+        trace, others = group.ended.get(id_), group.elsewhere(id_)
+        # Drawn in any case: what later slots draw must not hang on this one.
+        is_open = dice.random() * (_DOUBT + self._variance()) < _DOUBT + _spread_of(others)
+        if trace is None or (self.section.where == "open" and not is_open):
+            return None
+        if self.hazard is not None:
+            return self._by_hazard(self.hazard, trace, dice)
         longest = max((len(other.calls) for other in others), default=0)
         positions = range(1, max(len(self.seen.reach), longest))
         if not positions:
@@ -126,7 +138,12 @@ class Where:
         if self.section.where == "uncertain":
             weights = [_surprise(others, call) for call in positions]
         (call,) = dice.choices(positions, weights if any(weights) else None)
-        return Point(trace.id, call, self._token(others, call, dice))
+        return Point(id_, call, self._token(others, call, dice))
+
+    def _variance(self) -> float:
+        """Of the rewards of a task, as far as earlier steps have shown."""
+        totals = self.seen.totals
+        return totals["variance"] / totals["degrees"] if totals["degrees"] else 0.0
 
     def _token(self, others: Sequence[Trace], call: int, dice: Random) -> int:
         """A place in a call, as far as those of the others go; 0: before it."""
@@ -169,6 +186,15 @@ class Where:
         return replace(self, seen=seen, groups=int(state["groups"]))
 
 
+def origins_of(traces: Iterable[Trace]) -> dict[RolloutId, Point[RolloutId]]:
+    """Where rollouts begin that begin inside others."""
+    return {
+        trace.id: Point(trace.origin.rollout, *trace.origin.position)
+        for trace in traces
+        if trace.origin is not None
+    }
+
+
 def _has(trace: Trace, call: int) -> bool:
     return call < len(trace.calls)
 
@@ -179,10 +205,10 @@ def _surprise(traces: Sequence[Trace], call: int) -> float:
     return fmean(-fmean(logprobs) for logprobs in found if logprobs) if any(found) else 0.0
 
 
-def _open(trace: Trace, traces: Sequence[Trace]) -> float:
-    """How differently the other rollouts of the group ended."""
-    rewards = [t.reward for t in traces if t.id != trace.id and t.reward is not None]
-    return _DOUBT + (pvariance(rewards) if len(rewards) > 1 else 0.0)
+def _spread_of(traces: Sequence[Trace]) -> float:
+    """The variance of their rewards."""
+    rewards = [trace.reward for trace in traces if trace.reward is not None]
+    return variance(rewards) if len(rewards) > 1 else 0.0
 
 
 def _group(
