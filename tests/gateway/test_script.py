@@ -246,6 +246,21 @@ async def test_a_rollout_that_ends_where_it_diverges_is_refused() -> None:
                 await asked(session, "zwei")
 
 
+async def test_of_agents_in_parallel_the_one_that_diverges_is_named() -> None:
+    """It is compared with its own call; the rollout was followed up to the first that is left."""
+    async with gateway_of(StubEngine(["a", "b"])) as gateway:
+        session = gateway.open_session("first", seed=1)
+        for content in ("writer, it is ten", "critic, it is ten"):
+            await asked(session, content)
+        script = Script(recorded(session.seal()))
+        await asked(gateway.open_session("again", script=script), "critic, it is noon")
+        found = script.divergence
+        assert found is not None
+        assert (found.call, found.number) == (0, 1)
+        assert found.expected == script.trace.calls[1]
+        assert str(found).startswith("at call 2: messages[0].content is 'critic, it is noon'")
+
+
 async def test_a_request_behind_the_point_is_no_divergence() -> None:
     """A sub-agent in parallel: its second call was committed behind the point of the first."""
     async with gateway_of(StubEngine(["a", "b", "c", "d"])) as gateway:

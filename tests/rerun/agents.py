@@ -1,5 +1,6 @@
 """Agents whose rollouts are run again; what they do besides is noted in `DID`."""
 
+import asyncio
 import json
 import random
 
@@ -12,6 +13,8 @@ DID: list[str] = []
 """What ran, in order: not a part of any rollout."""
 CLOCK = ["10:41"]
 """The time, as a changed agent puts it into its prompt."""
+PAIR = ["first", "second"]
+"""What `pair` asks, in this order."""
 
 ADD = {
     "type": "function",
@@ -88,6 +91,18 @@ async def impatient(task, model):
 
 async def judge(task, response):
     return JudgeOutput(reward=float("yes" in response))
+
+
+async def pair(task, model):
+    """Two requests at once; which of them comes first is its own affair."""
+    begun = []
+    for name in PAIR:
+        DID.append(f"asks {name}")
+        question = [{"role": "user", "content": name}]
+        begun.append(asyncio.ensure_future(ask(model, question)))
+        for _ in range(20):
+            await asyncio.sleep(0)
+    return WorkflowOutput(response="".join(sorted(await asyncio.gather(*begun))))
 
 
 async def dialects(task, model):

@@ -78,6 +78,15 @@ def test_a_blocking_agent_ends_there_too(made, said):
     assert agents.DID == []
 
 
+def test_a_call_behind_the_point_may_be_asked_for_first(made, said, monkeypatch):
+    run = made("pair", texts=["a", "yes"])
+    monkeypatch.setattr(agents, "PAIR", ["second", "first"])
+    status, output, _ = said("rerun", run, "train-3-0-2", "--until", 1)
+    assert status == 0
+    assert "call 1 of 2 is asked for" in output
+    assert agents.DID == ["asks second", "asks first"]
+
+
 def test_a_divergence_is_a_diff_of_the_requests(made, said):
     run = made()
     agents.CLOCK[0] = "10:42"
@@ -202,7 +211,7 @@ def test_functions_draw_the_random_numbers_that_they_drew(made, said):
     run = made("draws", "tuner.deterministic=true", texts=["yes"])
     status, output, _ = said("rerun", run, "train-3-0-2")
     assert status == 0, output
-    assert "all 1 calls were given back" in output
+    assert "the only call was given back" in output
 
 
 def test_a_whole_rollout_is_saved_for_tests(made, said, tmp_path):

@@ -164,8 +164,6 @@ def _own(kind: type[Exchange], session: Session, role: str | None, body: bytes) 
     request, defaults = exchange.completion.request, session.defaults
     context = cast(MessageScript, session.script).context
     free = {"grammar", "bad_words"}
-    if request.seed is None:
-        free.add("seed")
     if context is None or (request.max_tokens is None and defaults.max_tokens is None):
         free.add("max_tokens")
     exchange.completion = _Told(

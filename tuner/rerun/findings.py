@@ -38,10 +38,9 @@ def say(result: Rerun, console: Console) -> None:
     if result.error is not None:
         return _say_error(result, console)
     if not result.sampled:
-        console.print(
-            f"{result.recorded.trace.id}: all {len(result.calls)} calls were given back, as "
-            "recorded"
-        )
+        count = len(result.calls)
+        which = "the only call was" if count == 1 else f"all {count} calls were"
+        console.print(f"{result.recorded.trace.id}: {which} given back, as recorded")
     return _say_answer(result, console)
 
 

@@ -218,8 +218,9 @@ def _trace(directory: RunDirectory, file: Path | None, name: str) -> Trace:
         if found:
             return max(found, key=lambda trace: trace.attempt)
         nearby += traces
-    names = ", ".join(dict.fromkeys(str(trace.id) for trace in nearby[:8]))
-    dots = ", ..." if len(nearby) > 8 else ""
+    known = sorted({trace.id for trace in nearby})
+    names = ", ".join(map(str, known[:8]))
+    dots = ", ..." if len(known) > 8 else ""
     raise TunerError(
         f"{directory.path} has no rollout {name}"
         + (f"; those of its step: {names}{dots}" if nearby else f", and nothing of step {id_.step}")
