@@ -12,11 +12,12 @@ from pydantic import BaseModel, ConfigDict, Field
 os.environ["AGENTSCOPE_DISABLE_CONSOLE_OUTPUT"] = "true"
 
 from tests.engines.test_grammar import make_engine
+from tests.gateway.again import QUESTION, check_goes_back
 from tests.gateway.toy import StubEngine, gateway_of, text_of
 from tuner.chat_models import PlainChatModel, chat_model, trinity_chat_model_class
 from tuner.chat_models.agentscope1 import trinity_chat_model
 from tuner.errors import MissingDependencyError
-from tuner.gateway import SamplingDefaults
+from tuner.gateway import SamplingDefaults, Session
 
 pytest.importorskip("agentscope")
 
@@ -37,6 +38,21 @@ def agent_of(model: object, toolkit: Toolkit | None = None) -> ReActAgent:
     )
 
 
+def adding() -> Toolkit:
+    def add(a: int, b: int) -> ToolResponse:
+        """Add two integers.
+
+        Args:
+            a (int): first
+            b (int): second
+        """
+        return ToolResponse(content=[TextBlock(type="text", text=str(a + b))])
+
+    toolkit = Toolkit()
+    toolkit.register_tool_function(add)
+    return toolkit
+
+
 async def test_react_agent_without_tools_gets_the_completion() -> None:
     async with gateway_of(StubEngine(["The answer is 4."])) as gateway:
         session = gateway.open_session("r")
@@ -51,17 +67,7 @@ async def test_react_agent_without_tools_gets_the_completion() -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_react_agent_calls_a_tool_and_goes_on_with_its_result(streamed: bool) -> None:
-    def add(a: int, b: int) -> ToolResponse:
-        """Add two integers.
-
-        Args:
-            a (int): first
-            b (int): second
-        """
-        return ToolResponse(content=[TextBlock(type="text", text=str(a + b))])
-
-    toolkit = Toolkit()
-    toolkit.register_tool_function(add)
+    toolkit = adding()
     script = [
         'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 2,  "b": 40}}\n</tool_call>',
         "It is 42.",
@@ -81,6 +87,17 @@ async def test_react_agent_calls_a_tool_and_goes_on_with_its_result(streamed: bo
         assert first.malformed_tool_calls == 0
         assert first.streamed == second.streamed == streamed
         assert session.in_flight.seconds > 0
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_react_agent_goes_back_into_a_recorded_rollout(streamed: bool) -> None:
+    async def agent(session: Session) -> str | None:
+        model = chat_model(session, kind="agentscope1")
+        model.stream = streamed
+        reply = await agent_of(model, adding())(Msg("user", QUESTION, "user"))
+        return reply.get_text_content()
+
+    await check_goes_back(agent, dialect="chat", streamed=streamed)
 
 
 async def test_agentscopes_own_model_is_recorded_over_http() -> None:

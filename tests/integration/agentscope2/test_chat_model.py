@@ -14,6 +14,7 @@ from agentscope.model import OpenAIChatModel
 from pydantic import BaseModel
 
 import tuner
+from tests.gateway import again
 from tests.gateway.drift import TERSE, continues, letters
 from tests.gateway.drift import gateway_of as merging_gateway_of
 from tests.gateway.toy import StubEngine, gateway_of, text_of
@@ -22,7 +23,7 @@ from tuner.chat_models import chat_model, default_kind, remote_chat_model, trini
 from tuner.chat_models.agentscope1 import trinity_chat_model as trinity_chat_model_1
 from tuner.chat_models.agentscope2 import trinity_chat_model
 from tuner.errors import MissingDependencyError
-from tuner.gateway import SamplingDefaults
+from tuner.gateway import SamplingDefaults, Session
 from tuner.traces import TokenTree
 
 QUESTION = UserMsg("user", "What is 2 + 40?")
@@ -108,6 +109,17 @@ async def test_streamed_agent_with_tools_is_recorded_like_any_other() -> None:
             assert [call.streamed for call in session.calls] == [stream, stream]
             paths.append([(c.prompt_ids, c.completion_ids, c.logprobs) for c in session.calls])
     assert paths[0] == paths[1]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_an_agent_goes_back_into_a_recorded_rollout(stream: bool) -> None:
+    async def agent(session: Session) -> str | None:
+        model = chat_model(session, kind="agentscope2")
+        model.stream = stream
+        reply = await agent_of(model, add).reply(UserMsg("user", again.QUESTION))
+        return reply.get_text_content()
+
+    await again.check_goes_back(agent, dialect="chat", streamed=stream)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

@@ -15,7 +15,7 @@ from langchain_openai import ChatOpenAI
 from langgraph.prebuilt import create_react_agent
 from pydantic import BaseModel
 
-from tests.gateway import drift
+from tests.gateway import again, drift
 from tests.integration.frameworks.parts import (
     ANSWER,
     CALL,
@@ -159,6 +159,21 @@ async def test_an_agent_that_does_not_await_runs_in_a_thread(streamed: bool) -> 
         assert {call.streamed for call in session.calls} == {streamed}
     finally:
         await gateway.aclose()
+
+
+@pytest.mark.parametrize("dialect", ["chat", "responses"])
+@make
+@streaming
+async def test_an_agent_goes_back_into_a_recorded_rollout(
+    door: Any, make: Callable[..., Any], streamed: bool, dialect: str
+) -> None:
+    async def lives(session: Session) -> Any:
+        model = chat_model(door(session), use_responses_api=dialect == "responses")
+        agent = make(model, [the_tool([])], system_prompt=INSTRUCTIONS)
+        user = {"role": "user", "content": again.QUESTION}
+        return (await run(agent, [user], streamed=streamed))[-1].text
+
+    await again.check_goes_back(lives, dialect=dialect, streamed=streamed)
 
 
 async def test_common_settings_of_the_model_are_honoured(door: Any) -> None:
