@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -114,6 +114,35 @@ class Life:
     came_to: Any
 
 
+class _Race:
+    """Where two tools wait that run at once: the second ends before the first."""
+
+    def __init__(self) -> None:
+        self._begun = 0
+        self._overtaken = asyncio.Event()
+
+    async def wait(self) -> None:
+        self._begun += 1
+        if self._begun == 1:
+            await asyncio.wait_for(self._overtaken.wait(), 20)
+            for _ in range(100):  # until what the second said is where the agent puts it
+                await asyncio.sleep(0)
+        else:
+            self._overtaken.set()
+
+
+async def _at_once() -> None:
+    pass
+
+
+def races() -> Iterator[Callable[[], Awaitable[None]]]:
+    """What the tools of one rollout after the other wait for: in every other rollout the second of
+    the two that run at once ends before the first."""
+    while True:
+        yield _Race().wait
+        yield _at_once
+
+
 Agent = Callable[[Session], Awaitable[Any]]
 """Runs an agent on a session to its end; gives what it came to."""
 
@@ -133,6 +162,15 @@ async def lived(gateway: Overhearing, agent: Agent, seed: int, script: Script | 
     session = gateway.open_session(f"rollout {seed}", seed=seed, script=script)
     came_to = await agent(session)
     return Life(session.seal(), gateway.heard, came_to)
+
+
+async def what_differs(agent: Agent) -> str:
+    """Where an agent leaves its own rollout when that is run again; "" if it does not."""
+    async with overhearing() as (gateway, _):
+        first = await lived(gateway, agent, 1, None)
+        script = Script(recorded(first.calls))
+        await lived(gateway, agent, 2, script)
+        return str(script.end() or "")
 
 
 async def check_goes_back(agent: Agent, *, dialect: str, streamed: bool) -> None:

@@ -255,6 +255,35 @@ async def test_settings_that_a_session_decides_are_free() -> None:
         assert script.end() is None
 
 
+async def test_a_retry_is_given_the_same_again_whatever_its_key_is() -> None:
+    """Clients draw such keys, so that they are others in each rollout."""
+    engine = StubEngine(["a", "b"])
+    async with gateway_of(engine) as gateway:
+        session = gateway.open_session("first", seed=1)
+        for key in ("one", "one", "two"):
+            await asked(session, "same", extra_headers={"Idempotency-Key": key})
+        script = Script(recorded(session.seal()), ends=True)
+        again = gateway.open_session("again", seed=2, script=script)
+        for key, answer in (("x", "a"), ("x", "a"), ("y", "b")):
+            headers = {"Idempotency-Key": key}
+            assert await asked(again, "same", extra_headers=headers) == answer
+        assert script.end() is None
+        assert len(engine.requests) == len(again.seal()) == 2
+
+
+async def test_a_failure_that_was_asked_again_is_not_repeated() -> None:
+    engine = StubEngine([RuntimeError("no memory"), "a"])
+    async with gateway_of(engine) as gateway:
+        session = gateway.open_session("first", seed=1)
+        with pytest.raises(openai.InternalServerError, match="no memory"):
+            await asked(session, "one")
+        assert await asked(session, "one") == "a"
+        script = Script(recorded(session.seal()), ends=True)
+        again = gateway.open_session("again", seed=2, script=script)
+        assert await asked(again, "one") == "a"
+        assert script.end() is None
+
+
 async def test_what_an_agent_gave_up_is_sampled_on_from_where_it_was() -> None:
     engine = Ledger(max_model_len=1000, goes_on="always")
     async with gateway_of(engine) as gateway:

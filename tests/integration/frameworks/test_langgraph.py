@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import warnings
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import openai
@@ -38,6 +38,16 @@ def the_tool(added: list[tuple[int, int]]) -> Any:
     def add(a: int, b: int) -> int:
         """Add two integers."""
         added.append((a, b))
+        return a + b
+
+    return add
+
+
+def racing_tool(wait: Callable[[], Awaitable[None]]) -> Any:
+    @tool
+    async def add(a: int, b: int) -> int:
+        """Add two integers."""
+        await wait()
         return a + b
 
     return add
@@ -167,9 +177,11 @@ async def test_an_agent_that_does_not_await_runs_in_a_thread(streamed: bool) -> 
 async def test_an_agent_goes_back_into_a_recorded_rollout(
     door: Any, make: Callable[..., Any], streamed: bool, dialect: str
 ) -> None:
+    races = again.races()
+
     async def lives(session: Session) -> Any:
         model = chat_model(door(session), use_responses_api=dialect == "responses")
-        agent = make(model, [the_tool([])], system_prompt=INSTRUCTIONS)
+        agent = make(model, [racing_tool(next(races))], system_prompt=INSTRUCTIONS)
         user = {"role": "user", "content": again.QUESTION}
         return (await run(agent, [user], streamed=streamed))[-1].text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import agents
@@ -27,6 +28,16 @@ def the_tool(added: list[tuple[int, int]], **options: Any) -> agents.Tool:
     def add(a: int, b: int) -> int:
         """Add two integers."""
         added.append((a, b))
+        return a + b
+
+    return add
+
+
+def racing_tool(wait: Callable[[], Awaitable[None]]) -> agents.Tool:
+    @agents.function_tool
+    async def add(a: int, b: int) -> int:
+        """Add two integers."""
+        await wait()
         return a + b
 
     return add
@@ -126,9 +137,12 @@ async def test_an_agent_on_chat_completions_goes_back_into_a_recorded_rollout(
 
 
 async def goes_back(door: Any, kind: Any, dialect: str, streamed: bool, **options: Any) -> None:
+    races = again.races()
+
     async def agent(session: Session) -> Any:
+        tools = [racing_tool(next(races))]
         model = kind(model="tiny", openai_client=door(session))
-        solver = agents.Agent("one", instructions=INSTRUCTIONS, tools=[the_tool([])], model=model)
+        solver = agents.Agent("one", instructions=INSTRUCTIONS, tools=tools, model=model)
         result = await run(solver, again.QUESTION, streamed=streamed, **options)
         return result.final_output
 
