@@ -12,11 +12,12 @@ from pydantic import BaseModel, ConfigDict, Field
 os.environ["AGENTSCOPE_DISABLE_CONSOLE_OUTPUT"] = "true"
 
 from tests.engines.test_grammar import make_engine
+from tests.gateway import again
 from tests.gateway.toy import StubEngine, gateway_of, text_of
 from tuner.chat_models import PlainChatModel, chat_model, trinity_chat_model_class
 from tuner.chat_models.agentscope1 import trinity_chat_model
 from tuner.errors import MissingDependencyError
-from tuner.gateway import SamplingDefaults
+from tuner.gateway import SamplingDefaults, Session
 
 pytest.importorskip("agentscope")
 
@@ -24,17 +25,36 @@ from agentscope.agent import ReActAgent
 from agentscope.formatter import OpenAIChatFormatter
 from agentscope.message import Msg, TextBlock
 from agentscope.model import OpenAIChatModel
+from agentscope.plan import PlanNotebook, SubTask
 from agentscope.tool import Toolkit, ToolResponse
 
 
-def agent_of(model: object, toolkit: Toolkit | None = None) -> ReActAgent:
+def agent_of(
+    model: object, toolkit: Toolkit | None = None, plan_notebook: PlanNotebook | None = None
+) -> ReActAgent:
     return ReActAgent(
         name="solver",
         sys_prompt="You solve problems.",
         model=model,
         formatter=OpenAIChatFormatter(),
         toolkit=toolkit,
+        plan_notebook=plan_notebook,
     )
+
+
+def adding() -> Toolkit:
+    def add(a: int, b: int) -> ToolResponse:
+        """Add two integers.
+
+        Args:
+            a (int): first
+            b (int): second
+        """
+        return ToolResponse(content=[TextBlock(type="text", text=str(a + b))])
+
+    toolkit = Toolkit()
+    toolkit.register_tool_function(add)
+    return toolkit
 
 
 async def test_react_agent_without_tools_gets_the_completion() -> None:
@@ -51,17 +71,7 @@ async def test_react_agent_without_tools_gets_the_completion() -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_react_agent_calls_a_tool_and_goes_on_with_its_result(streamed: bool) -> None:
-    def add(a: int, b: int) -> ToolResponse:
-        """Add two integers.
-
-        Args:
-            a (int): first
-            b (int): second
-        """
-        return ToolResponse(content=[TextBlock(type="text", text=str(a + b))])
-
-    toolkit = Toolkit()
-    toolkit.register_tool_function(add)
+    toolkit = adding()
     script = [
         'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 2,  "b": 40}}\n</tool_call>',
         "It is 42.",
@@ -81,6 +91,52 @@ async def test_react_agent_calls_a_tool_and_goes_on_with_its_result(streamed: bo
         assert first.malformed_tool_calls == 0
         assert first.streamed == second.streamed == streamed
         assert session.in_flight.seconds > 0
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_react_agent_goes_back_into_a_recorded_rollout(streamed: bool) -> None:
+    async def agent(session: Session) -> str | None:
+        model = chat_model(session, kind="agentscope1")
+        model.stream = streamed
+        reply = await agent_of(model, adding())(Msg("user", again.QUESTION, "user"))
+        return reply.get_text_content()
+
+    await again.check_goes_back(agent, dialect="chat", streamed=streamed)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_tools_that_end_in_another_order_are_another_conversation(at_once: bool) -> None:
+    races = again.races()
+
+    async def agent(session: Session) -> None:
+        wait = next(races)
+
+        async def add(a: int, b: int) -> ToolResponse:
+            """Add two integers."""
+            if at_once:
+                await wait()
+            return ToolResponse(content=[TextBlock(type="text", text=str(a + b))])
+
+        toolkit = Toolkit()
+        toolkit.register_tool_function(add)
+        solver = agent_of(chat_model(session, kind="agentscope1"), toolkit)
+        solver.parallel_tool_calls = at_once
+        await solver(Msg("user", again.QUESTION, "user"))
+
+    found = await again.what_differs(agent)
+    assert ("messages[3].tool_call_id is 'call_" in found) == at_once == bool(found)
+
+
+async def test_a_plan_with_its_times_is_another_conversation() -> None:
+    async def agent(session: Session) -> None:
+        plan, model = PlanNotebook(), chat_model(session, kind="agentscope1")
+        step = {"name": "add", "description": "Add.", "expected_outcome": "The sum."}
+        await plan.create_plan("sums", "Add.", "The sum.", [SubTask(**step)])
+        await plan.update_subtask_state(0, "in_progress")
+        solver = agent_of(model, adding(), plan_notebook=plan)
+        await solver(Msg("user", again.QUESTION, "user"))
+
+    assert "at call 1: messages[2].content is " in await again.what_differs(agent)
 
 
 async def test_agentscopes_own_model_is_recorded_over_http() -> None:

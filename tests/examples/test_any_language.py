@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.gateway import drift
+from tests.gateway import again, drift
 from tuner.chat_models.without_framework import PlainChatModel
 from tuner.traces import TraceStore
 
@@ -57,6 +57,18 @@ async def test_what_it_complains_of_is_why_the_rollout_failed(agent, main):
             await run(task, stranger_at("http://127.0.0.1:9/v1"))
     finally:
         await gateway.aclose()
+
+
+@needs("node")
+@pytest.mark.parametrize("how", ["whole", "streamed"])
+async def test_a_program_goes_back_into_a_recorded_rollout(how, main):
+    program = ["node", str(Path(__file__).with_name("agent_with_tool.mjs")), how]
+
+    async def agent(session):
+        output = await main.answered(program, {"question": again.QUESTION}, PlainChatModel(session))
+        return output.response
+
+    await again.check_goes_back(agent, dialect="chat", streamed=how == "streamed")
 
 
 async def test_a_program_ends_with_its_rollout(main, tmp_path):

@@ -16,6 +16,7 @@ import pytest
 from anthropic.types import Message
 
 from tests.engines.models import until
+from tests.gateway import again
 from tests.gateway.toy import StubEngine, gateway_of, text_of
 from tuner.chat_models.without_framework import PlainChatModel
 from tuner.engines.base import EngineError
@@ -60,6 +61,34 @@ async def door(request: pytest.FixtureRequest) -> AsyncIterator[Any]:
 
 def asked(**fields: Any) -> dict[str, Any]:
     return {"model": "tiny", "max_tokens": 200, "messages": USER, **fields}
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+async def test_an_agent_goes_back_into_a_recorded_rollout(door: Any, streamed: bool) -> None:
+    async def agent(session: Session) -> str:
+        client, messages = door(session), [{"role": "user", "content": again.QUESTION}]
+        while True:
+            request = asked(messages=messages, tools=[ADD])
+            if streamed:
+                async with client.messages.stream(**request) as stream:
+                    said = await stream.get_final_message()
+            else:
+                said = await client.messages.create(**request)
+            results = [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": block.id,
+                    "content": str(block.input["a"] + block.input["b"]),
+                }
+                for block in said.content
+                if block.type == "tool_use"
+            ]
+            if not results:
+                return str(said.content[-1].text)
+            messages = [*messages, {"role": "assistant", "content": said.content}]
+            messages.append({"role": "user", "content": results})
+
+    await again.check_goes_back(agent, dialect="messages", streamed=streamed)
 
 
 async def test_an_answer_has_anthropics_form_and_is_recorded(door: Any) -> None:

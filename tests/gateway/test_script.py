@@ -6,7 +6,6 @@ import asyncio
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import fields, replace
 from typing import Any
 
 import httpx
@@ -15,27 +14,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.gateway.again import recorded, without_seed
 from tests.gateway.test_recording_property import MOVES, Agent, Ledger
 from tests.gateway.toy import ADD_TOOL, StubEngine, gateway_of, ids_of
 from tuner.engines.base import SamplingParams
 from tuner.errors import TunerError
 from tuner.gateway import Gateway, Session, SessionLimits
 from tuner.gateway.script import Divergence, Script, difference
-from tuner.traces import Call, Outcome, RolloutId, Trace
+from tuner.traces import Call, Trace
 from tuner.training import build_batch
 
 # What agents do whose next request depends on nothing but their answers and their own seed.
 REPEATABLE = [name for name in MOVES if name not in ("cancel", "close_early", "abandon_choices")]
-OWN = ("started", "seconds", "replayed")
-
-
-def recorded(calls: Sequence[Call], number: int = 0) -> Trace:
-    return Trace(RolloutId(1, 0, number), {}, tuple(calls), Outcome.COMPLETED, 1.0)
-
-
-def seen(call: Call) -> dict[str, Any]:
-    """What of a call must be the same when it is given back."""
-    return {f.name: getattr(call, f.name) for f in fields(call) if f.name not in OWN}
 
 
 async def lived(agent: Agent, moves: Sequence[str]) -> tuple[Call, ...]:
@@ -67,11 +57,6 @@ def test_a_whole_rollout_is_given_back(moves: list[str], seed: int) -> None:
             assert all(call.replayed == len(call.completion_ids) for call in again)
 
     asyncio.run(main())
-
-
-def without_seed(call: Call) -> dict[str, Any]:
-    """A session's own seed is that of its sampling, whether anything is sampled or not."""
-    return seen(replace(call, sampling=replace(call.sampling, seed=0)))
 
 
 @settings(max_examples=120, deadline=None)
@@ -282,6 +267,35 @@ async def test_settings_that_a_session_decides_are_free() -> None:
         session = gateway.open_session("again", script=script, limits=limits)
         assert await asked(session, "one", max_tokens=50) == "a"
         assert await asked(session, "two", max_tokens=50) == "b"
+        assert script.end() is None
+
+
+async def test_a_retry_is_given_the_same_again_whatever_its_key_is() -> None:
+    """Clients draw such keys, so that they are others in each rollout."""
+    engine = StubEngine(["a", "b"])
+    async with gateway_of(engine) as gateway:
+        session = gateway.open_session("first", seed=1)
+        for key in ("one", "one", "two"):
+            await asked(session, "same", extra_headers={"Idempotency-Key": key})
+        script = Script(recorded(session.seal()), ends=True)
+        again = gateway.open_session("again", seed=2, script=script)
+        for key, answer in (("x", "a"), ("x", "a"), ("y", "b")):
+            headers = {"Idempotency-Key": key}
+            assert await asked(again, "same", extra_headers=headers) == answer
+        assert script.end() is None
+        assert len(engine.requests) == len(again.seal()) == 2
+
+
+async def test_a_failure_that_was_asked_again_is_not_repeated() -> None:
+    engine = StubEngine([RuntimeError("no memory"), "a"])
+    async with gateway_of(engine) as gateway:
+        session = gateway.open_session("first", seed=1)
+        with pytest.raises(openai.InternalServerError, match="no memory"):
+            await asked(session, "one")
+        assert await asked(session, "one") == "a"
+        script = Script(recorded(session.seal()), ends=True)
+        again = gateway.open_session("again", seed=2, script=script)
+        assert await asked(again, "one") == "a"
         assert script.end() is None
 
 

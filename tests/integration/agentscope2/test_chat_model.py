@@ -6,14 +6,16 @@ import itertools
 
 import openai
 import pytest
-from agentscope.agent import ReActConfig
+from agentscope.agent import InjectionConfig, ReActConfig
 from agentscope.credential import OpenAICredential
 from agentscope.formatter import DeepSeekChatFormatter
 from agentscope.message import UserMsg
 from agentscope.model import OpenAIChatModel
+from agentscope.tool import FunctionTool
 from pydantic import BaseModel
 
 import tuner
+from tests.gateway import again
 from tests.gateway.drift import TERSE, continues, letters
 from tests.gateway.drift import gateway_of as merging_gateway_of
 from tests.gateway.toy import StubEngine, gateway_of, text_of
@@ -22,7 +24,7 @@ from tuner.chat_models import chat_model, default_kind, remote_chat_model, trini
 from tuner.chat_models.agentscope1 import trinity_chat_model as trinity_chat_model_1
 from tuner.chat_models.agentscope2 import trinity_chat_model
 from tuner.errors import MissingDependencyError
-from tuner.gateway import SamplingDefaults
+from tuner.gateway import SamplingDefaults, Session
 from tuner.traces import TokenTree
 
 QUESTION = UserMsg("user", "What is 2 + 40?")
@@ -108,6 +110,47 @@ async def test_streamed_agent_with_tools_is_recorded_like_any_other() -> None:
             assert [call.streamed for call in session.calls] == [stream, stream]
             paths.append([(c.prompt_ids, c.completion_ids, c.logprobs) for c in session.calls])
     assert paths[0] == paths[1]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_an_agent_goes_back_into_a_recorded_rollout(stream: bool) -> None:
+    async def agent(session: Session) -> str | None:
+        model = chat_model(session, kind="agentscope2")
+        model.stream = stream
+        reply = await agent_of(model, add).reply(UserMsg("user", again.QUESTION))
+        return reply.get_text_content()
+
+    await again.check_goes_back(agent, dialect="chat", streamed=stream)
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["one by one", "at once"])
+async def test_tools_that_end_in_another_order_are_another_conversation(at_once: bool) -> None:
+    races = again.races()
+
+    async def agent(session: Session) -> None:
+        wait = next(races)
+
+        async def add(a: int, b: int) -> str:
+            """Add two integers."""
+            if at_once:
+                await wait()
+            return str(a + b)
+
+        tool = FunctionTool(add, is_concurrency_safe=at_once)
+        solver = agent_of(chat_model(session, kind="agentscope2"), tool)
+        await solver.reply(UserMsg("user", again.QUESTION))
+
+    found = await again.what_differs(agent)
+    assert ("messages[3].tool_call_id is 'call_" in found) == at_once == bool(found)
+
+
+async def test_the_time_of_day_in_the_prompts_is_another_conversation() -> None:
+    async def agent(session: Session) -> None:
+        model = chat_model(session, kind="agentscope2")
+        time = InjectionConfig(time_format="%H:%M:%S.%f")
+        await agent_of(model, add, injection_config=time).reply(UserMsg("user", again.QUESTION))
+
+    assert "at call 1: messages[2].content is " in await again.what_differs(agent)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import warnings
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import openai
@@ -15,7 +15,7 @@ from langchain_openai import ChatOpenAI
 from langgraph.prebuilt import create_react_agent
 from pydantic import BaseModel
 
-from tests.gateway import drift
+from tests.gateway import again, drift
 from tests.integration.frameworks.parts import (
     ANSWER,
     CALL,
@@ -38,6 +38,16 @@ def the_tool(added: list[tuple[int, int]]) -> Any:
     def add(a: int, b: int) -> int:
         """Add two integers."""
         added.append((a, b))
+        return a + b
+
+    return add
+
+
+def racing_tool(wait: Callable[[], Awaitable[None]]) -> Any:
+    @tool
+    async def add(a: int, b: int) -> int:
+        """Add two integers."""
+        await wait()
         return a + b
 
     return add
@@ -159,6 +169,23 @@ async def test_an_agent_that_does_not_await_runs_in_a_thread(streamed: bool) -> 
         assert {call.streamed for call in session.calls} == {streamed}
     finally:
         await gateway.aclose()
+
+
+@pytest.mark.parametrize("dialect", ["chat", "responses"])
+@make
+@streaming
+async def test_an_agent_goes_back_into_a_recorded_rollout(
+    door: Any, make: Callable[..., Any], streamed: bool, dialect: str
+) -> None:
+    races = again.races()
+
+    async def lives(session: Session) -> Any:
+        model = chat_model(door(session), use_responses_api=dialect == "responses")
+        agent = make(model, [racing_tool(next(races))], system_prompt=INSTRUCTIONS)
+        user = {"role": "user", "content": again.QUESTION}
+        return (await run(agent, [user], streamed=streamed))[-1].text
+
+    await again.check_goes_back(lives, dialect=dialect, streamed=streamed)
 
 
 async def test_common_settings_of_the_model_are_honoured(door: Any) -> None:

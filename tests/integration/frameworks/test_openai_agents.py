@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import agents
 import pytest
 
-from tests.gateway import drift
+from tests.gateway import again, drift
 from tests.integration.frameworks.parts import (
     ANSWER,
     CALL,
@@ -16,6 +17,7 @@ from tests.integration.frameworks.parts import (
     check_one_path,
     scripted,
 )
+from tuner.gateway import Session
 from tuner.traces import branches
 
 agents.set_tracing_disabled(True)
@@ -26,6 +28,16 @@ def the_tool(added: list[tuple[int, int]], **options: Any) -> agents.Tool:
     def add(a: int, b: int) -> int:
         """Add two integers."""
         added.append((a, b))
+        return a + b
+
+    return add
+
+
+def racing_tool(wait: Callable[[], Awaitable[None]]) -> agents.Tool:
+    @agents.function_tool
+    async def add(a: int, b: int) -> int:
+        """Add two integers."""
+        await wait()
         return a + b
 
     return add
@@ -106,6 +118,35 @@ async def test_an_agent_on_chat_completions_is_one_path(door: Any, streamed: boo
         assert {(call.dialect, call.streamed) for call in session.calls} == {("chat", streamed)}
     finally:
         await gateway.aclose()
+
+
+@pytest.mark.parametrize("by_ids", [False, True], ids=["by items", "by response ids"])
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+async def test_an_agent_on_the_responses_api_goes_back_into_a_recorded_rollout(
+    door: Any, streamed: bool, by_ids: bool
+) -> None:
+    kind, options = agents.OpenAIResponsesModel, {"auto_previous_response_id": by_ids}
+    await goes_back(door, kind, "responses", streamed, **options)
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+async def test_an_agent_on_chat_completions_goes_back_into_a_recorded_rollout(
+    door: Any, streamed: bool
+) -> None:
+    await goes_back(door, agents.OpenAIChatCompletionsModel, "chat", streamed)
+
+
+async def goes_back(door: Any, kind: Any, dialect: str, streamed: bool, **options: Any) -> None:
+    races = again.races()
+
+    async def agent(session: Session) -> Any:
+        tools = [racing_tool(next(races))]
+        model = kind(model="tiny", openai_client=door(session))
+        solver = agents.Agent("one", instructions=INSTRUCTIONS, tools=tools, model=model)
+        result = await run(solver, again.QUESTION, streamed=streamed, **options)
+        return result.final_output
+
+    await again.check_goes_back(agent, dialect=dialect, streamed=streamed)
 
 
 async def test_a_handoff_is_recorded_as_another_conversation(door: Any) -> None:
