@@ -112,9 +112,10 @@ def inputs(run: Run, stack: Stack) -> Iterator[str]:
     yield f"  rows           train: {len(run.train_tasks)}{', ' + evaluated if evaluated else ''}"
     yield f"  model          {config.model.model_path}"
     yield f"                 {parameters / 1e6:.2f}M parameters on {device}, context {context}"
+    why = f", {stack.choice.why}" if stack.choice.why else ""
+    yield f"  engine         {stack.choice.engine_type}{why}"
     if stack.arrangement is not None:
-        engine_type = config.explorer.rollout_model.engine_type
-        yield f"  engine         {engine_type}, {stack.arrangement.placement}"
+        yield f"                 {stack.arrangement.placement}"
         yield f"                 {stack.arrangement.weights}"
 
 

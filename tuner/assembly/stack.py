@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tuner.assembly.adapters import Adapter, add_adapter, require_peft
-from tuner.assembly.arrangement import Arrangement, build_engine
+from tuner.assembly.arrangement import Arrangement, EngineChoice, build_engine, choose_engine
 from tuner.assembly.auxiliary import AuxiliaryModels
 from tuner.assembly.models import (
     check_same_vocabulary,
@@ -26,6 +26,7 @@ from tuner.assembly.models import (
     save_model,
 )
 from tuner.assembly.parameters import rollout_settings, trainer_settings
+from tuner.assembly.placement import Machine, needs_of
 from tuner.chat_models import chat_model, default_kind
 from tuner.config import RunConfig
 from tuner.engines import TrainingEngine
@@ -76,6 +77,7 @@ class Stack:
     goes on while training does; every other with a copy.
 
     Attributes:
+        choice: What generates, and why where that was left open.
         served: What the engine over transformers has in place of `model` then, else None.
         arrangement: Of an engine with a copy; None for the one over transformers.
         runner: None where there is no workflow, so that nothing can be rolled out.
@@ -90,6 +92,7 @@ class Stack:
     gateway: Gateway
     auxiliary: AuxiliaryModels
     runner: RolloutRunner | None
+    choice: EngineChoice
     teacher: PreTrainedModel | None = None
     teacher_prompt: TeacherPrompt = own_prompt
     served: ServedCopy | None = None
@@ -110,6 +113,8 @@ class Stack:
     def decisions(self) -> list[str]:
         """What was decided about the parts, a sentence each."""
         parts: list[Any] = [] if self.adapter is None else [self.adapter]
+        if self.choice.why:
+            parts.append(self.choice)
         if self.arrangement is not None:
             parts += [self.arrangement.placement, self.arrangement.weights]
         return [str(part) for part in parts]
@@ -178,11 +183,7 @@ def build_stack(
             model, lora, model_path=path, seed=config.tuner.seed, checkpoint=weights
         )
     tokenizer = load_tokenizer(path)
-    settings, rollout_model = trainer_settings(config, 1, 1), config.explorer.rollout_model
-    served = None
-    if config.synchronizer.sync_offset and rollout_model.engine_type == "transformers":
-        served = ServedCopy(model)
-    kind = default_kind()
+    settings, kind = trainer_settings(config, 1, 1), default_kind()
     auxiliary = AuxiliaryModels(kind)
     loaded = add_auxiliary_models(auxiliary, config, model.device, model.dtype)
     context = context_length(config.model.max_model_len, model.config, "model.max_model_len")
@@ -192,19 +193,31 @@ def build_stack(
             f"model.max_response_tokens = {longest}, which leaves no room for a prompt in the "
             f"{context} tokens of the model's context; lower it"
         )
-    engine, arrangement = build_engine(
+    needs = partial(
+        needs_of,
         config,
-        model if served is None else served.model,
-        tokenizer,
-        max_model_len=context,
-        version=version,
-        save=partial(_save, model, adapter, tokenizer),
-        adapter=None if adapter is None else adapter.model,
+        model,
+        context,
         references=int(settings.uses_reference and adapter is None),
         critics=int(settings.uses_critic),
         auxiliary=sum(
             p.numel() * p.element_size() for other, _ in loaded.values() for p in other.parameters()
         ),
+    )
+    peft = None if adapter is None else adapter.model
+    choice = choose_engine(config, Machine.here(model.device), needs, adapter=peft)
+    served = None
+    if config.synchronizer.sync_offset and choice.engine_type == "transformers":
+        served = ServedCopy(model)
+    engine, arrangement = build_engine(
+        choice.applied(config),
+        model if served is None else served.model,
+        tokenizer,
+        max_model_len=context,
+        version=version,
+        save=partial(_save, model, adapter, tokenizer),
+        needs=needs,
+        adapter=peft,
     )
     renderer = chat_renderer(config, tokenizer)
     gateway = Gateway(
@@ -239,6 +252,7 @@ def build_stack(
         gateway,
         auxiliary,
         runner,
+        choice,
         teacher=teacher,
         teacher_prompt=told,
         served=served,
