@@ -9,7 +9,8 @@ import pytest
 from tests.loop import runs
 from tuner.assembly import arrangement
 from tuner.assembly.arrangement import choose_engine
-from tuner.assembly.placement import Machine, Needs
+from tuner.assembly.memory import Needs
+from tuner.assembly.placement import Machine
 from tuner.assembly.stack import build_stack
 from tuner.config import load_config
 from tuner.errors import ConfigError
@@ -126,9 +127,7 @@ def test_settings_of_servers_are_refused_where_there_may_be_none():
 
 
 async def test_a_run_says_what_generates(tmp_path):
-    config = load_config(
-        overrides=[f"model.model_path={MODEL}", f"checkpoint_root_dir={tmp_path}"]
-    )
+    config = load_config(overrides=[f"model.model_path={MODEL}", f"checkpoint_root_dir={tmp_path}"])
     stack = build_stack(config, workflow=runs.workflow, judge=runs.judge)
     await stack.aclose()
     assert stack.choice.engine_type == "transformers"

@@ -14,11 +14,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from tuner.assembly.memory import Needs
 from tuner.assembly.models import checkpoint_tensors
 from tuner.assembly.placement import (
     TRANSFERS,
     Machine,
-    Needs,
     Placement,
     Sides,
     WeightPath,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -17,7 +16,9 @@ from transformers import PreTrainedModel
 from tuner.assembly.adapters import Adapter, add_adapter, require_peft
 from tuner.assembly.arrangement import Arrangement, EngineChoice, build_engine, choose_engine
 from tuner.assembly.auxiliary import AuxiliaryModels
+from tuner.assembly.memory import Needs, micro_batch_tokens, needs_of
 from tuner.assembly.models import (
+    ServedCopy,
     check_same_vocabulary,
     choose_device,
     choose_dtype,
@@ -26,7 +27,7 @@ from tuner.assembly.models import (
     save_model,
 )
 from tuner.assembly.parameters import rollout_settings, trainer_settings
-from tuner.assembly.placement import Machine, needs_of
+from tuner.assembly.placement import Machine
 from tuner.chat_models import chat_model, default_kind
 from tuner.config import RunConfig
 from tuner.engines import TrainingEngine
@@ -43,33 +44,6 @@ from tuner.training.references import Reference
 _log = logging.getLogger(__name__)
 
 
-class ServedCopy:
-    """A second copy of what is trained; what is frozen is shared.
-
-    Args:
-        model: The model that is trained. Of its parameters those that require a gradient are
-            copied, with LoRA only the adapter's.
-
-    Attributes:
-        model: The copy. It changes in `update` only.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
-        self.model: PreTrainedModel = copy.deepcopy(model, frozen)
-        sources = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        targets = dict(self.model.named_parameters())
-        self._pairs = [(targets[name], source) for name, source in sources.items()]
-        for target, _ in self._pairs:
-            target.requires_grad_(False)
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Take over the weights as they are now. Nobody may compute with the copy meanwhile."""
-        for target, source in self._pairs:
-            target.copy_(source)
-
-
 @dataclass
 class Stack:
     """The parts of a run on one machine. `model` is the trainer's, and so is the adapter inside
@@ -78,6 +52,7 @@ class Stack:
 
     Attributes:
         choice: What generates, and why where that was left open.
+        needs: What the run is expected to need.
         served: What the engine over transformers has in place of `model` then, else None.
         arrangement: Of an engine with a copy; None for the one over transformers.
         runner: None where there is no workflow, so that nothing can be rolled out.
@@ -93,6 +68,7 @@ class Stack:
     auxiliary: AuxiliaryModels
     runner: RolloutRunner | None
     choice: EngineChoice
+    needs: Callable[[], Needs]
     teacher: PreTrainedModel | None = None
     teacher_prompt: TeacherPrompt = own_prompt
     served: ServedCopy | None = None
@@ -253,6 +229,7 @@ def build_stack(
         auxiliary,
         runner,
         choice,
+        needs,
         teacher=teacher,
         teacher_prompt=told,
         served=served,
@@ -269,7 +246,7 @@ def _save(model: PreTrainedModel, adapter: Adapter | None, tokenizer: Any, folde
 
 def build_trainer(config: RunConfig, stack: Stack, *, total_steps: int) -> PolicyTrainer:
     """The trainer over the stack's model; its reference is always the model the run began with."""
-    budget = config.trainer.max_token_len_per_gpu or 2 * stack.engine.capabilities.max_model_len
+    budget = micro_batch_tokens(config, stack.engine.capabilities.max_model_len)
     settings = trainer_settings(config, total_steps, budget)
     reference: Reference | None = None
     if settings.uses_reference and stack.adapter is not None:
