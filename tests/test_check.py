@@ -6,7 +6,7 @@ import pytest
 
 from tuner import JudgeOutput, WorkflowOutput
 from tuner.assembly.stack import build_stack
-from tuner.check import check_run, memory
+from tuner.check import check_run
 from tuner.tune import prepare
 
 
@@ -81,7 +81,7 @@ def test_an_adapter_is_named_and_its_memory_is_its_own(prepared):
         stack = build_stack(config, workflow=workflow, judge=judge)
         model = list(stack.model.parameters())
         trained = sum(p.numel() for p in model if p.requires_grad)
-        sizes.append((memory(config, stack), sum(p.numel() for p in model), trained))
+        sizes.append((stack.needs().trainer, sum(p.numel() for p in model), trained))
     (full, base, every), (lora, both, adapter_size) = sizes
     assert (every, both) == (base, base + adapter_size)
     assert full == 4 * 5 * base  # weights, gradients, two averages, reference

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
-from tuner.assembly.parameters import trainer_settings
+from tuner.assembly.memory import micro_batch_tokens, peak_of
 from tuner.assembly.stack import Stack, build_stack, build_trainer
 from tuner.config import RunConfig
 from tuner.data.order import planned_steps
@@ -24,7 +24,8 @@ from tuner.rollout import StepPlan, collect
 from tuner.run.interrupts import run_async
 from tuner.sources import batch_of, read_examples
 from tuner.traces import Outcome, Trace, TraceStore
-from tuner.training import Batch, PolicyTrainer, RecordedBatch, build_batch
+from tuner.training import Batch, PolicyTrainer, RecordedBatch, Row, build_batch
+from tuner.training.forward.activations import tokens_of_pass
 from tuner.tune import Run
 
 ROLLOUTS = 2
@@ -32,9 +33,6 @@ ROLLOUTS = 2
 SHOWN_PROMPT, SHOWN_START, SHOWN_END = 4, 10, 3
 # A backward pass costs about two forward passes.
 FORWARDS_PER_UPDATE = 3
-# Gradient and Adam's two averages.
-FLOATS_TO_TRAIN = 3
-BYTES_PER_FLOAT = 4
 
 
 def check_run(run: Run) -> Verdict:
@@ -79,7 +77,7 @@ async def _check(run: Run) -> Verdict:
             inputs(run, stack),
             _one_call(stack, final),
             _rewards(final),
-            _plan(run, stack, final, rollout=fastest, forward=forward),
+            _plan(run, stack, final, batch.rows, rollout=fastest, forward=forward),
             _last_words(ready, final),
         ]
         return Verdict.of(ready, sections)
@@ -112,9 +110,10 @@ def inputs(run: Run, stack: Stack) -> Iterator[str]:
     yield f"  rows           train: {len(run.train_tasks)}{', ' + evaluated if evaluated else ''}"
     yield f"  model          {config.model.model_path}"
     yield f"                 {parameters / 1e6:.2f}M parameters on {device}, context {context}"
+    why = f", {stack.choice.why}" if stack.choice.why else ""
+    yield f"  engine         {stack.choice.engine_type}{why}"
     if stack.arrangement is not None:
-        engine_type = config.explorer.rollout_model.engine_type
-        yield f"  engine         {engine_type}, {stack.arrangement.placement}"
+        yield f"                 {stack.arrangement.placement}"
         yield f"                 {stack.arrangement.weights}"
 
 
@@ -187,9 +186,15 @@ def _rewards(traces: Sequence[Trace]) -> Iterator[str]:
 
 
 def _plan(
-    run: Run, stack: Stack, traces: Sequence[Trace], *, rollout: float, forward: float
+    run: Run,
+    stack: Stack,
+    traces: Sequence[Trace],
+    rows: Sequence[Row],
+    *,
+    rollout: float,
+    forward: float,
 ) -> Iterator[str]:
-    """From the seconds of one rollout beside the others, and of one forward pass over all."""
+    """From the seconds of one rollout beside the others, and of one forward pass over the rows."""
     config = run.config
     batch, group = config.buffer.batch_size, config.algorithm.repeat_times
     rollouts, steps = batch * group, planned_steps(config, len(run.train_tasks))
@@ -200,7 +205,7 @@ def _plan(
         f"{steps * rollouts * sampled:.0f} trained tokens"
     )
     yield f"  {_trained(stack)}, {algorithm_line(config)}"
-    yield f"  memory  about {memory(config, stack) / 2**30:.2f} GiB, and that of one micro-batch"
+    yield memory_line(config, stack, rows, rollouts / len(traces))
     concurrent = min(config.explorer.runner_per_model, config.tuner.max_slots, rollouts)
     train = FORWARDS_PER_UPDATE * forward * rollouts / len(traces)
     slow = rollout * rollouts / len(traces) + train
@@ -229,16 +234,17 @@ def algorithm_line(config: RunConfig) -> str:
     return f"{algorithm.algorithm_type}, lr {algorithm.optimizer.lr:g}, {penalty}"
 
 
-def memory(config: RunConfig, stack: Stack) -> float:
-    """Bytes of weights, gradients, optimizer and reference (an adapter's is in the weights), and of
-    a critic of the same size."""
-    parameters = sum(p.numel() for p in stack.model.parameters())
-    trained = sum(p.numel() for p in stack.model.parameters() if p.requires_grad)
-    copied = parameters if stack.adapter is None else 0
-    settings = trainer_settings(config, 1, 1)
-    critic = (1 + FLOATS_TO_TRAIN) * parameters * settings.uses_critic
-    reference = copied * settings.uses_reference
-    return BYTES_PER_FLOAT * (parameters + FLOATS_TO_TRAIN * trained + reference + critic)
+def memory_line(config: RunConfig, stack: Stack, rows: Sequence[Row], times: float) -> str:
+    """What an update is expected to take where a step has so many times these rows."""
+    needs = stack.needs()
+    line = f"  memory  about {needs.trainer / 2**30:.2f} GiB for weights, gradients and optimizer"
+    if not rows:
+        return line
+    tokens = int(tokens_of_pass(rows, config.tuner.layout) * times)
+    most = micro_batch_tokens(config, stack.engine.capabilities.max_model_len)
+    largest = min(tokens, max(most, *map(len, rows)))
+    peak = peak_of(config, stack.model, needs, largest, alone=tokens <= most)
+    return f"{line}, {peak / 2**30:.2f} with micro-batches of {largest} tokens"
 
 
 def _last_words(ready: bool, traces: Sequence[Trace]) -> Iterator[str]:
@@ -317,7 +323,7 @@ def _recorded_plan(run: Run, stack: Stack, examples: Examples) -> Iterator[str]:
         f"{batch.trained_tokens * steps} trained tokens"
     )
     yield f"  all weights, {algorithm_line(config)}"
-    yield f"  memory  about {memory(config, stack) / 2**30:.2f} GiB, and that of one micro-batch"
+    yield memory_line(config, stack, batch.rows, 1)
     yield (
         f"  time    {seconds:.1f} s per step, {duration(seconds * steps)} in all, evaluations not "
         "counted"

@@ -84,14 +84,19 @@ def update(device: str, number: int, thousands: int) -> Iterator[Row]:
     if "mfu" in tree.metrics:
         yield row("MFU", tree.metrics["mfu"], "goal", MFU)
     if "peak_memory_gib" in tree.metrics:
-        yield row("peak GiB", tree.metrics["peak_memory_gib"])
-        from tuner.assembly.placement import needs_of  # needs more packages than the rest
-        from tuner.config import load_config
+        predicted = _predicted(shape, unique, settings["max_tokens_per_micro_batch"]) / 2**30
+        yield row("peak GiB", tree.metrics["peak_memory_gib"], "predicted", predicted)
 
-        config = load_config(overrides=["tuner.dtype=bfloat16"])
-        model = shape.model("meta")
-        needs = needs_of(config, model, 4096, references=0, critics=0).trainer / 2**30
-        yield row("GiB predicted of all but activations", needs)
+
+def _predicted(shape: Shape, unique: int, most: int) -> int:
+    """Bytes at the peak of an update of so many distinct tokens, so many in a micro-batch."""
+    from tuner.assembly.memory import needs_of, peak_of  # needs more packages than the rest
+    from tuner.config import load_config
+
+    config = load_config(overrides=["tuner.activation_checkpointing=false", "tuner.compile=true"])
+    model = shape.model("meta").bfloat16()
+    needs = needs_of(config, model, 4096, references=0, critics=0)
+    return peak_of(config, model, needs, min(unique, most), alone=unique <= most)
 
 
 def parts(device: str, number: int, thousands: int) -> Iterator[Row]:

@@ -1,14 +1,18 @@
 """Where vLLM runs, and what is refused because it does not fit."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.engines.models import make_model
-from tuner.assembly import placement
+from tuner.assembly import memory, placement
+from tuner.assembly.memory import Needs, needs_of, peak_of
 from tuner.assembly.models import choose_dtype
-from tuner.assembly.placement import Machine, Needs, choose_placement, needs_of
+from tuner.assembly.placement import Machine, choose_placement
 from tuner.config import load_config
 from tuner.errors import ConfigError
+from tuner.training.forward.activations import Activations
 
 GIB = 2**30
 SMALL = Needs(trainer=20 * GIB, weights=4 * GIB, request=GIB)
@@ -155,6 +159,43 @@ def test_what_a_run_needs_is_counted_from_its_model():
     needs = needs_of(half, model.to(torch.bfloat16), 100, references=0, critics=0)
     assert needs.weights == 2 * parameters
     assert needs.trainer == (2 + 4) * parameters
+
+
+def test_an_update_is_counted_where_its_size_is_known():
+    model = make_model()
+    assert needs_of(load_config(), model, 100, references=0, critics=0).update == 0
+    config = load_config(overrides=["trainer.max_token_len_per_gpu=1000"])
+    needs = needs_of(config, model, 100, references=0, critics=0)
+    kept = Activations.of(model).kept(1000, checkpointing=False)
+    assert kept < needs.update < 3 * kept
+    assert peak_of(config, model, needs, 1000) == needs.trainer + needs.update
+    alone = peak_of(config, model, needs, 1000, sampled=1, alone=True)
+    assert needs.trainer - needs.gradients < alone < needs.trainer + needs.update
+    lower = load_config(
+        overrides=["trainer.max_token_len_per_gpu=1000", "tuner.activation_checkpointing=true"]
+    )
+    assert needs_of(lower, model, 100, references=0, critics=0).update < needs.update
+
+
+def test_auto_is_counted_with_checkpoints_where_a_gpu_has_no_room_without(monkeypatch):
+    model, config = make_model(), load_config()
+    needs = needs_of(config, model, 100, references=0, critics=0)
+    peaks = []
+    for free in (None, 10**9, 0):
+        monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: free)
+        peaks.append(peak_of(config, model, needs, 1000))
+    assert peaks[0] == peaks[1] > peaks[2]
+
+
+def test_awake_vllm_leaves_room_for_an_update_as_far_as_it_has_enough():
+    awake, needs = "tuner.engine.sleep=false", replace(SMALL, update=30 * GIB)
+    chosen = choose(awake, gpus=[80], needs=needs)
+    assert chosen.gpu_memory_utilization == 0.36  # of 80: without 20, 1 and 30
+    assert "20.00 GiB for training, 30.00 GiB more for its micro-batches, of 80.00" in str(chosen)
+    assert choose(awake, gpus=[30], needs=needs).gpu_memory_utilization == 0.2  # 6 of 30
+    assert choose(gpus=[80], needs=needs).gpu_memory_utilization == 0.73  # it sleeps
+    with pytest.raises(ConfigError, match=r"80.00 GiB of main|lower trainer.max_token_len_per_gpu"):
+        choose(needs=needs, memory=40)
 
 
 @pytest.mark.parametrize(

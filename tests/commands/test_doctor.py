@@ -133,6 +133,14 @@ def test_a_gpu_that_is_hidden_is_not_counted(site, tmp_path, monkeypatch):
     assert found("transformers").found == "the default, on the CPU"
     install(site, "vllm", "0.32.0")
     assert found("vllm").found.endswith("built for GPUs, and none is here")
+    assert found("transformers").found == "the default, on the CPU"
+
+
+def test_vllm_is_the_default_on_a_gpu(site, tmp_path):
+    smi(tmp_path)
+    install(site, "vllm", "0.32.0")
+    assert found("vllm").state == "ok"
+    assert found("transformers").found == "on the GPU; vllm is the default here"
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 
 from tests import forked
 from tests.loop import async_runs, runs
+from tuner.assembly.models import ServedCopy
 from tuner.assembly.parameters import selection
-from tuner.assembly.stack import ServedCopy, build_stack, build_trainer
+from tuner.assembly.stack import build_stack, build_trainer
 from tuner.data.order import batch_indices
 from tuner.engines.transformers.engine import TransformersEngine
 from tuner.errors import FunctionError

@@ -7,6 +7,8 @@ from torch import nn
 from tests.engines.models import make_model
 from tests.training.exact import model_of, row
 from tuner.errors import ConfigError
+from tuner.training.forward import kernels, layouts
+from tuner.training.forward.activations import Activations
 from tuner.training.forward.layouts import Forward
 
 ROWS = [row((3, 10, 17), (24, 31)), row((3, 10, 17), (24, 38, 45)), row((3, 10), (52, 3))]
@@ -49,6 +51,34 @@ def test_layers_are_as_they_were_after_the_forward_pass():
     forward.logprobs(model, ROWS, with_entropy=False)
     assert {name: module.forward for name, module in model.named_modules()} == before
     assert not any(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("layout", ["tree", "packed", "padded"])
+def test_auto_checkpoints_what_a_gpu_has_no_room_for(layout, monkeypatch, caplog):
+    model = model_of("qwen3")
+    plain = gradient_of(model, Forward.of(model, None, layout=layout))
+    forward = Forward.of(model, None, layout=layout, checkpointing="auto")
+    assert forward.layout == layout
+    tokens = {"tree": 9, "packed": 15, "padded": 18}[layout]
+    kept = Activations.of(model, layout=layout)
+    needed = kept.peak(tokens, checkpointing=False, gradients=0, alone=True)
+    passes = {}
+    for free in (needed / 0.89, needed / 0.91):
+        for module in (kernels, layouts):
+            monkeypatch.setattr(module, "free_bytes", lambda device, free=free: free)
+        found = gradient_of(model, forward)
+        assert torch.equal(found[0], plain[0])
+        passes[free] = found[2]
+    assert list(passes.values()) == [1, 2]
+    gradient_of(model, forward)
+    said = [r.getMessage() for r in caplog.records if "computed again" in r.getMessage()]
+    assert len(said) == 1
+    assert f"a pass over {tokens} tokens would keep" in said[0]
+
+
+def test_auto_never_checkpoints_on_a_cpu():
+    model = model_of("qwen3")
+    assert gradient_of(model, Forward.of(model, None, checkpointing="auto"))[2] == 1
 
 
 def test_a_model_without_such_layers_is_refused():

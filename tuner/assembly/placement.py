@@ -7,16 +7,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
+from tuner.assembly.memory import Needs
 from tuner.config import RunConfig
-from tuner.engines.transformers.kv_cache import head_width, layer_configs
 from tuner.errors import ConfigError
 
-_ADAM = 4 + 4 + 4
-"""Bytes of a float32 gradient and of Adam's two moments."""
 _RESERVE = 1 << 30
 """Bytes of a GPU that stay free for activations and CUDA itself."""
 _ASLEEP = 2 << 30
@@ -24,23 +22,6 @@ _ASLEEP = 2 << 30
 captured. Not measured."""
 _WORKER = 3 << 29
 """Bytes that vLLM's processes take on a CPU, measured with version 0.32."""
-
-
-@dataclass(frozen=True)
-class Needs:
-    """Bytes that a run expects to need.
-
-    Attributes:
-        trainer: Weights, gradients, optimizer state, reference, critic and auxiliary models.
-        weights: The engine's own copy.
-        request: Keys and values of one request of the greatest length.
-        gradients: The part of `trainer` that is there during an update only.
-    """
-
-    trainer: int
-    weights: int
-    request: int
-    gradients: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,49 +84,6 @@ class Placement:
         return f"placement: {self.mode}, {self.why}"
 
 
-def needs_of(
-    config: RunConfig,
-    model: Any,
-    max_model_len: int,
-    *,
-    references: int,
-    critics: int,
-    auxiliary: int = 0,
-) -> Needs:
-    """What a run of `model` expects to need.
-
-    Args:
-        model: The policy, loaded.
-        max_model_len: Prompt and completion tokens of one request at most.
-        references: Frozen copies of it.
-        critics: Models of its size that are trained besides.
-        auxiliary: Bytes of other models that are served on its device.
-    """
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    parameters = sum(p.numel() for p in model.parameters())
-    each = torch.finfo(model.dtype).bits // 8
-    moments = _ADAM if config.tuner.optimizer_state == "float32" else 4 + 1 + 1
-    masters = 4 if model.dtype != torch.float32 else 0
-    update = moments + masters
-    # Gradients stay on the device.
-    kept = 4 if config.trainer.optimizer_offload else update
-    settings = model.config.get_text_config(decoder=True)
-    heads = "num_key_value_heads"
-    token = sum(
-        2 * each * head_width(layer) * (getattr(layer, heads, None) or layer.num_attention_heads)
-        for layer in layer_configs(settings)
-    )
-    return Needs(
-        trainer=(1 + references + critics) * each * parameters
-        + kept * trained
-        + update * critics * parameters
-        + auxiliary,
-        weights=each * parameters,
-        request=token * max_model_len,
-        gradients=4 * (trained + critics * parameters),
-    )
-
-
 def choose_placement(config: RunConfig, needs: Needs, machine: Machine) -> Placement:
     """Where an engine with a copy of the weights runs; SGLang always elsewhere.
 
@@ -177,17 +115,17 @@ def _on_cpu(config: RunConfig, needs: Needs, machine: Machine) -> Placement:
     count = rollout_model.engine_num
     wanted = min(config.tuner.max_slots, 64) * needs.request
     cache = max(1 << 30, -(-wanted // 2**30) * 2**30)
-    total = needs.trainer + count * (needs.weights + cache + _WORKER)
+    total = needs.trainer + needs.update + count * (needs.weights + cache + _WORKER)
     parts = (
-        f"{_gib(needs.trainer)} for training and {count} x {_gib(needs.weights + cache + _WORKER)} "
+        f"{_training(needs)} and {count} x {_gib(needs.weights + cache + _WORKER)} "
         f"for vLLM, with {_gib(cache)} of keys and values"
     )
     if total > machine.memory:
         raise ConfigError(
             f"vLLM does not fit: {parts} are {_gib(total)}, and {_gib(machine.memory)} of main "
-            "memory are free; lower tuner.max_slots, model.max_model_len or "
-            "explorer.rollout_model.engine_num, or set engine_type to transformers, which needs "
-            "no copy of the weights"
+            "memory are free; lower trainer.max_token_len_per_gpu, tuner.max_slots, "
+            "model.max_model_len or explorer.rollout_model.engine_num, or set engine_type to "
+            "transformers, which needs no copy of the weights"
         )
     chosen = "asked for" if asked != "auto" else "a process of its own keeps agents responsive"
     return Placement(mode, ((),) * count, None, cache, f"{chosen}; expects {parts}")
@@ -218,7 +156,7 @@ def _on_gpus(config: RunConfig, needs: Needs, machine: Machine) -> Placement:
         )
         why = (
             f"{'asked for' if asked == 'separate' else 'there are GPUs beside the first'}; expects "
-            f"{_gib(needs.trainer)} for training on GPU 0, and {_gib(needs.weights // size)} of "
+            f"{_training(needs)} on GPU 0, and {_gib(needs.weights // size)} of "
             f"weights on each of GPUs 1 to {size * count}"
         )
         return Placement("separate", gpus, rollout_model.gpu_memory_utilization, 0, why)
@@ -252,7 +190,9 @@ def _on_one_gpu(config: RunConfig, needs: Needs, machine: Machine) -> Placement:
     _check_trainer(needs.trainer + (_ASLEEP if sleeps else 0), whole)
     resting = needs.trainer - needs.gradients if sleeps else needs.trainer
     left = whole - resting - _RESERVE
-    part = given or int(100 * max(left, 0) / whole) / 100
+    # Awake it leaves room for what an update computes, as far as it has enough itself.
+    room = 0 if sleeps else min(needs.update, max(left - _least(needs), 0))
+    part = given or int(100 * max(left - room, 0) / whole) / 100
     if given is not None and part * whole > left:
         raise ConfigError(
             f"explorer.rollout_model.gpu_memory_utilization is {part}, {_gib(int(part * whole))}, "
@@ -262,7 +202,7 @@ def _on_one_gpu(config: RunConfig, needs: Needs, machine: Machine) -> Placement:
     until = f"beside {_gib(resting)}, and sleeps during updates" if sleeps else "all the time"
     why = (
         f"{'asked for' if asked == 'colocate' else 'there is one GPU'}; expects "
-        f"{_gib(needs.trainer)} for training of {_gib(whole)}; vLLM has {_gib(int(part * whole))} "
+        f"{_training(needs)} of {_gib(whole)}; vLLM has {_gib(int(part * whole))} "
         f"{until}"
     )
     return Placement("colocate", ((0,),), part, 0, why, sleeps)
@@ -278,13 +218,23 @@ def _check_trainer(needed: int, there: int) -> None:
 
 
 def _check_engine(needs: Needs, given: int, whole: int) -> None:
-    least = needs.weights + needs.request + _RESERVE
+    least = _least(needs)
     if given < least:
         raise ConfigError(
             f"vLLM needs {_gib(least)} for the weights and one request of the greatest length, and "
             f"gets {_gib(given)} of {_gib(whole)}; lower model.max_model_len, set "
             "model.lora_configs, or engine_type to transformers, which needs no copy of the weights"
         )
+
+
+def _least(needs: Needs) -> int:
+    """Bytes without which vLLM has no use."""
+    return needs.weights + needs.request + _RESERVE
+
+
+def _training(needs: Needs) -> str:
+    update = f", {_gib(needs.update)} more for its micro-batches," if needs.update else ""
+    return f"{_gib(needs.trainer)} for training{update}"
 
 
 def _gib(count: int) -> str:

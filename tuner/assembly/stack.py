@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -15,9 +14,11 @@ import torch
 from transformers import PreTrainedModel
 
 from tuner.assembly.adapters import Adapter, add_adapter, require_peft
-from tuner.assembly.arrangement import Arrangement, build_engine
+from tuner.assembly.arrangement import Arrangement, EngineChoice, build_engine, choose_engine
 from tuner.assembly.auxiliary import AuxiliaryModels
+from tuner.assembly.memory import Needs, micro_batch_tokens, needs_of
 from tuner.assembly.models import (
+    ServedCopy,
     check_same_vocabulary,
     choose_device,
     choose_dtype,
@@ -26,6 +27,7 @@ from tuner.assembly.models import (
     save_model,
 )
 from tuner.assembly.parameters import rollout_settings, trainer_settings
+from tuner.assembly.placement import Machine
 from tuner.chat_models import chat_model, default_kind
 from tuner.config import RunConfig
 from tuner.engines import TrainingEngine
@@ -42,33 +44,6 @@ from tuner.training.references import Reference
 _log = logging.getLogger(__name__)
 
 
-class ServedCopy:
-    """A second copy of what is trained; what is frozen is shared.
-
-    Args:
-        model: The model that is trained. Of its parameters those that require a gradient are
-            copied, with LoRA only the adapter's.
-
-    Attributes:
-        model: The copy. It changes in `update` only.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
-        self.model: PreTrainedModel = copy.deepcopy(model, frozen)
-        sources = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        targets = dict(self.model.named_parameters())
-        self._pairs = [(targets[name], source) for name, source in sources.items()]
-        for target, _ in self._pairs:
-            target.requires_grad_(False)
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Take over the weights as they are now. Nobody may compute with the copy meanwhile."""
-        for target, source in self._pairs:
-            target.copy_(source)
-
-
 @dataclass
 class Stack:
     """The parts of a run on one machine. `model` is the trainer's, and so is the adapter inside
@@ -76,6 +51,8 @@ class Stack:
     goes on while training does; every other with a copy.
 
     Attributes:
+        choice: What generates, and why where that was left open.
+        needs: What the run is expected to need.
         served: What the engine over transformers has in place of `model` then, else None.
         arrangement: Of an engine with a copy; None for the one over transformers.
         runner: None where there is no workflow, so that nothing can be rolled out.
@@ -90,6 +67,8 @@ class Stack:
     gateway: Gateway
     auxiliary: AuxiliaryModels
     runner: RolloutRunner | None
+    choice: EngineChoice
+    needs: Callable[[], Needs]
     teacher: PreTrainedModel | None = None
     teacher_prompt: TeacherPrompt = own_prompt
     served: ServedCopy | None = None
@@ -110,6 +89,8 @@ class Stack:
     def decisions(self) -> list[str]:
         """What was decided about the parts, a sentence each."""
         parts: list[Any] = [] if self.adapter is None else [self.adapter]
+        if self.choice.why:
+            parts.append(self.choice)
         if self.arrangement is not None:
             parts += [self.arrangement.placement, self.arrangement.weights]
         return [str(part) for part in parts]
@@ -178,11 +159,7 @@ def build_stack(
             model, lora, model_path=path, seed=config.tuner.seed, checkpoint=weights
         )
     tokenizer = load_tokenizer(path)
-    settings, rollout_model = trainer_settings(config, 1, 1), config.explorer.rollout_model
-    served = None
-    if config.synchronizer.sync_offset and rollout_model.engine_type == "transformers":
-        served = ServedCopy(model)
-    kind = default_kind()
+    settings, kind = trainer_settings(config, 1, 1), default_kind()
     auxiliary = AuxiliaryModels(kind)
     loaded = add_auxiliary_models(auxiliary, config, model.device, model.dtype)
     context = context_length(config.model.max_model_len, model.config, "model.max_model_len")
@@ -192,19 +169,31 @@ def build_stack(
             f"model.max_response_tokens = {longest}, which leaves no room for a prompt in the "
             f"{context} tokens of the model's context; lower it"
         )
-    engine, arrangement = build_engine(
+    needs = partial(
+        needs_of,
         config,
-        model if served is None else served.model,
-        tokenizer,
-        max_model_len=context,
-        version=version,
-        save=partial(_save, model, adapter, tokenizer),
-        adapter=None if adapter is None else adapter.model,
+        model,
+        context,
         references=int(settings.uses_reference and adapter is None),
         critics=int(settings.uses_critic),
         auxiliary=sum(
             p.numel() * p.element_size() for other, _ in loaded.values() for p in other.parameters()
         ),
+    )
+    peft = None if adapter is None else adapter.model
+    choice = choose_engine(config, Machine.here(model.device), needs, adapter=peft)
+    served = None
+    if config.synchronizer.sync_offset and choice.engine_type == "transformers":
+        served = ServedCopy(model)
+    engine, arrangement = build_engine(
+        choice.applied(config),
+        model if served is None else served.model,
+        tokenizer,
+        max_model_len=context,
+        version=version,
+        save=partial(_save, model, adapter, tokenizer),
+        needs=needs,
+        adapter=peft,
     )
     renderer = chat_renderer(config, tokenizer)
     gateway = Gateway(
@@ -239,6 +228,8 @@ def build_stack(
         gateway,
         auxiliary,
         runner,
+        choice,
+        needs,
         teacher=teacher,
         teacher_prompt=told,
         served=served,
@@ -255,7 +246,7 @@ def _save(model: PreTrainedModel, adapter: Adapter | None, tokenizer: Any, folde
 
 def build_trainer(config: RunConfig, stack: Stack, *, total_steps: int) -> PolicyTrainer:
     """The trainer over the stack's model; its reference is always the model the run began with."""
-    budget = config.trainer.max_token_len_per_gpu or 2 * stack.engine.capabilities.max_model_len
+    budget = micro_batch_tokens(config, stack.engine.capabilities.max_model_len)
     settings = trainer_settings(config, total_steps, budget)
     reference: Reference | None = None
     if settings.uses_reference and stack.adapter is not None:

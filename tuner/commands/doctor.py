@@ -284,7 +284,6 @@ def _extras(requirements: list[Requirement]) -> Iterator[Finding]:
 
 def _engines(requirements: list[Requirement], has_gpu: bool) -> Iterator[Finding]:
     place = "on the GPU" if has_gpu else "on the CPU"
-    yield Finding(area="engines", name="transformers", state="ok", found=f"the default, {place}")
     use = "explorer.rollout_model.engine_type: vllm"
     vllm = _needing("engines", "vllm", use, "vllm", _of_extra(requirements, "vllm"))
     if platform.system() != "Linux":
@@ -294,6 +293,9 @@ def _engines(requirements: list[Requirement], has_gpu: bool) -> Iterator[Finding
     elif vllm.state == "ok" and not has_gpu and "cpu" not in (_version("vllm") or ""):
         found = f"{vllm.found}: built for GPUs, and none is here"
         vllm = vllm.model_copy(update={"state": "missing", "found": found})
+    default = "vllm" if has_gpu and vllm.state == "ok" else "transformers"
+    found = f"{place}; vllm is the default here" if default == "vllm" else f"the default, {place}"
+    yield Finding(area="engines", name="transformers", state="ok", found=found)
     yield vllm
     server = _needing("", "", "", "sglang", _of_extra(requirements, "sglang"))
     can_serve = "and can run here" if server.state == "ok" else f"to run one: {server.mend}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -224,15 +225,24 @@ def _asynchronous(config: RunConfig) -> Iterator[str]:
 def _engine(config: RunConfig) -> Iterator[str | Problem]:
     """What the chosen engine cannot do."""
     engine_type = config.explorer.rollout_model.engine_type
-    if engine_type == "transformers":
+    if engine_type in ("transformers", "auto"):
         yield from _without_servers(config)
         return
     yield from _with_servers(config)
     yield from _with_vllm(config) if engine_type == "vllm" else _with_sglang(config)
 
 
+def beyond_vllm(config: RunConfig) -> str | None:
+    """The first setting that vLLM could not be run with, as in "tuner.deterministic is true"."""
+    sentences = chain(_with_servers(config), _with_vllm(config))
+    return next((sentence.partition(", but ")[0] for sentence in sentences), None)
+
+
 def _without_servers(config: RunConfig) -> Iterator[str]:
     rollout_model, prefix = config.explorer.rollout_model, "explorer.rollout_model"
+    engine = "the engine over transformers"
+    if rollout_model.engine_type == "auto":
+        engine += f", which {prefix}.engine_type: auto may choose,"
     given: dict[str, tuple[Any, Any]] = {
         f"{prefix}.engine_num": (rollout_model.engine_num, 1),
         f"{prefix}.tensor_parallel_size": (rollout_model.tensor_parallel_size, 1),
@@ -245,13 +255,13 @@ def _without_servers(config: RunConfig) -> Iterator[str]:
     for path, (value, default) in given.items():
         if value != default:
             yield (
-                f"{path} is {value}, but the engine over transformers is part of this process, "
-                f"with the trainer's own weights; remove it, or set {prefix}.engine_type to vllm"
+                f"{path} is {value}, but {engine} is part of this process, with the trainer's own "
+                f"weights; remove it, or set {prefix}.engine_type to vllm"
             )
     if config.tuner.placement == "separate":
         yield (
-            "tuner.placement is separate, but the engine over transformers generates with the "
-            f"trainer's own weights: set it to colocate, or {prefix}.engine_type to vllm"
+            f"tuner.placement is separate, but {engine} generates with the trainer's own weights: "
+            f"set it to colocate, or {prefix}.engine_type to vllm"
         )
 
 

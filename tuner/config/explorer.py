@@ -10,6 +10,8 @@ from pydantic import Field, field_validator
 
 from tuner.config.section import Arguments, Section
 
+EngineType = Literal["transformers", "vllm", "sglang"]
+
 DEFAULT_RANK = 32
 DEFAULT_ALPHA = 32
 DEFAULT_TARGETS = "all-linear"
@@ -36,10 +38,11 @@ ChatTemplate = Annotated[str | None, Field(description="A chat template of your 
 class RolloutModelSection(Section):
     """`explorer.rollout_model.*`: the policy as the agents see it, and what generates."""
 
-    engine_type: Literal["transformers", "vllm", "sglang"] = Field(
-        default="transformers",
+    engine_type: EngineType | Literal["auto"] = Field(
+        default="auto",
         description="What generates: transformers on the trainer's own weights, or vLLM or SGLang "
-        "with a copy ([engines](engines.md)).",
+        "with a copy. `auto` is vLLM on a GPU where it is installed and can do what the other "
+        "settings ask for, else transformers, and says why ([engines](engines.md)).",
     )
     engine_num: int = Field(
         default=1, ge=1, description="Servers that are started. For vllm; otherwise 1."

@@ -220,9 +220,10 @@ class TunerSection(Section):
         default="float32",
         description="Precision of Adam's two moments; `8bit` needs bitsandbytes (extra `gpu`).",
     )
-    activation_checkpointing: bool = Field(
-        default=False,
-        description="Compute what is within layers again for the backward pass: less memory.",
+    activation_checkpointing: bool | Literal["auto"] = Field(
+        default="auto",
+        description="Compute what is within layers again for the backward pass: less memory. "
+        "`auto`: for a pass that a GPU would have no room for otherwise; never on a CPU.",
     )
     compile: bool | None = Field(
         default=None,

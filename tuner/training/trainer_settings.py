@@ -24,6 +24,7 @@ from tuner.training.optimizer import OptimizerState, Scheduler
 
 Proximal = Literal["auto", "recorded", "recompute", "loglinear"]
 Layout = Literal["tree", "packed", "padded"]
+Checkpointing = bool | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class TrainerSettings:
         layout: Compute each distinct token of a micro-batch once (`tree`), or one row per call,
             rows one after another (`packed`) or side by side (`padded`). A model that cannot be
             computed so takes the next one. The result is the same.
-        activation_checkpointing: Keep only the inputs of the layers for the backward pass.
+        activation_checkpointing: Keep only the inputs of the layers for the backward pass; `auto`
+            does so in those passes of a GPU for which there would be no room otherwise.
         compile: Compile the layers, where that gives the same; None: on a GPU.
         optimizer_state: Precision of the optimizer's moments.
         optimizer_offload: The optimizer's state in main memory.
@@ -99,7 +101,7 @@ class TrainerSettings:
     rejection: tuple[float, float] | None = None
     max_tokens_per_micro_batch: int = 16384
     layout: Layout = "tree"
-    activation_checkpointing: bool = False
+    activation_checkpointing: Checkpointing = "auto"
     compile: bool | None = None
     optimizer_state: OptimizerState = "float32"
     optimizer_offload: bool = False

@@ -35,7 +35,7 @@ from tuner.trinity.installed import (
     unknown_keys,
     uses_tinker,
 )
-from tuner.trinity.refusals import refused, tuner_section, warn_of_truncated_sampling
+from tuner.trinity.refusals import ENGINE, refused, tuner_section, warn_of_truncated_sampling
 from tuner.trinity.stage import READS_TASKS, ROLLS_OUT, fill_mode, mode_problems
 
 if TYPE_CHECKING:
@@ -115,6 +115,8 @@ def resolve(layers: Layers) -> TrinitySettings:
     for key, meant in unknown_keys(tree):
         hint = f"did you mean {meant}?" if meant else "Trinity-RFT 0.6 has no key like it"
         layers.problems.append(Problem(key, f"unknown key {key}; {hint}"))
+    if lookup(tree, ENGINE) == "auto":
+        del tree["explorer"]["rollout_model"]["engine_type"]  # as where nothing is asked for
     layers.problems.extend(refused(tree))
     mode = mode_of(tree)
     layers.problems.extend(mode_problems(tree, mode))

@@ -60,6 +60,8 @@ def _set(key: str, why: str) -> Refusal:
     return Refusal(key, "anything", why, bool)
 
 
+ENGINE = "explorer.rollout_model.engine_type"
+
 REFUSALS = (
     _only(
         "algorithm.advantage_fn_args.std_cal_level",
@@ -91,8 +93,8 @@ REFUSALS = (
         "agents are recorded between their requests and Trinity-RFT's OpenAI API; remove it",
     ),
     Refusal(
-        "explorer.rollout_model.engine_type",
-        "all but `vllm`, unless `model.tinker.enable` is true",
+        ENGINE,
+        "all but `auto` and `vllm`, unless `model.tinker.enable` is true",
         "agents are recorded in front of Trinity-RFT's vLLM engines; set it to vllm, or remove it",
         lambda found: found != "vllm",
         unless=("model.tinker.enable", True),
@@ -167,8 +169,8 @@ WITH_TINKER = (
     ),
     _set("model.lora_configs", "Tinker's adapter is described by model.tinker; remove it"),
     Refusal(
-        "explorer.rollout_model.engine_type",
-        "all but `tinker`",
+        ENGINE,
+        "all but `auto` and `tinker`",
         "Tinker's service samples; remove it",
         lambda found: found != "tinker",
     ),

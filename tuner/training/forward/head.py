@@ -301,8 +301,10 @@ def _replayed(
     return np.concatenate(padded), np.concatenate(places)
 
 
-LOGITS = {"cpu": 1 << 23, "cuda": 1 << 27}
-"""Logits that are in memory at once, by kind of device."""
+LOGITS = {"cpu": 1 << 25, "cuda": 1 << 27}
+"""Logits that are in memory at once, by kind of device. With each part the gradient of the output
+embedding is written and added up, which is most of what a small one takes: on a CPU 176 tokens of
+151,936 (width 1024, bfloat16) took 2.5 times as long in parts of 55 as at once."""
 
 
 def body(model: PreTrainedModel) -> nn.Module:

@@ -22,6 +22,8 @@ _log = logging.getLogger(__name__)
 
 _FEWEST = 256
 """Tokens of a micro-batch below which fewer would hardly take less."""
+_SURE = 0.9
+"""Part of what is free that can be had in the pieces that are asked for."""
 
 
 @cache
@@ -76,17 +78,45 @@ def _checkpointed(compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     )
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes of a GPU that can be had, those that PyTorch has and does not use included; None of
+    any other device."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
+
+
 class Room:
     """How many tokens a device has room for, as far as that is known."""
 
     def __init__(self) -> None:
         self._most: int | None = None
         self._used = 0
+        self._warned = False
 
     def of(self, tokens: int) -> int:
         """At most so many tokens of a micro-batch."""
         self._used = tokens if self._most is None else min(tokens, self._most)
         return self._used
+
+    def lacks(self, needed: int, tokens: int, device: torch.device) -> bool:
+        """Whether a GPU has less room than a pass over so many tokens needs; said once."""
+        free = free_bytes(device)
+        if free is None or needed <= free * _SURE:
+            return False
+        if not self._warned:
+            _log.warning(
+                "a pass over %d tokens would keep %.2f GiB for its backward pass, and %.2f are "
+                "free: its layers keep their inputs and are computed again, with the same "
+                "gradient (tuner.activation_checkpointing: auto); a smaller "
+                "trainer.max_token_len_per_gpu takes less time",
+                tokens,
+                needed / 2**30,
+                free / 2**30,
+            )
+        self._warned = True
+        return True
 
     def fitting(self, work: Callable[[], T]) -> T:
         """What `work` gives; from the beginning and with micro-batches of half the size where

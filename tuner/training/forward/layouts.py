@@ -25,12 +25,13 @@ from tuner.engines.transformers.kv_cache import layer_windows, length_limit, pro
 from tuner.engines.transformers.weights import causal_model
 from tuner.errors import ConfigError, TrainingError
 from tuner.training.batch import Row
+from tuner.training.forward.activations import Activations, tokens_of_pass
 from tuner.training.forward.head import TokenLogprobs
-from tuner.training.forward.kernels import Room, layers_of, prepared_layers
+from tuner.training.forward.kernels import Room, free_bytes, layers_of, prepared_layers
 from tuner.training.forward.packed import pack_tokens, packed_logprobs, packed_states, packs
 from tuner.training.forward.padded import completion_logprobs, completion_states
 from tuner.training.forward.tree_pass import PassCost, tree_cuts, tree_logprobs, tree_states
-from tuner.training.trainer_settings import Layout
+from tuner.training.trainer_settings import Checkpointing, Layout
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +56,8 @@ class Forward:
         cost: Of one pass over a tree.
         pack_tokens: The longest pack, where attention bounds it.
         in_parts: Whether the logits of padded rows are made in parts.
-        checkpointing: Whether a pass with a gradient keeps only the inputs of the layers.
+        checkpointing: Whether a pass with a gradient keeps only the inputs of the layers; `auto`:
+            where a GPU has no room for more.
         compiled: Whether layers and log-probs are compiled.
         limit: The longest row that is computed as it is alone, and why; None for any.
         room: How many tokens fit.
@@ -67,7 +69,7 @@ class Forward:
     cost: PassCost | None = None
     pack_tokens: int | None = None
     in_parts: bool = False
-    checkpointing: bool = False
+    checkpointing: Checkpointing = False
     compiled: bool = False
     limit: tuple[int, str] | None = None
     room: Room = field(default_factory=Room)
@@ -78,7 +80,7 @@ class Forward:
         grammars: Grammars | None,
         *,
         layout: Layout = "tree",
-        checkpointing: bool = False,
+        checkpointing: Checkpointing = False,
         compiled: bool | None = None,
     ) -> Forward:
         """`layout` if `model` can be computed on it exactly, else the next of token tree, packed
@@ -87,14 +89,14 @@ class Forward:
         Each is compared with one row per call on a few tokens, so that this is measured.
 
         Args:
-            checkpointing: Activation checkpointing.
+            checkpointing: Activation checkpointing; `auto`: where a GPU has no room without.
             compiled: Compile where that gives the same; None: on a GPU.
 
         Raises:
             ConfigError: `checkpointing`, and the model has no layers for it; or the model is not
                 causal, or not exact on padded rows either.
         """
-        if checkpointing and not any(layers_of(model)):
+        if checkpointing is True and not any(layers_of(model)):
             raise ConfigError(
                 f"tuner.activation_checkpointing is true, but {type(model).__name__} has no layers "
                 "that transformers marks for it; set it to false"
@@ -106,7 +108,7 @@ class Forward:
 
     @staticmethod
     def _exact(
-        model: nn.Module, grammars: Grammars | None, layout: Layout, checkpointing: bool
+        model: nn.Module, grammars: Grammars | None, layout: Layout, checkpointing: Checkpointing
     ) -> Forward:
         causal = causal_model(model)
         limit = length_limit(causal.config) if isinstance(causal, PreTrainedModel) else None
@@ -197,7 +199,7 @@ class Forward:
         self._check_lengths(rows)
         settings: Any = {"with_entropy": with_entropy, "grammars": self.grammars}
         settings["compiled"] = self.compiled
-        with self._prepared(model):
+        with self._prepared(model, rows):
             if self.layout == "tree" and self.windows is not None:
                 return tree_logprobs(model, rows, windows=self.windows, **settings)
             if self.layout == "packed":
@@ -214,7 +216,7 @@ class Forward:
             TrainingError: A row is longer than the model is computed at exactly.
         """
         self._check_lengths(rows)
-        with self._prepared(model):
+        with self._prepared(model, rows):
             if self.layout == "tree" and self.windows is not None:
                 return tree_states(model, rows, windows=self.windows)
             if self.layout == "packed":
@@ -230,9 +232,20 @@ class Forward:
                 "most, and leave out longer calls"
             )
 
-    def _prepared(self, model: nn.Module) -> AbstractContextManager[None]:
-        checkpointed = self.checkpointing and torch.is_grad_enabled()
+    def _prepared(self, model: nn.Module, rows: Sequence[Row]) -> AbstractContextManager[None]:
+        checkpointed = torch.is_grad_enabled() and self._checkpoints(model, rows)
         return prepared_layers(model, checkpointed=checkpointed, compiled=self.compiled)
+
+    def _checkpoints(self, model: nn.Module, rows: Sequence[Row]) -> bool:
+        device, causal = next(model.parameters()).device, causal_model(model)
+        if self.checkpointing != "auto":
+            return self.checkpointing
+        if free_bytes(device) is None or not isinstance(causal, PreTrainedModel):
+            return False
+        kept = Activations.of(causal, layout=self.layout, compiled=self.compiled)
+        tokens = tokens_of_pass(rows, self.layout)
+        needed = kept.peak(tokens, checkpointing=False, gradients=0, alone=True)
+        return self.room.lacks(needed, tokens, device)
 
     def all_logprobs(
         self, model: nn.Module, rows: Sequence[Row], max_tokens: int
