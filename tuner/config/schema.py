@@ -222,8 +222,8 @@ class TunerSection(Section):
     )
     activation_checkpointing: bool | Literal["auto"] = Field(
         default="auto",
-        description="Compute what is within layers again for the backward pass: less memory. "
-        "`auto`: for a pass that a GPU would have no room for otherwise; never on a CPU.",
+        description="Compute layers again for the backward pass: less memory. `auto`: on a GPU that "
+        "has no room otherwise.",
     )
     compile: bool | None = Field(
         default=None,
@@ -261,9 +261,7 @@ class TunerSection(Section):
     signal_patience: int = Field(
         default=3, ge=1, description="Steps without anything to learn from before the run stops."
     )
-    max_slots: int = Field(
-        default=64, ge=1, description="Answers generated together; more wait in line."
-    )
+    max_slots: int = Field(default=64, ge=1, description="Answers generated together.")
     max_calls: int | None = Field(
         default=None, ge=1, description="Answers that one rollout may ask for. Not set: any number."
     )
