@@ -105,6 +105,8 @@ class RolloutSource(Source):
         self._record = record
         self._latest: Sequence[Trace] = ()
         self._costs_said = any(row.get(RECOMPUTED) for row in record.recent)
+        self._advised: tuple[int | None, int] | None = None
+        self._branching = branching_of(config, rollouts.runner, record.directory.branching)
         self._groups = TrainingGroups(
             config,
             BatchLog(record.directory.batches),
@@ -113,7 +115,7 @@ class RolloutSource(Source):
             total_steps=record.total_steps,
             rollouts=rollouts,
             on_rollout=record.console.rollout_done,
-            branching=branching_of(config, rollouts.runner, record.directory.branching),
+            branching=self._branching,
         )
 
     async def take(self, step: int, version: int) -> Found:
@@ -143,7 +145,16 @@ class RolloutSource(Source):
             record.console.say(reasoning_notice(step, cost))
         if groups.ahead:
             metrics |= staleness_metrics(batch, version)
+        self._say_advice()
         return Found(batch, metrics, traces)
+
+    def _say_advice(self) -> None:
+        """Where rollouts should begin by what was seen, whenever that changes."""
+        where = self._branching and self._branching.where
+        advice = where.advice() if where and where.section.where == "best" else None
+        if advice is not None and (advice.call, advice.ends) != self._advised:
+            self._advised = advice.call, advice.ends
+            self._record.console.say(f"branching: {advice}")
 
     def advance(self, step: int) -> dict[str, float]:
         groups = self._groups

@@ -82,13 +82,13 @@ def test_the_account_of_a_run_has_a_column_for_what_was_replayed(random_model_pa
         assert row["branches/diverged"] == 0
 
 
-def test_best_says_what_it_does_and_begins_where_the_end_decides(random_model_path, tmp_path):
-    def of_the_end(task, response):
-        return JudgeOutput(reward=float(len(response) % 2))
-
-    result = tune(random_model_path, tmp_path, *MODES["best"], judge=of_the_end)
+def test_best_says_what_it_does(random_model_path, tmp_path, capsys):
+    result = tune(random_model_path, tmp_path, *MODES["best"])
     notes = (result.run_dir / "branching.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in notes] == list(range(1, 9))
+    printed = "".join(capsys.readouterr())
+    assert "branching: " in printed
+    assert "rollouts from the beginning" in " ".join(printed.split())
 
 
 @pytest.mark.parametrize(

@@ -222,8 +222,8 @@ class TunerSection(Section):
     )
     activation_checkpointing: bool | Literal["auto"] = Field(
         default="auto",
-        description="Compute layers again for the backward pass: less memory. `auto`: on a GPU that "
-        "has no room otherwise.",
+        description="Compute layers again for the backward pass: less memory. `auto`: on a GPU "
+        "that has no room otherwise.",
     )
     compile: bool | None = Field(
         default=None,
