@@ -48,10 +48,7 @@ from statistics import fmean
 from typing import Generic, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-
-from tuner.algorithms.advantages import group_std, leave_one_out
 
 Id = TypeVar("Id", bound=Hashable)
 Position = tuple[int, int]
@@ -163,6 +160,53 @@ def tree_advantages(
         weights=tuple(one[1] for one in tokens),
         trunks={group: len(children) for group, children in roots.items()},
     )
+
+
+@dataclass(frozen=True)
+class Value:
+    """What a point in a rollout was worth.
+
+    Attributes:
+        mean: Of the rewards of the rollouts that go on from it, each child of a fork counting as
+            much as the others: what the advantages are made of.
+        ends: How many rollouts these are.
+    """
+
+    mean: float
+    ends: int
+
+
+def point_values(
+    rewards: Mapping[Id, float], origins: Mapping[Id, Point[Id]]
+) -> dict[Point[Id], Value]:
+    """The value of each point at which rollouts begin.
+
+    Nobody stores them. A trace has its reward and where it begins, and a step's file has the whole
+    group: that is all they are made of, so they are read from there, and made anew with the rewards
+    of another judge. A number beside a trace would be old as soon as another rollout ends that goes
+    on from the point, which is after the trace was written.
+
+    Args:
+        rewards: Of the rollouts that have one, of one task or of several.
+        origins: Of all branches, also of those without a reward.
+
+    Returns:
+        By the point in the rollout that sampled what lies before it; without those from which no
+        rollout with a reward goes on.
+
+    Raises:
+        ValueError: Rollouts begin inside each other.
+    """
+    tree = _Tree(rewards, origins)
+    ends = dict.fromkeys(tree.values, 1)
+    for above, children in reversed(tree.forks.items()):
+        ends[above] = sum(ends[child] for child in children)
+    return {
+        Point(rollout, *tree.cuts[rollout][number]): Value(
+            tree.values[rollout, number], ends[rollout, number]
+        )
+        for rollout, number in tree.forks
+    }
 
 
 def resolved(origins: Mapping[Id, Point[Id]]) -> dict[Id, Point[Id]]:
@@ -301,6 +345,11 @@ def _compared(
     several = [number for number, values in enumerate(sets) if len(values) > 1]
     if not several:
         return found
+    # Here, since values of points are read where nothing else needs PyTorch.
+    import torch
+
+    from tuner.algorithms.advantages import group_std, leave_one_out
+
     sizes = torch.tensor([len(sets[number]) for number in several])
     set_C = torch.arange(len(several)).repeat_interleave(sizes)
     values = [value for number in several for value in sets[number]]

@@ -22,11 +22,12 @@ def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
 
     The user's metrics appear as `workflow/<name>`, averaged over the rollouts that reported them.
     What the reasoning policy costs is summed over the calls: `tokens/kept_reasoning` under `keep`,
-    `tokens/recomputed` under `template`.
+    `tokens/recomputed` under `template`. A call that a branch was given back counts for the rollout
+    that sampled it, and elsewhere only in `calls/per_rollout`.
     """
     final = [trace for trace in traces if trace.final]
     rewards = [trace.reward for trace in final if trace.reward is not None]
-    calls = [call for trace in final for call in trace.calls]
+    calls = [call for trace in final for call in trace.calls if not call.given_back]
     metrics: dict[str, float] = {"rollouts/retried": len(traces) - len(final)}
     for outcome, count in Counter(trace.outcome for trace in final).items():
         metrics[f"rollouts/{outcome.value}"] = count
@@ -37,7 +38,7 @@ def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
         metrics["reward/mean"] = _mean(rewards)
         metrics["reward/std"] = float(torch.tensor(rewards, dtype=torch.float64).std(correction=0))
     if calls:
-        metrics["calls/per_rollout"] = len(calls) / len(final)
+        metrics["calls/per_rollout"] = sum(len(trace.calls) for trace in final) / len(final)
         metrics["calls/completion_tokens"] = _mean([len(call.completion_ids) for call in calls])
         metrics["calls/prompt_tokens"] = _mean([len(call.prompt_ids) for call in calls])
         metrics["calls/cached_tokens"] = _mean([call.cached_tokens for call in calls])

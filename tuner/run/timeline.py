@@ -60,7 +60,7 @@ class Timeline:
         self._span(_ROLLOUTS, row, str(trace.id), trace.started, workflow + judge, about)
         for start, end, calls in _answering(trace.calls):
             versions = sorted({version for call in calls for version in call.versions})
-            tokens = sum(len(call.completion_ids) for call in calls)
+            tokens = sum(call.sampled_tokens for call in calls)
             self._span(
                 _ROLLOUTS, row, "generation", start, end - start,
                 {"calls": len(calls), "tokens": tokens, "versions": versions},

@@ -130,6 +130,11 @@ class Call:
         return len(self.completion_ids) - self.replayed
 
     @property
+    def given_back(self) -> bool:
+        """Whether another rollout sampled all of it, and counts it."""
+        return 0 < self.replayed == len(self.completion_ids)
+
+    @property
     def constrained(self) -> bool:
         """Whether the completion was held to a form; `sampling.grammar` says to which."""
         return bool(self.sampling.grammar)

@@ -13,7 +13,7 @@ from tuner.errors import TunerError
 from tuner.viewer.facts import Tally, TraceRow
 
 NAME = ".traces.sqlite"
-VERSION = 1
+VERSION = 2
 BUSY_SECONDS = 10.0
 
 TEXTS = ("asked", "answered", "same")
@@ -28,6 +28,7 @@ CREATE TABLE traces (
     id INTEGER PRIMARY KEY, {", ".join(COLUMNS)}, asked INTEGER, answered INTEGER, counted INTEGER
 );
 CREATE INDEX of_task ON traces (asked, split, step);
+CREATE INDEX of_group ON traces (split, step, task);
 CREATE INDEX to_count ON traces (id) WHERE NOT counted;
 CREATE TABLE branches (cause TEXT, trace INTEGER, PRIMARY KEY (cause, trace)) WITHOUT ROWID;
 CREATE TABLE tallies (

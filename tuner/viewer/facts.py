@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
+from tuner.traces import Origin
 from tuner.traces.packing import is_one_path
 
 Json = dict[str, Any]
@@ -33,6 +34,9 @@ class TraceRow:
         tokens: Sampled tokens.
         error: The beginning of the error, or None.
         one_path: Whether it has no branches for certain; False says nothing.
+        within: The rollout of its group that it begins inside of, or None.
+        at_call, at_token: How many of that one's calls, and of the next one's tokens, lie before.
+        diverged: How it left the other rollout before the point that was chosen, or None.
         asked: The beginning of the task, on one line.
         answered: The beginning of the workflow's response, or else of the last answer.
         same: A number that traces of the same task share.
@@ -53,6 +57,10 @@ class TraceRow:
     tokens: int
     error: str | None
     one_path: bool
+    within: int | None = None
+    at_call: int = 0
+    at_token: int = 0
+    diverged: str | None = None
     asked: str = ""
     answered: str = ""
     same: int = 0
@@ -86,16 +94,39 @@ def row(file: str, offset: int, size: int, trace: Json) -> TraceRow:
         outcome=clean(trace["outcome"]),
         reward=None if reward is None else float(reward),
         calls=len(trace["calls"]),
-        tokens=sum(map(written, trace["calls"])),
+        tokens=sum(map(sampled, trace["calls"])),
         error=None if error is None else clean(error[:SHOWN]),
         one_path=is_one_path(trace),
+        **_begins(trace.get("origin")),
     )
 
 
-def written(call: Json) -> int:
-    """The tokens of an answer; of a model elsewhere, which gives no ids, those that it bills."""
+def _begins(stored: Json | None) -> Json:
+    """Where a rollout begins, if inside another one."""
+    if stored is None:
+        return {}
+    origin = Origin(**stored)
+    call, token = origin.position
+    return {
+        "within": int(stored["rollout"]["rollout"]),
+        "at_call": call,
+        "at_token": token,
+        "diverged": None if origin.diverged is None else clean(origin.diverged[:SHOWN]),
+    }
+
+
+def sampled(call: Json) -> int:
+    """The tokens of an answer but for those that another rollout sampled; of a model elsewhere,
+    which gives no ids, those that it bills."""
     billed = call.get("billed")
-    return len(call["completion_ids"]) if billed is None else int(billed["output_tokens"])
+    if billed is not None:
+        return int(billed["output_tokens"])
+    return len(call["completion_ids"]) - int(call.get("replayed", 0))
+
+
+def given_back(call: Json) -> bool:
+    """Whether another rollout sampled all of a stored call, and counts it."""
+    return 0 < int(call.get("replayed", 0)) == len(call["completion_ids"])
 
 
 def asked(task: Json) -> str:
@@ -164,18 +195,21 @@ class Tally:
 def tallies(trace: Json) -> dict[tuple[str, str], Tally]:
     """What a final attempt adds to the tables, by ("outcome" | "tool" | "role", name).
 
-    A call has its own reward or its rollout's; calls without a role are those of "".
+    A call has its own reward or its rollout's; calls without a role are those of "". What another
+    rollout sampled adds nothing: it counts there.
     """
     found: dict[tuple[str, str], Tally] = defaultdict(Tally)
     reward, seconds = trace["reward"], trace["seconds"]
     tokens = 0
     for call in trace["calls"]:
+        if given_back(call):
+            continue
         own = call.get("reward")
-        sampled = written(call)
-        tokens += sampled
+        new = sampled(call)
+        tokens += new
         found["role", clean(call.get("role") or "")].add(
             failed=call["finish_reason"] == "length",
-            tokens=sampled,
+            tokens=new,
             seconds=call["seconds"],
             reward=reward if own is None else own,
         )
@@ -191,7 +225,8 @@ def tool_uses(trace: Json) -> Iterator[tuple[str, bool, float | None]]:
 
     A tool failed where the text of its result begins as errors do in agent frameworks, or is a JSON
     object with an `error`. It took from the answer that calls it to the request that brings its
-    result, the agent's own work included; None where no request did.
+    result, the agent's own work included; None where no request did. Those of answers that another
+    rollout sampled are left out.
     """
     pending: dict[str, tuple[str, float]] = {}
     for call in _calls(trace):
@@ -200,6 +235,8 @@ def tool_uses(trace: Json) -> Iterator[tuple[str, bool, float | None]]:
             if key in pending:
                 name, ended = pending.pop(key)
                 yield name, _failed(_text(message.get("content"))), call["started"] - ended
+        if given_back(call):
+            continue
         for number, tool in enumerate(call["response"].get("tool_calls") or ()):
             made = tool.get("id") or f"{call['id']}/{number}"
             pending[made] = (str(tool["function"]["name"]), call["started"] + call["seconds"])

@@ -28,6 +28,7 @@ from tuner.viewer.facts import (
     asked,
     clean,
     folded,
+    given_back,
     row,
     tallies,
 )
@@ -217,13 +218,14 @@ def identity(text: str) -> bytes:
 
 
 def causes(traces: TraceIndex, file: str, offset: int) -> Counter[str]:
-    """How many branches of each cause a trace has; reads it.
+    """How many branches of each cause a trace has, of the calls that are its own; reads it.
 
     Raises:
         TunerError: It cannot be read any more, or is none that this version knows.
     """
-    found = branch_rows(traces.read(file, offset), f"{file}:{offset}")
-    return Counter(branch["cause"] for branch in found)
+    trace = traces.read(file, offset)
+    found = branch_rows(trace, f"{file}:{offset}")
+    return Counter(one["cause"] for one in found if not given_back(trace["calls"][one["call"]]))
 
 
 def _row(values: Sequence[Any]) -> TraceRow:

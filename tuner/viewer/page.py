@@ -19,7 +19,7 @@ from tuner.viewer.reader import RunReader, to_json
 
 ASSETS = Path(__file__).with_name("assets")
 # In the order in which they are read: later ones use earlier ones.
-SCRIPTS = ("base", "charts", "metrics", "list", "trace", "compare", "start")
+SCRIPTS = ("base", "charts", "metrics", "list", "trace", "tree", "compare", "start")
 # Inside a script element these could end it or begin a comment; in JSON they may all be escaped.
 _ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
@@ -77,6 +77,7 @@ def report_data(
     reader.traces.refresh()
     vocabulary: dict[int, str] = {}
     rows, bodies, size = [], {}, 0
+    trees: dict[str, dict[str, Any]] = {}
     counts: dict[str, Mapping[str, int]] = {}
     problems = list(reader.traces.problems)
     listed = reader.traces.rows()
@@ -98,8 +99,11 @@ def report_data(
         for call in body["trace"]["calls"]:
             call["logprobs"] = [round(value, LOGPROB_DIGITS) for value in call["logprobs"]]
             call.pop("kept", None)  # the page does not show them, and they may be most of a trace
-        # One vocabulary for all of them.
+        # One vocabulary for all of them, and one tree for all its ends.
         vocabulary |= body.pop("vocabulary")
+        if (tree := body["tree"]) is not None:
+            body["tree"] = f"{row.split}-{row.step}-{row.task}-{tree['trunk']}"
+            trees[body["tree"]] = tree
         rows.append(row)
         bodies[row.key] = body
     order = {row.key: position for position, row in enumerate(listed)}
@@ -126,6 +130,7 @@ def report_data(
         "total_traces": len(listed),
         "problems": problems,
         "bodies": bodies,
+        "trees": trees,
         "vocabulary": vocabulary,
     }
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from tuner.algorithms.forks import Point, point_values, resolved, trunk_of
 from tuner.errors import TunerError
+from tuner.traces import RolloutId
 from tuner.viewer.database import SUMS
-from tuner.viewer.facts import TraceRow, folded
+from tuner.viewer.facts import Json, TraceRow, folded
 from tuner.viewer.index import TraceIndex
 
 NOT_COMPLETED = "not completed"
@@ -36,6 +38,12 @@ _ORDERS = {
     "changed": "change.by IS NULL, ABS(change.by) DESC, traces.asked, traces.split, id",
 }
 
+_BEGINS = {
+    "start": "within IS NULL",
+    "inside": "within IS NOT NULL",
+    "diverged": "diverged IS NOT NULL",
+}
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -46,6 +54,7 @@ class Wanted:
         step: The step.
         outcome: An outcome, or `NOT_COMPLETED`, or `RETRIED`.
         cause: A cause of branches, "any" or "none"; of traces whose branches are known.
+        begins: "start", or "inside" another rollout, or "diverged" from what it was to begin in.
         low: The lowest reward.
         high: The highest.
         text: What task or answer must hold; small and capital letters are the same.
@@ -57,6 +66,7 @@ class Wanted:
     step: int | None = None
     outcome: str = ""
     cause: str = ""
+    begins: str = ""
     low: float | None = None
     high: float | None = None
     text: str = ""
@@ -81,6 +91,12 @@ class Wanted:
             parts.append(("id IN (SELECT trace FROM branches)", []))
         elif self.cause:
             parts.append(("id IN (SELECT trace FROM branches WHERE cause = ?)", [self.cause]))
+        if self.begins:
+            if self.begins not in _BEGINS:
+                raise TunerError(
+                    f"begins is {self.begins!r}: it must be one of {', '.join(_BEGINS)}"
+                )
+            parts.append((_BEGINS[self.begins], []))
         if self.low is not None:
             parts.append(("reward >= ?", [self.low]))
         if self.high is not None:
@@ -161,11 +177,56 @@ def same_task(traces: TraceIndex, split: str, identity: bytes) -> list[TraceRow]
     return traces.rows(numbers if len(numbers) <= 2 * half else numbers[:half] + numbers[-half:])
 
 
+def tree(traces: TraceIndex, rollout: RolloutId) -> Json | None:
+    """The rollouts that share a beginning with one, and what the points where they part were worth,
+    of the traces that were read so far.
+
+    Args:
+        traces: Of a run.
+        rollout: Which rollout.
+
+    Returns:
+        `trunk`, the rollout that starts at the beginning; `ends`, the rows of all, whose `within`,
+        `at_call` and `at_token` say who sampled what lies before; `forks`, the points with the
+        `mean` reward of the `ends` that go on from there, None and 0 where none has a reward.
+        None where nothing begins inside the rollout and it inside nothing.
+    """
+    found = traces.ask(
+        "SELECT id, within FROM traces WHERE (split, step, task, final) = (?, ?, ?, 1) ORDER BY id",
+        (rollout.split, rollout.step, rollout.task),
+    )
+    if all(within is None for _, within in found):
+        return None
+    rows = {row.rollout: row for row in traces.rows([number for number, _ in found])}
+    origins = {
+        number: Point(row.within, row.at_call, row.at_token)
+        for number, row in rows.items()
+        if row.within is not None
+    }
+    values = point_values({n: r.reward for n, r in rows.items() if r.reward is not None}, origins)
+    trunk = trunk_of(rollout.rollout, origins)
+    at = {n: point for n, point in resolved(origins).items() if trunk_of(n, origins) == trunk}
+    if not at:
+        return None
+    for n, point in at.items():
+        rows[n] = replace(rows[n], within=point.rollout, at_call=point.call, at_token=point.token)
+    nothing = {"mean": None, "ends": 0}
+    return {
+        "trunk": trunk,
+        "ends": [row.to_json() for n, row in rows.items() if n in at or n == trunk],
+        "forks": [
+            asdict(point) | (asdict(values[point]) if point in values else nothing)
+            for point in sorted(set(at.values()), key=lambda point: (point.rollout, point.position))
+        ],
+    }
+
+
 def summary(traces: TraceIndex) -> dict[str, Any]:
     """What there is to choose from, what the traces add up to, and how that changed.
 
     Returns:
         `splits`, `steps`, `outcomes`, `causes`: names that traces have.
+        `trees`: whether rollouts begin inside others.
         `tables`: rows of the tables, each with its `kind`, `name` and `split`, and the sums that
         `Tally` has, over final attempts.
         `curves`: for each training step `role/<name>`, the mean reward of a role's calls,
@@ -188,6 +249,7 @@ def summary(traces: TraceIndex) -> dict[str, Any]:
         "steps": sorted({step for _, step in attempts}),
         "outcomes": sorted(name for kind, name in kinds if kind == "attempt"),
         "causes": sorted({cause for (cause,) in traces.ask("SELECT DISTINCT cause FROM branches")}),
+        "trees": bool(traces.ask("SELECT 1 FROM traces WHERE within IS NOT NULL LIMIT 1")),
         "tables": named,
         "curves": _curves(traces),
         "branches": _training_branches(traces),

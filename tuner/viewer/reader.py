@@ -12,9 +12,11 @@ from tuner.config.source import lookup
 from tuner.data.dataset import row_text
 from tuner.run.directory import RunDirectory
 from tuner.run.summary import check_is_run
+from tuner.traces import RolloutId
 from tuner.traces.packing import unpack
 from tuner.viewer.follow import MetricsFollower, branch_rows
 from tuner.viewer.index import TraceIndex, identity
+from tuner.viewer.queries import tree
 
 FILE = "tokenizer.json"
 # What decoding gives for bytes that are only a part of a character.
@@ -156,9 +158,10 @@ class RunReader:
         """One trace as stored, with the text of its tokens.
 
         Returns:
-            `trace`, packed as it was stored; `branches`, its branches with their causes;
-            `vocabulary`, text by id; `characters`, for each call and then for "prompt" and
-            "completion" the text of tokens that only together make a character, by position;
+            `trace`, packed as it was stored; `branches`, its branches with their causes; `tree`,
+            what `tuner.viewer.queries.tree` gives of a final attempt, else None; `vocabulary`, text
+            by id; `characters`, for each call and then for "prompt" and "completion" the text of
+            tokens that only together make a character, by position;
             `no_text`, why there is no text, or None.
 
         Raises:
@@ -174,6 +177,7 @@ class RunReader:
         return {
             "trace": stored,
             "branches": found,
+            "tree": tree(self.traces, RolloutId(**stored["id"])) if stored["final"] else None,
             "vocabulary": vocabulary.texts(ids),
             "characters": [
                 {

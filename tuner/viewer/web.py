@@ -91,9 +91,9 @@ def answers(runs: Runs) -> dict[str, Answer]:
 
     `run?from=N&generation=G` reads on, gives the metrics from row N on (from 0 when G is not the
     current generation), what the header shows, and how far the traces are read.
-    `list?split&step&outcome&cause&low&high&text&order&first=N&count=M` gives the traces N to N + M
-    of those that are wanted, and how many these are; `position?key=F:B` with the same where that
-    trace is among them, which takes longer.
+    `list?split&step&outcome&cause&begins&low&high&text&order&first=N&count=M` gives the traces N to
+    N + M of those that are wanted, and how many these are; `position?key=F:B` with the same where
+    that trace is among them, which takes longer.
     `summary` has tables and names to choose from, `trace?file=F&offset=B` one trace.
     `task?file=F&offset=B&with=RUN` has all rollouts of a trace's task, also those of other runs.
     `runs` are the names, and `compare?with=RUN&with=RUN` has settings and curves of some.
@@ -274,7 +274,7 @@ def _response(text: str, kind: str, *, status: int = 200) -> Response:
 
 
 def _wanted(query: QueryParams) -> Wanted:
-    texts = ("split", "outcome", "cause", "text", "order")
+    texts = ("split", "outcome", "cause", "begins", "text", "order")
     return Wanted(
         **{name: query.get(name, "") for name in texts},
         step=_number(query, "step") if query.get("step") else None,

@@ -43,7 +43,7 @@ function merged(runs, key) {
   return [...steps.values()].sort((a, b) => a.step - b.step);
 }
 function conversation(trace) {
-  const nodes = [facts([["outcome", trace.outcome], ["reward", trace.reward], ["calls", trace.calls.length], ["tokens", trace.calls.reduce((n, call) => n + written(call), 0)], ...Object.entries(trace.metrics)])];
+  const nodes = [facts([["outcome", trace.outcome], ["reward", trace.reward], ["calls", trace.calls.length], ["tokens", trace.calls.reduce((n, call) => n + sampled(call), 0)], ...Object.entries(trace.metrics)])];
   if (trace.error) nodes.push(el("div", { class: "note bad" }, trace.error));
   trace.calls.forEach((call, i) => nodes.push(el("section", { class: "call" }, call.role ? el("h3", {}, call.role) : null, ...newMessages(trace.calls, i).fresh.map((m) => messageView(m)), messageView(call.response, true))));
   if (trace.response) nodes.push(fold("response of the workflow", el("pre", { class: "text" }, trace.response)));

@@ -3,7 +3,7 @@
 const BLOCK = 100;
 const list = { query: {}, total: 0, all: 0, at: null, rows: new Map(), asked: new Set(), turn: 0 };
 const keyOf = (row) => `${row.file}:${row.offset}`;
-const FILTERS = ["text", "split", "step", "outcome", "cause", "low", "high", "order"];
+const FILTERS = ["text", "split", "step", "outcome", "cause", "begins", "low", "high", "order"];
 const query = () => Object.fromEntries(FILTERS.map((name) => [name, $(`f-${name}`).value.trim()]));
 
 function options(select, values, label, name = String) {
@@ -14,8 +14,9 @@ function options(select, values, label, name = String) {
   select.value = values.map(String).includes(before) ? before : "";
 }
 function renderFilters() {
-  const { splits, steps, outcomes, causes } = state.summary;
+  const { splits, steps, outcomes, causes, trees } = state.summary;
   options($("f-split"), splits, "all");
+  $("begins").hidden = !trees;
   options($("t-split"), splits, "all");
   options($("f-step"), steps, "all");
   options($("f-outcome"), [...outcomes, "not completed", "replaced by a retry"], "all");
@@ -26,7 +27,8 @@ function renderFilters() {
 function findHere(wanted) {
   const needle = searchable(wanted.text), low = wanted.low === "" ? -Infinity : Number(wanted.low), high = wanted.high === "" ? Infinity : Number(wanted.high);
   const hasCause = (row) => { const n = Object.keys(row.causes).length; return wanted.cause === "any" ? n > 0 : wanted.cause === "none" ? n === 0 : wanted.cause in row.causes; };
-  const found = DATA.traces.filter((row) => (!wanted.cause || hasCause(row)) && (!wanted.split || row.split === wanted.split) && (!wanted.step || row.step === Number(wanted.step)) &&
+  const began = (row) => ({ start: row.within === null, inside: row.within !== null, diverged: row.diverged !== null })[wanted.begins];
+  const found = DATA.traces.filter((row) => (!wanted.cause || hasCause(row)) && (!wanted.begins || began(row)) && (!wanted.split || row.split === wanted.split) && (!wanted.step || row.step === Number(wanted.step)) &&
     (!wanted.outcome || row.outcome === wanted.outcome || (wanted.outcome === "not completed" && row.outcome !== "completed") || (wanted.outcome === "replaced by a retry" && !row.final)) &&
     (wanted.low === "" || row.reward !== null) && (wanted.high === "" || row.reward !== null) && (row.reward === null || (row.reward >= low && row.reward <= high)) && (!needle || textOf(row).includes(needle)));
   const rank = (row) => row.reward ?? -Infinity, moved = (row) => row.change === null ? -1 : Math.abs(row.change);
@@ -94,7 +96,7 @@ function renderList() {
   for (let i = first; i < last; i++) {
     const row = list.rows.get(i);
     if (!row) { loadBlock(Math.floor(i / BLOCK)); continue; }
-    const chosen = keyOf(row) === state.open, ended = row.outcome.replace("_", " ") + (row.final ? "" : ", retried");
+    const chosen = keyOf(row) === state.open, ended = row.outcome.replace("_", " ") + (row.final ? "" : ", retried") + (row.within === null ? "" : ` ↳ ${row.within}`);
     const change = list.query.order === "changed" && isNumber(row.change) ? `task ${row.change < 0 ? "" : "+"}${fmt(row.change)}` : "";
     const node = el("div", { class: "row", role: "option", id: `row-${i}`, "aria-selected": String(chosen), "aria-setsize": list.total, "aria-posinset": i + 1, title: row.error, on: { click: () => openTrace(row, i) } },
       el("div", { class: "top" }, el("span", { class: "num" }, `${row.split === "train" ? "" : row.split + " "}${row.step}-${row.task}-${row.rollout}`), el("span", { class: "num" }, fmt(row.reward)),

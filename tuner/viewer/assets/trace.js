@@ -13,7 +13,7 @@ async function openTrace(row, position = null) {
 }
 /* A trace with the text of its tokens; or why there is none. */
 async function bodyOf(key, run = "") {
-  if (!LIVE) return key in DATA.bodies ? { ...DATA.bodies[key], vocabulary: DATA.vocabulary } : { error: `The trace of this link, ${key}, is not in this file; \`tuner view\` shows all.` };
+  if (!LIVE) return key in DATA.bodies ? { ...DATA.bodies[key], vocabulary: DATA.vocabulary, tree: DATA.trees[DATA.bodies[key].tree] } : { error: `The trace of this link, ${key}, is not in this file; \`tuner view\` shows all.` };
   const [file, offset] = splitKey(key);
   try { return await get("api/trace", [["file", file], ["offset", offset], ...(run ? [["run", run]] : [])]); }
   catch (error) { return { error: error.message }; }
@@ -35,6 +35,8 @@ function traceView(body, key) {
     ...Object.entries(trace.seconds).map(([name, s]) => [name, isNumber(s) ? `${fmt(s)} s` : s]), ...Object.entries(trace.metrics)]));
   if (trace.error) nodes.push(el("div", { class: "note bad" }, trace.error));
   if (!trace.final) nodes.push(el("div", { class: "note" }, "A retry replaced this attempt: its tokens are never trained."));
+  if (trace.origin) nodes.push(originView(trace));
+  if (body.tree) nodes.push(treeView(body.tree, id.rollout));
   if (body.no_text && trace.calls.length) nodes.push(el("div", { class: "note" }, body.no_text));
   nodes.push(el("button", { type: "button", on: { click: () => openTask(key, id) } }, "this task in other rollouts, side by side"));
   nodes.push(fold("task", el("pre", {}, json(trace.task))));
@@ -68,14 +70,14 @@ function branchView(trace, branch) {
   return node;
 }
 /* A model elsewhere gives no ids, only how many tokens it bills. */
-const written = (call) => call.billed ? call.billed.output_tokens : call.completion_ids.length;
-const CALL_FIELDS = new Set(["role", "reward", "excluded", "masked", "undelivered", "kept_reasoning_ids", "id", "prompt_ids", "completion_ids", "logprobs", "versions", "sampling", "finish_reason", "messages", "tools", "response", "started", "seconds", "cached_tokens", "invalid", "billed"]);
+const sampled = (call) => call.billed ? call.billed.output_tokens : call.completion_ids.length - (call.replayed ?? 0);
+const CALL_FIELDS = new Set(["role", "reward", "excluded", "masked", "undelivered", "kept_reasoning_ids", "id", "prompt_ids", "completion_ids", "logprobs", "versions", "sampling", "finish_reason", "messages", "tools", "response", "started", "seconds", "cached_tokens", "invalid", "billed", "replayed"]);
 function callView(trace, index, body) {
   const call = trace.calls[index], node = el("section", { class: "call", "aria-label": `call ${index + 1}` });
   const versions = [...new Set(call.versions)], total = call.logprobs.filter(isNumber).reduce((a, b) => a + b, 0);
   node.append(el("h3", {}, `call ${index + 1} of ${trace.calls.length}` + (call.role ? ` · ${call.role}` : "")));
   const kept = Array.isArray(call.kept_reasoning_ids) ? call.kept_reasoning_ids.length : call.kept_reasoning_ids;
-  node.append(facts([["reward of the call", call.reward], ["finish", call.finish_reason], ["prompt", `${fmt(call.billed ? call.billed.input_tokens : call.prompt_ids.length)} tokens` + (call.cached_tokens ? ` (${fmt(call.cached_tokens)} reused)` : "")], ["sampled", `${fmt(written(call))} tokens`],
+  node.append(facts([["reward of the call", call.reward], ["finish", call.finish_reason], ["prompt", `${fmt(call.billed ? call.billed.input_tokens : call.prompt_ids.length)} tokens` + (call.cached_tokens ? ` (${fmt(call.cached_tokens)} reused)` : "")], ["sampled", `${fmt(sampled(call))} tokens` + (call.replayed ? ` (${fmt(call.replayed)} given back)` : "")],
     ["mean log-prob", call.logprobs.length ? total / call.logprobs.length : null], ["weights version", versions.join(", ")], ["seconds", call.seconds], ["reasoning kept in the prompt", kept ? `${fmt(kept)} tokens` : null],
     ...Object.entries(call.sampling).filter(([, v]) => !Array.isArray(v) || v.length).map(([name, v]) => [name, name === "seed" ? String(v) : v]),
     ...Object.entries(call).filter(([name, v]) => !CALL_FIELDS.has(name) && v !== null && v !== false)]));
@@ -90,6 +92,9 @@ function callView(trace, index, body) {
   else if (index && !branch) node.append(el("div", { class: "dim" }, "A conversation of its own: it does not begin like an earlier call."));
   node.append(...fresh.map((m) => messageView(m)));
   if (call.tools.length) node.append(fold(`${call.tools.length} tools offered: ${call.tools.map((t) => t?.function?.name ?? t?.name ?? "?").join(", ")}`, ...call.tools.map((t) => el("pre", { class: "tool-call" }, json(t)))));
+  if (body.tree) node.append(...forksOn(body.tree, trace.id.rollout).filter(({ fork }) => fork.call === index).map((one) => forkView(trace, one)));
+  if (call.replayed) node.append(givenView(trace, call));
+  node.classList.toggle("given", call.replayed > 0 && !sampled(call));
   node.append(messageView(call.response, true), tokenView(call, body, index, Boolean(call.invalid || call.excluded || call.undelivered) || !trace.final));
   return node;
 }
@@ -143,8 +148,8 @@ function tokenView(call, body, index, untrained) {
   /* A line break is shown as a mark and still breaks the line. */
   const visible = (t) => t === "" ? "∅" : t.replaceAll("\n", "⏎\n").replaceAll("\t", "⇥\t");
   const token = (kind, i) => {
-    const sampled = kind === "completion", id = call[`${kind}_ids`][i];
-    const node = el("span", { class: (sampled ? `s p${bucket(call.logprobs[i])}` : "prompt") + (hasText ? "" : " id") }, visible(text(id, characters[kind][i])));
+    const given = kind === "completion" && i < (call.replayed ?? 0), id = call[`${kind}_ids`][i];
+    const node = el("span", { class: (given ? "back" : kind === "completion" ? `s p${bucket(call.logprobs[i])}` : "prompt") + (hasText ? "" : " id") }, visible(text(id, characters[kind][i])));
     node.dataset.kind = kind; node.dataset.i = i;
     return node;
   };
@@ -156,7 +161,7 @@ function tokenView(call, body, index, untrained) {
     const { kind, i } = node.dataset, id = call[`${kind}_ids`][i], head = `${JSON.stringify(words[id] ?? null)}  id ${id}`;
     if (kind === "prompt") return `${head}\nprompt token ${Number(i) + 1}: read, not trained`;
     const logprob = call.logprobs[i];
-    return `${head}\nlog-prob ${isNumber(logprob) ? logprob.toFixed(4) : logprob}  (p ${isNumber(logprob) ? fmt(Math.exp(logprob)) : "?"})\nweights version ${call.versions[i]}\nsampled token ${Number(i) + 1}${untrained ? ": not trained" : ""}`;
+    return `${head}\nlog-prob ${isNumber(logprob) ? logprob.toFixed(4) : logprob}  (p ${isNumber(logprob) ? fmt(Math.exp(logprob)) : "?"})\nweights version ${call.versions[i]}\n${i < (call.replayed ?? 0) ? `token ${Number(i) + 1}: given back, trained with the rollout that sampled it` : `sampled token ${Number(i) + 1}${untrained ? ": not trained" : ""}`}`;
   };
   for (const name of ["pointerover", "pointerdown"]) box.addEventListener(name, (event) => tip(event.target.dataset?.kind ? describe(event.target) : "", event.clientX, event.clientY));
   box.addEventListener("pointerleave", (event) => { if (event.pointerType !== "touch") tip(""); });
@@ -172,7 +177,7 @@ function tokenView(call, body, index, untrained) {
     tip(describe(spans[next]), place.left, place.bottom - 12);
   });
   box.addEventListener("blur", () => { box.querySelector(".at")?.classList.remove("at"); tip(""); });
-  const legend = el("div", { class: "legend" }, el("span", { class: "prompt" }, "grey: prompt, not trained"), el("span", {}, untrained ? "struck through: sampled, not trained; probability:" : "sampled; probability:"), ...BUCKETS.map(([, name], k) => el("span", {}, el("i", { class: `p${k}` }), name)));
+  const legend = el("div", { class: "legend" }, el("span", { class: "prompt" }, "grey: prompt, not trained"), call.replayed ? el("span", { class: "back" }, "given back") : null, el("span", {}, untrained ? "struck through: sampled, not trained; probability:" : "sampled; probability:"), ...BUCKETS.map(([, name], k) => el("span", {}, el("i", { class: `p${k}` }), name)));
   return el("div", {}, box, legend);
 }
 
