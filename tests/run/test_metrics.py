@@ -44,6 +44,16 @@ def test_rollout_metrics_count_outcomes_and_average_what_there_is():
     assert metrics["workflow/turns"] == 3
 
 
+def test_a_call_that_was_given_back_counts_for_the_rollout_that_sampled_it():
+    whole = call("a", [1, 2], [3, 4, 5, 6], [-1.0] * 4)
+    other = call("b", [1], [2, 3], [-1.0] * 2)
+    calls = [replace(whole, replayed=4, malformed_tool_calls=1), replace(other, replayed=1)]
+    metrics = rollout_metrics([trace(0, 1, calls, reward=1.0)])
+    assert metrics["calls/completion_tokens"] == 2
+    assert metrics["calls/malformed_tool_calls"] == 0
+    assert metrics["calls/per_rollout"] == 2
+
+
 def test_what_the_reasoning_policy_costs_is_summed_over_the_calls():
     one, two = (call(name, [1, 2], [3], [-1.0]) for name in "ab")
     branched = [trace(0, 0, [one, replace(two, recomputed_ids=7)], reward=1.0)]

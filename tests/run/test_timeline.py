@@ -1,6 +1,7 @@
 """The timeline is a trace that Perfetto reads, whole after a kill, with what happened when."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -41,6 +42,14 @@ def test_a_rollout_has_its_answers_and_its_judge_inside_it(tmp_path):
     assert spans[0]["args"] == {"outcome": "completed", "reward": 1.0, "queue": 0.25, "attempt": 1}
     assert spans[1]["args"] == {"calls": 2, "tokens": 4, "versions": [0]}
     assert len({(e["pid"], e["tid"]) for e in spans}) == 1
+
+
+def test_an_answer_that_was_given_back_adds_no_tokens(tmp_path):
+    timeline = Timeline(tmp_path / "t.json")
+    timeline.rollout(rollout(0, 100.0, 8.0, [replace(answer(101.0, 2.0), replayed=2)]))
+    timeline.close()
+    (given,) = [event for event in events(tmp_path / "t.json") if event["name"] == "generation"]
+    assert given["args"]["tokens"] == 0
 
 
 def test_rollouts_at_the_same_time_are_in_different_rows(tmp_path):
