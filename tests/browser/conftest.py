@@ -1,18 +1,14 @@
 """A real browser, and pages in it that fail the test when the page complains."""
 
-import functools
 import os
 import shutil
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import uvicorn
 from playwright.sync_api import sync_playwright
 
-from tests.browser.example_run import TINY, write_example
-from tests.loop import runs
-from tuner.loop import run_local
+from tests.browser.example_run import write_example
 from tuner.viewer import write_report
 from tuner.viewer.web import _bind, viewer_app
 
@@ -128,42 +124,9 @@ def report(run):
     return write_report(run).as_uri()
 
 
-@pytest.fixture(scope="session")
-def tree_run(tmp_path_factory):
-    """A step of a real run whose rollouts begin inside others, calls and completions."""
-    settings = {
-        "algorithm.algorithm_type": "tree",
-        "algorithm.repeat_times": 8,
-        "buffer.batch_size": 1,
-        "buffer.total_steps": 1,
-        "model.temperature": 3.0,
-        "tuner.branching.ends": 4,
-        "tuner.branching.inside": "true",
-        "tuner.branching.rounds": 2,
-        "tuner.branching.trunks": 2,
-    }
-    overrides = [f"{key}={value}" for key, value in settings.items()]
-    begin = functools.partial(
-        run_local,
-        runs.config(TINY, tmp_path_factory.mktemp("tree"), *overrides),
-        workflow=runs.talk,
-        judge=runs.judge,
-        train_tasks=runs.TRAIN,
-        eval_tasks={},
-    )
-    with ThreadPoolExecutor(1) as threads:  # Playwright's event loop is in this one
-        return threads.submit(begin).result().run_dir
-
-
 @pytest.fixture(params=["served", "report"])
 def link(request, run):
     """The run as a served page and as a file: both must show the same."""
     if request.param == "served":
         return request.getfixturevalue("serve")(run)
     return request.getfixturevalue("report")
-
-
-@pytest.fixture(params=["served", "report"])
-def tree_link(request, serve, tree_run):
-    """The run with branches, likewise."""
-    return serve(tree_run) if request.param == "served" else write_report(tree_run).as_uri()

@@ -1,18 +1,55 @@
 """Rollouts that begin inside others, as the page of a real run shows them, served and as a file."""
 
 import dataclasses
+import functools
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser.example_run import example_trace, write_example
+from tests.browser.example_run import TINY, example_trace, write_example
 from tests.browser.test_viewer import choose, open_trace
+from tests.loop import runs
+from tuner.loop import run_local
 from tuner.traces import Origin, RolloutId, TraceStore
 from tuner.viewer import RunReader, write_report
 from tuner.viewer.page import page as html_of
 from tuner.viewer.page import report_data
 from tuner.viewer.queries import tree
+
+
+@pytest.fixture(scope="session")
+def tree_run(tmp_path_factory):
+    """A step of a real run whose rollouts begin inside others, calls and completions."""
+    settings = {
+        "algorithm.algorithm_type": "tree",
+        "algorithm.repeat_times": 8,
+        "buffer.batch_size": 1,
+        "buffer.total_steps": 1,
+        "model.temperature": 3.0,
+        "tuner.branching.ends": 4,
+        "tuner.branching.inside": "true",
+        "tuner.branching.rounds": 2,
+        "tuner.branching.trunks": 2,
+    }
+    overrides = [f"{key}={value}" for key, value in settings.items()]
+    begin = functools.partial(
+        run_local,
+        runs.config(TINY, tmp_path_factory.mktemp("tree"), *overrides),
+        workflow=runs.talk,
+        judge=runs.judge,
+        train_tasks=runs.TRAIN,
+        eval_tasks={},
+    )
+    with ThreadPoolExecutor(1) as threads:  # Playwright's event loop is in this one
+        return threads.submit(begin).result().run_dir
+
+
+@pytest.fixture(params=["served", "report"])
+def tree_link(request, serve, tree_run):
+    """The run with branches, likewise."""
+    return serve(tree_run) if request.param == "served" else write_report(tree_run).as_uri()
 
 
 @pytest.fixture(scope="session")
@@ -104,7 +141,9 @@ def test_at_a_fork_it_says_what_the_others_said_instead_and_what_was_given_back(
 
 def test_rollouts_are_listed_by_where_they_begin(page, tree_link, traces, link, run):
     begun = sum(trace.origin is not None for trace in traces.values())
+    replayed = sum(trace.replayed_tokens for trace in traces.values())
     page.goto(tree_link)
+    expect(page.locator("#balance")).to_contain_text(f"; {replayed} more were given back")
     choose(page, "begins", "inside")
     expect(page.locator("#shown")).to_have_text(f"{begun} of {len(traces)} traces")
     expect(page.locator("#list .row", has_text="↳")).to_have_count(begun)

@@ -92,11 +92,14 @@ def test_a_tree_has_its_ends_and_what_its_points_were_worth(reader):
 def test_rollouts_that_share_no_beginning_and_retried_attempts_have_no_tree(tmp_path, reader):
     assert tree(reader.traces, RolloutId(1, 0, 6)) is None
     assert tree(reader.traces, RolloutId(1, 1, 0)) is None
-    replaced = dataclasses.replace(end(1, None, 0, 1), attempt=1, final=False)
-    run = store_run(tmp_path / "retried", [end(0, 1.0), replaced])
-    reader = RunReader(run)
+    replaced = dataclasses.replace(end(1, None, 0, 1), final=False)
+    again = dataclasses.replace(end(1, 0.0, 0, 1), attempt=2)
+    reader = RunReader(store_run(tmp_path / "retried", [end(0, 1.0), replaced, again]))
     reader.traces.refresh()
-    assert [reader.trace(r.file, r.offset)["tree"] for r in reader.traces.rows()] == [None, None]
+    first, second, third = (reader.trace(r.file, r.offset)["tree"] for r in reader.traces.rows())
+    assert second is None
+    assert first == third
+    assert [one["attempt"] for one in first["ends"]] == [1, 2]
 
 
 def test_a_fork_of_which_no_end_has_a_reward_has_no_value(tmp_path):

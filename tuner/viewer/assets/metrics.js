@@ -39,11 +39,11 @@ function renderMetrics() {
   const extra = [["retried attempts", sum(state.metrics, "rollouts/retried")], ["calls that cannot be trained", sum(state.metrics, "calls/invalid")],
     ...keys.filter((k) => k.startsWith("rollouts/dropped/")).map((k) => [`left out: ${k.slice(17)}`, sum(state.metrics, k)])].filter(([, n]) => n);
   bars($("outcomes"), [...outcomes, ...extra]);
-  const sampled = sum(state.metrics, "tokens/sampled"), trained = sum(state.metrics, "tokens/trained");
+  const sampled = sum(state.metrics, "tokens/sampled"), trained = sum(state.metrics, "tokens/trained"), replayed = sum(state.metrics, "tokens/replayed");
   const dropped = keys.filter((k) => k.startsWith("tokens/dropped/")).map((k) => [k.slice(15), sum(state.metrics, k)]).filter(([, n]) => n);
   bars($("tokens"), [["trained", trained], ...dropped.map(([name, n]) => [`dropped: ${name}`, n])]);
   const lost = sampled - trained - dropped.reduce((t, [, n]) => t + n, 0);
-  $("balance").textContent = `${fmt(sampled)} sampled = ${fmt(trained)} trained + ${dropped.map(([name, n]) => `${fmt(n)} ${name}`).join(" + ") || "0 dropped"}` + (lost ? ` + ${fmt(lost)} UNACCOUNTED` : "");
+  $("balance").textContent = `${fmt(sampled)} sampled = ${fmt(trained)} trained + ${dropped.map(([name, n]) => `${fmt(n)} ${name}`).join(" + ") || "0 dropped"}` + (lost ? ` + ${fmt(lost)} UNACCOUNTED` : "") + (replayed ? `; ${fmt(replayed)} more were given back to branches` : "");
   $("balance").classList.toggle("bad", lost !== 0);
 }
 function bar(name, share) {
