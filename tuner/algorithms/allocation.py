@@ -1,36 +1,42 @@
 """Where to branch: what earlier steps say about single positions, and the best use of a budget.
 
 A position is the index of a call in its rollout. With T trunks that all fork before call k into m
-ends each (the trunk's own included) the variance of the estimate of `tuner.algorithms.forks`
-is about
+ends each (the trunk's own included) the variance of the estimate of `tuner.algorithms.forks` is
+about 1/T of the sum of
 
-    1/T      [ M_<k - A_k + A_k/m  +  K_<k (S - S_k + S_k/m) / (T - 1) ]       calls before the fork
-  + 1/(T m)  [ B_k  +  K_>=k S_k / (m - 1) ]                                   calls behind it
-  + 1/T      (1 - alike) sum_{j >= k} K_j (S_j - S_j+1)                        between the trunks
+    E - E_k + E_k / m - a (G - G_k) (T - 2) / (T - 1)              the calls before the fork, and
+      + K_<k (S - S_k + S_k / m) / (T - 1)                         what their baseline adds
+    (B_k - G_k (m - 2) / (m - 1)) / m + K_>=k S_k / (m - 1) / m    those behind it, and theirs
+    (1 - a S_k / S) G_k                                            what ends of one trunk share
 
-and that of n flat rollouts with leave-one-out baselines `(M + K S / (n - 1)) / n`, where
+and that of n flat rollouts with leave-one-out baselines 1/n of `B_0 - a G (n - 2) / (n - 1) +
+K S / (n - 1)`, where
 
-    S, S_k    variance of the return in all, and of what is still open before call k (0 behind the
-              end): between trunks of a task, and between siblings at a fork
-    K_j       squared length of the score (the gradient of the log-prob) of call j; K without an
-              index is the sum
-    M_j       mean of that length times the squared distance of the return from its mean
-    A_k, B_k  the same for what is decided behind call k, of the calls before it and behind
+    S, S_k   variance of the return in all, and of what is still open before call k (0 at the end)
+    K_j      squared length of the score, the gradient of the log-prob, of call j; K: of all
+    E, E_k   that of the calls before k times the squared distance of the return from its mean, and
+             of this what is decided behind k only
+    B_k      that of the calls behind k times the squared distance from the mean of what is decided
+    G, G_k   squared length of the gradient itself: of all calls, and of those from k on in a state
 
-All of them are means over trunks and forks, and need no gradient: the score of a token that was
-sampled with probability p counts `(1 - p)^2`, as in a table of logits with two choices, so that a
-call whose tokens were certain carries nothing. The last line cannot be seen without gradients: to
-which degree the ends of one trunk repeat each other, because what helps in its state helps in it
-alone. `alike` says how far states agree: 1 where one parameter serves all, 0 for a table.
+The trunks say what they cost, where their scores are (a token that was sampled with probability p
+has `(1 - p)^2`, as in a table of logits with two choices, so that a certain one carries nothing)
+and how far their returns are from each other. The forks say which share of that distance is open:
+the variance between ends is, and the product of two ends' distances from the other trunks is not.
+It is taken to be the same share for S_k, E_k and B_k.
 
-Ends are cheap where the beginning was expensive, and they are worth it where the return is decided
-behind the point; where neither holds, flat rollouts are best, and `Positions.best` says so.
+G is not seen in samples: `sum_{j >= k} min(K_j, 1) (S_j - S_j+1)` is what it would be if one token
+decided all that a call does. That what helps in one state helps in others, as far as nothing was
+decided before them and to a = 0.95 at most, is an assumption too; in a table of states it is wrong.
+`benchmarks/bandits.py` measures how good all this is. Ends pay where the beginning is expensive and
+the return is decided behind the point; elsewhere flat rollouts are best, and the advice says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import exp
 from typing import Any
 
@@ -41,9 +47,10 @@ POSITIONS = 64
 """Calls beyond are not told apart: they count for the last position, and nothing forks there."""
 ENDS = 32
 """The most ends of a trunk that are tried."""
-ALIKE = 0.9
-_DOUBT = 8.0
-"""As how many forks it counts that score and return have nothing to do with each other."""
+_ALIKE = 0.95
+"""a: how far states agree in what helps, where nothing is decided yet."""
+_DOUBT = 2.0
+"""As how many forks it counts that each call decides as much as its share of the scores."""
 _ENOUGH = 8.0
 """How many forks a position must have had before more are advised there."""
 
@@ -68,6 +75,21 @@ class Seen:
     reward: float
     tokens: Sequence[int]
     scores: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Where branches begin, at the start of a call.
+
+    Attributes:
+        call: Its index.
+        ends: The rollouts that go on from there, the one that is branched from included.
+        trunk: The index of their tree's trunk among the task's; None if that is not used.
+    """
+
+    call: int
+    ends: Sequence[Seen]
+    trunk: int | None = None
 
 
 @dataclass(frozen=True)
@@ -108,8 +130,7 @@ class Advice:
                 f"{self.trunks} rollouts from the beginning, {self.tokens:.0f} tokens a task: no "
                 f"fork is expected to gain anything ({known})"
             )
-        before = sum(self.cost[: self.call])
-        behind = sum(self.cost[self.call :])
+        before, behind = sum(self.cost[: self.call]), sum(self.cost[self.call :])
         return (
             f"{self.trunks} rollouts from the beginning, {self.ends} ends from before call "
             f"{self.call} of each, {self.tokens:.0f} tokens a task: {self.gain:.1f} times as much "
@@ -119,72 +140,65 @@ class Advice:
         )
 
 
-_BY_POSITION = (
-    *("reached", "tokens", "scores", "spread", "returns"),  # of trunks
-    *("forks", "fewer", "open", "before", "behind"),
-)
-_IN_ALL = ("trunks", "few", "variance", "degrees")
-
-
 class Positions:
     """What earlier steps say about each position; as large after a million rollouts as after one.
 
     Attributes:
-        sums: By name a number for each position. Over trunks: how many `reached` it, their
-            `tokens` and `scores` there, `spread` (score times squared distance of the return from
-            the mean of the others), and `returns`. Over forks: how many, `fewer` (1 / (siblings -
-            1)), `open` (variance of the siblings' returns), and this times the scores of the calls
-            `before`; `behind` is the spread of the calls behind.
-        totals: `trunks`, `few` (the sum of 1 / (trunks of the task - 1)), `variance` of the trunks'
-            returns times its `degrees` of freedom, and these.
+        sums: By name a number for each position. Over trunks that `reached` it: their number,
+            `tokens` and `scores`, and the scores of the calls `before`; the squared distance of the
+            return from the mean of the others (`squares`), times the score (`spread`), times those
+            of the calls before (`early`). Over `forks`: their number, 1 / other trunks (`few`), the
+            variance of the ends' returns (`open`), and the product of two ends' distances from the
+            mean of the other trunks (`decided`).
+        totals: `trunks`, 1 / other trunks (`fewer`), `variance` of the trunks' returns times its
+            `degrees` of freedom, and these.
     """
 
     def __init__(self) -> None:
-        self.sums = {name: np.zeros(POSITIONS) for name in _BY_POSITION}
-        self.totals = dict.fromkeys(_IN_ALL, 0.0)
+        of_trunks = ("reached", "tokens", "scores", "before", "squares", "spread", "early")
+        of_forks = ("forks", "few", "open", "decided")
+        self.sums = {name: np.zeros(POSITIONS) for name in (*of_trunks, *of_forks)}
+        self.totals = dict.fromkeys(("trunks", "fewer", "variance", "degrees"), 0.0)
 
-    def add(self, trunks: Sequence[Seen], forks: Sequence[tuple[int, Sequence[Seen]]] = ()) -> None:
-        """Take note of a task's rollouts; what has no sibling says nothing of variances.
-
-        Args:
-            trunks: Those that started at the beginning.
-            forks: Where branches begin at the start of a call: its index, and those that go on from
-                there, the rollout that is branched from included.
-        """
+    def add(self, trunks: Sequence[Seen], forks: Sequence[Fork] = ()) -> None:
+        """Take note of a task's rollouts; what has nothing to be compared with says nothing."""
         if len(trunks) > 1:
             self._add_trunks(trunks)
-        for call, ends in forks:
-            if len(ends) > 1 and 0 < call < POSITIONS - 1:
-                self._add_fork(call, ends)
+        for fork in forks:
+            others = [one.reward for at, one in enumerate(trunks) if at != fork.trunk]
+            if others and len(fork.ends) > 1 and 0 < fork.call < POSITIONS - 1:
+                self._add_fork(fork, others)
 
     def _add_trunks(self, trunks: Sequence[Seen]) -> None:
         variance, squares = _distances(trunks)
         count = len(trunks)
         for seen, square in zip(trunks, squares, strict=True):
-            reached = _by_position(np.ones(len(seen.tokens)))
+            reached = np.minimum(_by_position(np.ones(len(seen.tokens))), 1.0)
             scores = _by_position(seen.scores)
-            self.sums["reached"] += np.minimum(reached, 1.0)
-            self.sums["tokens"] += _by_position(seen.tokens)
-            self.sums["scores"] += scores
-            self.sums["spread"] += scores * square
-            self.sums["returns"] += np.minimum(reached, 1.0) * seen.reward
+            before = reached * (scores.cumsum() - scores)
+            found = {
+                "reached": reached,
+                "tokens": _by_position(seen.tokens),
+                "scores": scores,
+                "before": before,
+                "squares": reached * square,
+                "spread": scores * square,
+                "early": before * square,
+            }
+            for name, one in found.items():
+                self.sums[name] += one
         self.totals["trunks"] += count
-        self.totals["few"] += count / (count - 1)
+        self.totals["fewer"] += count / (count - 1)
         self.totals["variance"] += variance * (count - 1)
         self.totals["degrees"] += count - 1
 
-    def _add_fork(self, call: int, ends: Sequence[Seen]) -> None:
-        variance, squares = _distances(ends)
-        behind = [sum(seen.scores[call:]) for seen in ends]
-        found = {
-            "forks": 1.0,
-            "fewer": 1 / (len(ends) - 1),
-            "open": variance,
-            "before": variance * sum(ends[0].scores[:call]),
-            "behind": float(np.mean(squares * behind)),
-        }
-        for name, value in found.items():
-            self.sums[name][call] += value
+    def _add_fork(self, fork: Fork, others: Sequence[float]) -> None:
+        away = np.array([one.reward for one in fork.ends]) - np.mean(others)
+        pairs = len(away) * (len(away) - 1)
+        self.sums["forks"][fork.call] += 1
+        self.sums["few"][fork.call] += 1 / len(others)
+        self.sums["open"][fork.call] += away.var(ddof=1)
+        self.sums["decided"][fork.call] += (away.sum() ** 2 - (away**2).sum()) / pairs
 
     def fade(self, keep: float) -> None:
         """Let what is known count less, since the policy has changed: once a step."""
@@ -194,16 +208,15 @@ class Positions:
 
     def state(self) -> dict[str, Any]:
         """All of it, for JSON."""
-        return {"sums": {name: one.tolist() for name, one in self.sums.items()}} | {
-            "totals": dict(self.totals)
-        }
+        sums = {name: one.tolist() for name, one in self.sums.items()}
+        return {"sums": sums, "totals": dict(self.totals)}
 
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> Positions:
         """As it was when `state` was called."""
         found = cls()
-        found.sums = {name: np.array(state["sums"][name]) for name in _BY_POSITION}
-        found.totals = {name: float(state["totals"][name]) for name in _IN_ALL}
+        found.sums = {name: np.array(state["sums"][name]) for name in found.sums}
+        found.totals = {name: float(state["totals"][name]) for name in found.totals}
         return found
 
     @property
@@ -212,42 +225,36 @@ class Positions:
         reached = self.sums["reached"]
         return tuple((reached[reached > 0] / max(self.totals["trunks"], 1e-12)).tolist())
 
-    def best(
-        self, *, tokens: float | None = None, rollouts: int | None = None, alike: float = ALIKE
-    ) -> Advice:
+    def best(self, *, tokens: float | None = None, rollouts: int | None = None) -> Advice:
         """The use of a task's budget with the least expected variance times sampled tokens.
 
         Args:
             tokens: How many sampled tokens it may expect to take; or
             rollouts: how many rollouts, branches included.
-            alike: How far states agree in what they teach, 0 to 1.
 
         Raises:
             ValueError: Nothing is known yet, or the budget has no room for two rollouts.
         """
         if not self.totals["degrees"]:
             raise ValueError("no task with two trunks was seen yet: branch by `spread` until then")
-        known = _Figures.of(self, alike)
+        known = _Figures.of(self)
         plans = list(known.plans(tokens, rollouts))
         if not plans:
-            raise ValueError(
-                f"a rollout takes {known.cost.sum():.0f} tokens: a budget of {tokens or rollouts} "
-                f"{'tokens' if tokens else 'rollouts'} has no room for two"
-            )
-        flat, *_ = plans
+            budget = f"{tokens} tokens" if tokens else f"{rollouts} rollouts"
+            cost = known.cost.sum()
+            raise ValueError(f"{budget} are too few: two rollouts of {cost:.0f} tokens are needed")
         chosen = min(plans, key=lambda plan: plan.loss)
-        call = chosen.call
-        spent = np.diff(known.open_, append=0.0) * -1
+        at, shares = chosen.call or 0, _ratio(known.open_, known.open_[:1])
         return Advice(
             trunks=chosen.trunks,
-            call=call,
+            call=chosen.call,
             ends=chosen.ends,
-            gain=flat.loss / chosen.loss if chosen.loss else 1.0,
+            gain=plans[0].loss / chosen.loss if chosen.loss else 1.0,
             tokens=chosen.tokens,
-            open=float(known.open_[call or 0] / known.open_[0]) if known.open_[0] else 0.0,
-            reached=float(known.reach[call or 0]),
+            open=float(shares[at]),
+            reached=float(known.reach[at]),
             cost=tuple(known.cost.tolist()),
-            decided=tuple((spent / (known.open_[0] or 1.0)).tolist()),
+            decided=tuple((-np.diff(shares, append=0.0)).tolist()),
             rollouts=round(self.totals["trunks"]),
             forks=round(self.sums["forks"].sum()),
         )
@@ -271,117 +278,121 @@ class _Figures:
     Attributes:
         cost, reach: Expected sampled tokens of a call, and how often there is one.
         score: K_j.
-        spread: M_j.
         open_: S_k; S for position 0.
-        before, behind: A_k and B_k.
-        between: The variance between trunks of what their ends are expected to teach.
+        early, early_open, late: E, E_k and B_k.
+        slope: G_k.
         forkable: Where enough forks were seen.
     """
 
     cost: Vector
     reach: Vector
     score: Vector
-    spread: Vector
     open_: Vector
-    before: Vector
-    behind: Vector
-    between: Vector
+    early: Vector
+    early_open: Vector
+    late: Vector
+    slope: Vector
     forkable: tuple[int, ...]
 
     @classmethod
-    def of(cls, seen: Positions, alike: float) -> _Figures:
-        """What the sums come to; where little was seen, score and return are taken to be
-        independent, and each call to decide as much as its share of the score."""
-        count = int((seen.sums["reached"] > 0).sum())
-        sums = {name: one[:count] for name, one in seen.sums.items()}
-        trunks, few = seen.totals["trunks"], seen.totals["few"]
-        variance = seen.totals["variance"] / seen.totals["degrees"]
-        score, reach = sums["scores"] / trunks, sums["reached"] / trunks
-        spread = sums["spread"] - score * variance * few + _DOUBT * score * variance
-        known = np.flatnonzero(sums["forks"] >= _ENOUGH)
-        left = score[::-1].cumsum()[::-1]
-        open_ = _open(variance, reach, left / (left[0] or 1.0), sums, known)
-        inside = score / reach
-        each = open_ / reach  # the variance at a fork that there is
-        weight = sums["open"] + _DOUBT * each
-        prior = inside.cumsum() - inside
-        before = (sums["before"] + _DOUBT * each * prior) / np.where(weight, weight, 1.0)
-        after = left / reach
-        noise = after * sums["open"] * sums["fewer"] / np.maximum(sums["forks"], 1.0)
-        behind = (sums["behind"] - noise + _DOUBT * each * after) / np.where(weight, weight, 1.0)
-        decided = -np.diff(open_, append=0.0)
+    def of(cls, seen: Positions) -> _Figures:
+        """What the sums come to, less what the means that they compare with add to them."""
+        size = int((seen.sums["reached"] > 0).sum())
+        sums = {name: one[:size] for name, one in seen.sums.items()}
+        trunks, degrees = seen.totals["trunks"], seen.totals["degrees"]
+        variance = seen.totals["variance"] / degrees
+        added = variance * seen.totals["fewer"] / trunks
+        score, reach, before = (sums[name] / trunks for name in ("scores", "reached", "before"))
+        squares = np.maximum(sums["squares"] / trunks - reach * added, 0.0)
+        spread = np.maximum(sums["spread"] / trunks - score * added, 0.0)
+        early = np.maximum(sums["early"] / trunks - before * added, 0.0)
+        known = _DOUBT * variance * _ratio(_behind(score), score.sum(keepdims=True))
+        open_ = sums["open"] + known
+        decided = sums["decided"] - sums["few"] * variance + _DOUBT * variance - known
+        forks = sums["forks"] + _DOUBT
+        # All is open at the beginning: as sure as there were trunks.
+        open_[0], decided[0], forks[0] = variance * degrees, 0.0, degrees
+        share = _falling(open_, decided, forks)
+        left = np.append(squares * share, 0.0)
+        left[0] = variance
         return cls(
             cost=sums["tokens"] / trunks,
             reach=reach,
             score=score,
-            spread=np.maximum(spread / (trunks + _DOUBT), 0.0),
-            open_=open_,
-            before=before * open_,
-            behind=np.maximum(behind, 0.0) * open_,
-            between=(1 - alike) * (inside * decided)[::-1].cumsum()[::-1],
-            forkable=tuple(known.tolist()),
+            open_=left[:-1],
+            early=spread.cumsum() - spread,
+            early_open=early * share,
+            late=_behind(spread) * share,
+            slope=_behind(np.minimum(score / reach, 1.0) * -np.diff(left)),
+            forkable=tuple(np.flatnonzero(sums["forks"] >= _ENOUGH).tolist()),
         )
 
     def plans(self, tokens: float | None, rollouts: int | None) -> Iterator[_Plan]:
         """Those that a budget has room for, flat rollouts first."""
-        for call, ends in [(None, 1), *((k, m) for k in self.forkable for m in range(2, ENDS + 1))]:
-            each = self.cost.sum() if call is None else self._cost(call, ends)
+        for call, ends in [(0, 1), *((k, m) for k in self.forkable for m in range(2, ENDS + 1))]:
+            each = float(self.cost[:call].sum() + ends * self.cost[call:].sum())
             trunks = int(tokens / each) if tokens else (rollouts or 0) // ends
             if trunks > 1:
-                variance = self._flat(trunks) if call is None else self._forked(trunks, call, ends)
-                yield _Plan(trunks, call, ends, trunks * each, variance * trunks * each)
-
-    def _cost(self, call: int, ends: int) -> float:
-        return float(self.cost[:call].sum() + ends * self.cost[call:].sum())
+                variance = self._forked(trunks, call, ends) if call else self._flat(trunks)
+                yield _Plan(trunks, call or None, ends, trunks * each, variance * trunks * each)
 
     def _flat(self, rollouts: int) -> float:
-        others = self.score.sum() * self.open_[0] / (rollouts - 1)
-        return float((self.spread.sum() + others) / rollouts)
+        slope = _ALIKE * self.slope[0] * (rollouts - 2)
+        added = (self.score.sum() * self.open_[0] - slope) / (rollouts - 1)
+        return max(float(self.late[0] + added), 0.0) / rollouts
 
     def _forked(self, trunks: int, call: int, ends: int) -> float:
-        left = self.open_[call]
-        early = max(self.spread[:call].sum() - self.before[call], 0.0) + self.before[call] / ends
-        early += self.score[:call].sum() * (self.open_[0] - left + left / ends) / (trunks - 1)
-        others = self.score[call:].sum() * left / self.reach[call] / (ends - 1)
-        late = (self.behind[call] + others) / ends
-        return float((early + late + self.between[call]) / trunks)
+        left, slope, before = self.open_[call], self.slope[call], self.score[:call].sum()
+        early = self.early[call] - self.early_open[call] * (1 - 1 / ends)
+        early += before * (self.open_[0] - left + left / ends) / (trunks - 1)
+        early -= _ALIKE * (self.slope[0] - slope) * (trunks - 2) / (trunks - 1)
+        added = self.score[call:].sum() * left / self.reach[call] - slope * (ends - 2)
+        late = (self.late[call] + added / (ends - 1)) / ends
+        shared = (1 - _ALIKE * left / (self.open_[0] or 1.0)) * slope
+        return float(max(early, 0.0) + max(late, 0.0) + shared) / trunks
 
 
 def _by_position(values: Sequence[float] | Vector) -> Vector:
     """The numbers of calls by position, those beyond the last added to it."""
-    places = np.minimum(np.arange(len(values)), POSITIONS - 1)
     found = np.zeros(POSITIONS)
+    places = np.minimum(np.arange(len(values)), POSITIONS - 1)
     np.add.at(found, places, np.asarray(values, dtype=np.float64))
     return found
 
 
 def _distances(seen: Sequence[Seen]) -> tuple[float, Vector]:
     """The variance of returns, and of each its squared distance from the mean of the others."""
-    rewards = np.array([one.reward for one in seen])
-    factor = len(rewards) / (len(rewards) - 1)
-    return float(rewards.var(ddof=1)), ((rewards - rewards.mean()) * factor) ** 2
+    returns = np.array([one.reward for one in seen])
+    away = (returns - returns.mean()) * len(returns) / (len(returns) - 1)
+    return float(returns.var(ddof=1)), away**2
 
 
-def _open(
-    variance: float, reach: Vector, share: Vector, sums: Mapping[str, Vector], known: NDArray[Any]
-) -> Vector:
-    """S_k: what is open before each call, never more than before an earlier one."""
-    prior = variance * share[known]
-    forks, found = sums["forks"][known], sums["open"][known] * reach[known]
-    at_forks = _falling((found + _DOUBT * prior) / (forks + _DOUBT), forks)
-    places = [0, *known.tolist(), len(reach)]
-    there = [variance, *np.minimum(at_forks, variance), 0.0]
-    return np.interp(np.arange(len(reach)), places, there).astype(np.float64)
+def _behind(values: Vector) -> Vector:
+    """The sum of each and all that follow."""
+    return np.flip(np.flip(values).cumsum())
 
 
-def _falling(values: Vector, weights: Vector) -> Vector:
-    """The nearest sequence that never rises: neighbours that do are pooled."""
-    pools: list[tuple[float, float, int]] = []
-    for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
-        size = 1
-        while pools and pools[-1][0] < value:
-            before, heavy, many = pools.pop()
-            value = (before * heavy + value * weight) / (heavy + weight)
-            weight, size = heavy + weight, size + many
-        pools.append((value, weight, size))
-    return np.concatenate([np.zeros(0), *(np.full(size, value) for value, _, size in pools)])
+def _ratio(above: Vector, below: Vector) -> Vector:
+    """One by the other, 0 where there is nothing to divide by."""
+    return above / np.where(below > 0, below, np.inf)
+
+
+def _falling(open_: Vector, decided: Vector, forks: Vector) -> Vector:
+    """Which share is open: it never rises, and steps that may be chance are made smaller."""
+    pools: list[Vector] = []
+    for one in np.stack([open_, decided, forks, np.ones_like(forks)], axis=1):
+        pool: Vector = one
+        while pools and _share(pools[-1]) <= _share(pool):
+            pool = pool + pools.pop()
+        pools.append(pool)
+    shares = [_share(pools[0])]
+    for before, after in pairwise(pools):
+        step, chance = _share(before) - _share(after), 1 / before[2] + 1 / after[2]
+        shares.append(shares[-1] - step**3 / (step**2 + chance))
+    return np.repeat(shares, [int(pool[3]) for pool in pools])
+
+
+def _share(pool: Vector) -> float:
+    """What is open of what is open and what is decided."""
+    both = pool[0] + max(pool[1], 0.0)
+    return float(pool[0] / both) if both > 0 else 0.0

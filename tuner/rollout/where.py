@@ -21,7 +21,7 @@ from random import Random
 from statistics import fmean, variance
 from typing import Any
 
-from tuner.algorithms.allocation import Advice, Positions, Seen, score
+from tuner.algorithms.allocation import Advice, Fork, Positions, Seen, score
 from tuner.algorithms.forks import Point, trunk_of
 from tuner.config.explorer import BranchingSection
 from tuner.errors import FunctionError
@@ -211,21 +211,22 @@ def _spread_of(traces: Sequence[Trace]) -> float:
     return variance(rewards) if len(rewards) > 1 else 0.0
 
 
-def _group(
-    members: Sequence[Trace],
-) -> tuple[list[Seen], list[tuple[int, list[Seen]]]]:
+def _group(members: Sequence[Trace]) -> tuple[list[Seen], list[Fork]]:
     """The trunks of a group, and what goes on from the start of a call that others begin at."""
     seen = {trace.id: _seen(trace) for trace in members}
+    trunks = [trace.id for trace in members if trace.origin is None]
     begun: dict[tuple[RolloutId, int], list[Seen]] = defaultdict(list)
     for trace in members:
         origin = trace.origin
         if origin is not None and origin.diverged is None and not origin.token:
             begun[origin.rollout, origin.calls].append(seen[trace.id])
-    forks = [
-        (call, [*([seen[rollout]] if rollout in seen else []), *ends])
-        for (rollout, call), ends in begun.items()
-    ]
-    return [seen[trace.id] for trace in members if trace.origin is None], forks
+    origins = origins_of(members)
+    forks = []
+    for (rollout, call), ends in begun.items():
+        trunk = trunk_of(rollout, origins)
+        at = trunks.index(trunk) if trunk in trunks else None
+        forks.append(Fork(call, [seen[rollout], *ends] if rollout in seen else ends, at))
+    return [seen[id_] for id_ in trunks], forks
 
 
 def _seen(trace: Trace) -> Seen:
