@@ -28,7 +28,7 @@ from tuner.errors import FunctionError
 from tuner.traces import Call, Outcome, RolloutId, Trace
 
 Hazard = Callable[[Sequence[Call]], float]
-FADES = 0.9
+FADES = 0.98
 """What is left of what a step has shown after the next one: the policy changes."""
 EXPLORED = 16
 """Where `best` decides, one of so many groups is branched as by `spread`, to go on knowing."""
