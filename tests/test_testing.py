@@ -117,6 +117,12 @@ def answered(body):
     return "It is blue."
 
 
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """What is run here is not run by one worker of many, whoever runs this."""
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+
+
 @pytest.fixture
 def tests(pytester):
     """A folder with agents and their tests; returns what runs them."""

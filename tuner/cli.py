@@ -13,6 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 import yaml
 
+from tuner.commands.arguments import AsJson, ConfigFile, Overrides, RunDirectoryPath
 from tuner.errors import ConfigError, TrainingError, TunerError
 from tuner.rerun.command import rerun
 from tuner.templates import Template, create, missing
@@ -29,20 +30,6 @@ INTERRUPTED = 130
 UsageError: Any = typer.BadParameter.__mro__[1]
 """What is raised for a command line that cannot be read."""
 app = typer.Typer(pretty_exceptions_enable=False)
-
-ConfigFile = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="YAML file in Trinity-RFT's form.")
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Settings that win over the file's."),
-]
-
-RunDirectoryPath = Annotated[
-    Path,
-    typer.Argument(metavar="RUN", help="Run directory: <checkpoint_root_dir>/<project>/<name>."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -131,7 +118,12 @@ def check(
         Path | None,
         typer.Option(metavar="FILE", help="For --judge: JSON lines of task, response, reward."),
     ] = None,
-    tasks: Annotated[int, typer.Option(min=1, help="For --judge: tasks with rollouts.")] = 4,
+    branching: Annotated[
+        bool, typer.Option("--branching", help="Would rollouts inside others pay? Runs a pilot.")
+    ] = False,
+    tasks: Annotated[
+        int, typer.Option(min=1, help="For --judge and --branching: tasks with rollouts.")
+    ] = 4,
 ) -> None:
     """Validate everything, look at two rollouts or at recorded data, and say what would happen.
 
@@ -143,8 +135,9 @@ def check(
     if labelled is not None and not of_judge:
         raise ConfigError("--labelled is for the judge: add --judge")
     workflow, judge, backend = _functions(config, overrides or [])
-    if of_judge and backend == "trinity":
-        raise ConfigError("--judge needs rollouts, which are run here: add tuner.backend=local")
+    if (of_judge or branching) and backend == "trinity":
+        which = "--judge" if of_judge else "--branching"
+        raise ConfigError(f"{which} needs rollouts, which are run here: add tuner.backend=local")
     if backend == "trinity":
         from tuner.trinity.preparation import check_trinity
 
@@ -156,6 +149,10 @@ def check(
             from tuner.commands.judge_check import check_judge
 
             verdict = outside_event_loop(lambda: check_judge(run, tasks=tasks, labelled=labelled))
+        elif branching:
+            from tuner.commands.branching_check import check_branching
+
+            verdict = outside_event_loop(lambda: check_branching(run, tasks=tasks))
         else:
             from tuner.check import check_run
 

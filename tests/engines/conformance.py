@@ -247,7 +247,7 @@ async def test_a_stop_string_may_have_begun_before(rig):
     ids, decode = prompt(20), make_tokenizer().decode
     free = await rig.engine.generate(ids, SamplingParams(max_tokens=30), "session")
     texts = [decode([token]) for token in free.completion_ids]
-    stops = [a[-1:] + b[:1] for a, b in itertools.pairwise(texts)]
+    stops = [a[-1:] + b[:1] for a, b in itertools.pairwise(texts[4:])]
     place, stop = next(
         (place, stop)
         for place, stop in enumerate(stops, 4)
