@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import sys
 import textwrap
 from importlib import import_module
 from pathlib import Path
@@ -119,8 +120,10 @@ def answered(body):
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    """What is run here is not run by one worker of many, whoever runs this."""
+    """What is run here is not run by one worker of many, whoever runs this; and of a file that is
+    changed within a second nothing is left of before."""
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
 
 @pytest.fixture

@@ -123,7 +123,11 @@ async def test_headers_that_do_not_come_are_given_up(
 ) -> None:
     async with gateway_of(StubEngine()) as gateway, asyncio.timeout(60):
         url = httpx.URL(gateway.base_url)
-        monkeypatch.setattr(door, "STALLED_SECONDS", 60 if before and not sent else 0.2)
+        if before and not sent:  # uvicorn's clock, not ours
+            assert gateway._door is not None
+            gateway._door._server.config.timeout_keep_alive = 1
+        else:
+            monkeypatch.setattr(door, "STALLED_SECONDS", 0.2)
         reader, writer = await asyncio.open_connection(url.host, url.port)
         if before:
             writer.write(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n")
@@ -258,6 +262,16 @@ async def test_client_that_goes_away_frees_its_slot() -> None:
                 await call
         await until(lambda: engine.cancelled == 1)
         assert session.calls == ()
+
+
+async def test_idle_connections_live_longer_than_those_of_clients() -> None:
+    """A request that is sent while both ends let go of a connection is lost."""
+    async with gateway_of(StubEngine()) as gateway:
+        assert gateway.open_session("idle").base_url
+        assert gateway._door is not None
+        kept = httpx._config.DEFAULT_LIMITS.keepalive_expiry
+        assert kept is not None
+        assert gateway._door._server.config.timeout_keep_alive > 2 * kept
 
 
 async def test_closing_the_gateway_closes_the_door_and_seals_its_sessions() -> None:

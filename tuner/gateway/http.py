@@ -50,6 +50,8 @@ class HttpDoor:
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=1,
+            # uvicorn's 5 s are httpx's too: what a client sends as both let go is lost.
+            timeout_keep_alive=STALLED_SECONDS,
         )
         self._server, self._gateway = _Server(config), gateway
         self._task: asyncio.Task[None] | None = None
