@@ -1,11 +1,12 @@
 """Sampled tokens until an agent has learned: rollouts that begin inside others, and flat ones.
 
-The agent of `examples/branching` takes notes first, and its end decides. Each side trains it in
-groups of one size at three learning rates, five seeds each; what counts is its best rate. A run is
-evaluated after each step, and its tokens (and seconds) until the held-out reward are interpolated
-between steps; a run that does not get there counts as all that it sampled, and is told.
+The agent of `examples/branching` takes notes first, and its end decides; those of `_plain_agents`
+are not built for branches, and `best` may do no harm there. Each side trains an agent in groups of
+one size at three learning rates, five seeds each; what counts is its best rate. A run is evaluated
+after each step, and its tokens (and seconds) until the held-out reward are interpolated between
+steps; a run that does not get there counts as all that it sampled, and is told.
 
-    python benchmarks/branching.py [--seeds 5] [--steps 8]
+    python benchmarks/branching.py [--seeds 5] [--steps 8] [--only NAME]
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from _plain_agents import Agent, agents
 from _report import Row, report
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "branching"))
@@ -30,23 +33,72 @@ from tuner import tune
 RULE = f"{agent.__file__}:before_the_answers"
 RATES = (2e-4, 5e-4, 1e-3)
 EVALUATED = 100
-# Problems that a task asks, all of which must be right, and the held-out reward that is wanted.
-CASES = {"long beginning": (1, 0.85), "rare first success": (4, 0.5)}
-SIDES: dict[str, Sequence[str]] = {
-    "flat, rloo": ("algorithm.algorithm_type=rloo",),
-    "tree, before the answers": (
-        "algorithm.algorithm_type=tree",
-        "tuner.branching.ends=8",
-        f"tuner.branching.where={RULE}",
-    ),
-    "tree, best": ("algorithm.algorithm_type=tree", "tuner.branching.where=best"),
+# Held-out reward that the agents are to come to which are not built for branches.
+WANTED = {
+    "multi_turn_math": 0.9,
+    "search_agent": 0.8,
+    "hidden number, 3 turns": 0.5,
+    "hidden number, 6 turns": 0.5,
 }
+BEST = ("algorithm.algorithm_type=tree", "tuner.branching.where=best")
+
+
+@dataclass(frozen=True)
+class Case:
+    """An agent, and who trains it.
+
+    Attributes:
+        agent: Its workflow and tasks, made when they are needed.
+        wanted: Held-out reward that a run is to come to.
+        sides: Settings of each by its name; the first is what the others are compared with.
+        target: The ratio of tokens that is wanted of them.
+        settings: Of all sides.
+    """
+
+    agent: Callable[[], Agent]
+    wanted: float
+    sides: Mapping[str, Sequence[str]]
+    target: float
+    settings: Sequence[str]
+
+
+def of_the_example(asked: int) -> Agent:
+    """The example's agent, which is asked so many problems, all of which must be right."""
+    # The answers do not read the notes.
+    held_out = agent.tasks("test", notes=0, asked=asked)[:EVALUATED]
+    return Agent(agent.answer, agent.tasks("train", asked=asked), held_out, ())
+
+
+def cases(folder: Path) -> dict[str, Case]:
+    """All of them by name.
+
+    Args:
+        folder: Where a model is written that one of the agents needs.
+    """
+    built_for_it = {
+        "flat, rloo": ("algorithm.algorithm_type=rloo",),
+        "tree, before the answers": (
+            "algorithm.algorithm_type=tree",
+            "tuner.branching.ends=8",
+            f"tuner.branching.where={RULE}",
+        ),
+        "tree, best": BEST,
+    }
+    many = ("buffer.batch_size=4", "algorithm.repeat_times=16", "model.max_response_tokens=64")
+    found = {
+        name: Case(partial(of_the_example, asked), wanted, built_for_it, 2.0, many)
+        for name, asked, wanted in (("long beginning", 1, 0.85), ("rare first success", 4, 0.5))
+    }
+    plain = {"multi_step_grpo": ("algorithm.algorithm_type=multi_step_grpo",), "tree, best": BEST}
+    few = ("buffer.batch_size=8", "algorithm.repeat_times=8")
+    for name, make in agents(folder).items():
+        found[name] = Case(make, WANTED[name], plain, 1 / 1.1, few)
+    return found
+
+
 SETTINGS = (
-    "buffer.batch_size=4",
-    "algorithm.repeat_times=16",
     "explorer.runner_per_model=64",
     "explorer.eval_interval=1",
-    "model.max_response_tokens=64",
 )
 
 
@@ -77,54 +129,62 @@ def reached(history: Sequence[dict[str, Any]], wanted: float) -> Reached:
     return Reached(tokens, seconds, False)
 
 
-def run(case: str, side: str, rate: float, seed: int, steps: int) -> Reached:
+def run(case: Case, side: str, rate: float, seed: int, steps: int) -> Reached:
     """One run of a side."""
-    asked, wanted = CASES[case]
+    given = case.agent()
     with tempfile.TemporaryDirectory() as folder:
         result = tune(
-            agent.answer,
-            train_dataset=agent.tasks("train", asked=asked),
-            # The answers do not read the notes.
-            eval_dataset={"held-out": agent.tasks("test", notes=0, asked=asked)[:EVALUATED]},
+            given.workflow,
+            train_dataset=given.train,
+            eval_dataset={"held-out": given.held_out},
             overrides=[
                 *SETTINGS,
-                *SIDES[side],
+                *given.settings,
+                *case.settings,
+                *case.sides[side],
                 f"algorithm.optimizer.lr={rate}",
                 f"tuner.seed={seed}",
                 f"buffer.total_steps={steps}",
                 f"checkpoint_root_dir={folder}",
             ],
         )
-    return reached(result.history, wanted)
+    return reached(result.history, case.wanted)
 
 
-def best_of(case: str, side: str, seeds: int, steps: int) -> tuple[float, list[Reached]]:
+def best_of(case: Case, side: str, seeds: int, steps: int) -> tuple[float, list[Reached]]:
     """A side's best rate, and its runs with that."""
     runs = {rate: [run(case, side, rate, seed, steps) for seed in range(seeds)] for rate in RATES}
     rate = min(runs, key=lambda one: fmean(found.tokens for found in runs[one]))
     return rate, runs[rate]
 
 
-def compared(case: str, seeds: int, steps: int) -> Iterator[Row]:
+def compared(name: str, case: Case, seeds: int, steps: int) -> Iterator[Row]:
     """The rows of one case."""
-    found = {side: best_of(case, side, seeds, steps) for side in SIDES}
-    flat = found["flat, rloo"][1]
+    found = {side: best_of(case, side, seeds, steps) for side in case.sides}
+    peer, (_, flat) = next(iter(found.items()))
     for side, (rate, runs) in found.items():
-        name = f"{case}: {side}, lr {rate:g}, {sum(r.there for r in runs)} of {len(runs)}"
-        target = None if runs is flat else 2.0
+        row = f"{name}: {side}, lr {rate:g}, {sum(r.there for r in runs)} of {len(runs)}"
+        target = None if runs is flat else case.target
         tokens = fmean(one.tokens for one in runs), fmean(one.tokens for one in flat)
         seconds = fmean(one.seconds for one in runs), fmean(one.seconds for one in flat)
-        metric = f"sampled tokens to {CASES[case][1]}"
-        yield Row(name, metric, tokens[0], "flat", tokens[1], target, more_is_better=False)
-        yield Row(name, "seconds", seconds[0], "flat", seconds[1], more_is_better=False)
+        metric = f"sampled tokens to {case.wanted}"
+        yield Row(row, metric, tokens[0], peer, tokens[1], target, more_is_better=False)
+        yield Row(row, "seconds", seconds[0], peer, seconds[1], more_is_better=False)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--only", help="cases whose name has this in it")
     options = parser.parse_args()
-    rows = [row for case in CASES for row in compared(case, options.seeds, options.steps)]
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [
+            row
+            for name, case in cases(Path(folder)).items()
+            if (options.only or "") in name
+            for row in compared(name, case, options.seeds, options.steps)
+        ]
     report("branching", rows, ("torch", "transformers"))
 
 

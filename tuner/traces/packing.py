@@ -19,7 +19,6 @@ Everything else is as in format 1, which has no "format" and holds all of it in 
 
 from __future__ import annotations
 
-import json
 from bisect import bisect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,14 +28,14 @@ FORMAT = 2
 Reference = tuple[int, int, Sequence[int]]
 
 
-def pack(trace: dict[str, Any], default: Callable[[Any], Any]) -> dict[str, Any]:
+def pack(trace: dict[str, Any], text: Callable[[Any], str]) -> dict[str, Any]:
     """A trace of format 1 in the stored form.
 
     Args:
         trace: What `tuner.traces.plain.to_plain` gives for a trace.
-        default: As for `json.dumps`: what to write for an object that JSON has not.
+        text: A message, or a list of tools, as JSON.
     """
-    messages, tools = _Distinct(default), _Distinct(default)
+    messages, tools = _Distinct(text), _Distinct(text)
     ids, talks = _Earlier(), _Earlier()
     calls = []
     for call in trace["calls"]:
@@ -118,15 +117,14 @@ def _resolve(reference: Reference, earlier: Sequence[list[int]]) -> list[int]:
 class _Distinct:
     """Items by number, each JSON text once."""
 
-    def __init__(self, default: Callable[[Any], Any]) -> None:
+    def __init__(self, text: Callable[[Any], str]) -> None:
         self.items: list[Any] = []
-        self._default = default
+        self._text = text
         self._numbers: dict[str, int] = {}
 
     def number(self, item: Any) -> int:
         # By its text: to Python 1, 1.0 and True are equal, and so are dicts in another order.
-        text = json.dumps(item, default=self._default)
-        number = self._numbers.setdefault(text, len(self.items))
+        number = self._numbers.setdefault(self._text(item), len(self.items))
         if number == len(self.items):
             self.items.append(item)
         return number

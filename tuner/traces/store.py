@@ -92,7 +92,7 @@ def read_traces(path: str | Path) -> Iterator[Trace]:
 
 def trace_to_json(trace: Trace) -> dict[str, Any]:
     """A trace as plain data in the stored form; `trace_from_json` gives an equal trace back."""
-    return pack(to_plain(trace), _unserializable)
+    return pack(to_plain(trace), _AS_ASCII)
 
 
 def trace_from_json(data: dict[str, Any]) -> Trace:
@@ -108,11 +108,10 @@ def trace_from_json(data: dict[str, Any]) -> Trace:
 
 def trace_line(data: dict[str, Any]) -> bytes:
     """Data that hold a trace in the stored form, as a line of JSON."""
-    line = json.dumps(data, default=_unserializable, ensure_ascii=False) + "\n"
     try:
-        return line.encode()
+        return f"{_AS_TEXT(data)}\n".encode()
     except UnicodeEncodeError:  # half a pair of UTF-16, which JSON can spell and UTF-8 cannot
-        return (json.dumps(data, default=_unserializable) + "\n").encode()
+        return f"{_AS_ASCII(data)}\n".encode()
 
 
 def _unserializable(value: Any) -> Any:
@@ -122,6 +121,11 @@ def _unserializable(value: Any) -> Any:
     if hasattr(value, "isoformat"):
         return value.isoformat()
     return repr(value)
+
+
+# Made once: `json.dumps` makes an encoder each time that it is told something.
+_AS_TEXT = json.JSONEncoder(default=_unserializable, ensure_ascii=False).encode
+_AS_ASCII = json.JSONEncoder(default=_unserializable).encode
 
 
 def complete_lines(path: Path) -> Iterator[tuple[int, bytes]]:
