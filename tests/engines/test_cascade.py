@@ -1,6 +1,7 @@
 """What requests have in common is stored once, attended to once, and changes no number."""
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -68,13 +69,25 @@ def test_attention_over_prefixes_and_rows_is_that_over_all_tokens(window, column
             torch.testing.assert_close(got[row, column], exact, atol=1e-5, rtol=1e-5)
 
 
-def prefixes():
-    gc.collect()
-    return [held for held in gc.get_objects() if type(held) is Prefix]
+@pytest.fixture
+def prefixes(monkeypatch):
+    """Those that are held. Not by `gc.get_objects`, which breaks what other threads are making."""
+    made, begin = [], Prefix.__init__
+
+    def begun(self, *args):
+        begin(self, *args)
+        made.append(weakref.ref(self))
+
+    def held():
+        gc.collect()
+        return [prefix for found in made if (prefix := found()) is not None]
+
+    monkeypatch.setattr(Prefix, "__init__", begun)
+    return held
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
-async def test_a_group_reads_its_prompt_once_a_step_and_keeps_it_once(kind, monkeypatch):
+async def test_a_group_reads_its_prompt_once_a_step_and_keeps_it_once(kind, prefixes, monkeypatch):
     model = make_model(kind)
     engine = make_engine(model, max_slots=8, max_model_len=500)
     read, flash = [], cascade.flash
@@ -97,7 +110,7 @@ async def test_a_group_reads_its_prompt_once_a_step_and_keeps_it_once(kind, monk
     assert engine._runner._cache.capacity == 128
 
 
-async def test_groups_of_groups_are_found_from_their_tokens(monkeypatch):
+async def test_groups_of_groups_are_found_from_their_tokens(prefixes):
     model = make_model()
     engine = make_engine(model, max_slots=8, max_model_len=500)
     tasks = [[*prompt(150), *prompt(120, seed)] for seed in (1, 2)]
@@ -111,7 +124,7 @@ async def test_groups_of_groups_are_found_from_their_tokens(monkeypatch):
     assert not prefixes()
 
 
-async def test_conversations_keep_what_they_share_from_turn_to_turn():
+async def test_conversations_keep_what_they_share_from_turn_to_turn(prefixes):
     model = make_model("mistral", sliding_window=200)
     engine = make_engine(model, max_slots=4)
     histories = [prompt(200) for _ in range(4)]
