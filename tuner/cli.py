@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -13,7 +12,15 @@ from typing import Annotated, Any, NoReturn
 import typer
 import yaml
 
-from tuner.commands.arguments import AsJson, ConfigFile, Overrides, RunDirectoryPath
+from tuner.commands.arguments import (
+    FAILED,
+    AsJson,
+    ConfigFile,
+    Overrides,
+    RunDirectoryPath,
+    functions_of,
+)
+from tuner.commands.check_command import check
 from tuner.errors import ConfigError, TrainingError, TunerError
 from tuner.rerun.command import rerun
 from tuner.templates import Template, create, missing
@@ -24,7 +31,6 @@ except PackageNotFoundError:  # a checkout that is only on the path
     __version__ = "unknown"
 
 BAD_INPUT = 2
-FAILED = 1
 INTERRUPTED = 130
 
 UsageError: Any = typer.BadParameter.__mro__[1]
@@ -79,7 +85,7 @@ def run(config: ConfigFile, overrides: Overrides = None) -> None:
     """Train with the functions that the file names under `tuner:`, or on recorded data."""
     from tuner.tune import tune
 
-    workflow, judge, _ = _functions(config, overrides or [])
+    workflow, judge, _ = functions_of(config, overrides or [])
     try:
         result = tune(workflow, judge, config_path=config, overrides=overrides or [])
     except KeyboardInterrupt as interruption:
@@ -105,61 +111,6 @@ def distill_prompt(
     quoted = yaml.safe_dump(text.replace("${", "\\${"), default_style='"', width=math.inf)
     settings = ["algorithm.algorithm_type=prompt_distill", f"tuner.algorithm.prompt={quoted}"]
     run(config, [*settings, *(overrides or [])])
-
-
-@app.command(epilog="Example: tuner check config.yaml")
-def check(
-    config: ConfigFile,
-    overrides: Overrides = None,
-    of_judge: Annotated[
-        bool, typer.Option("--judge", help="Is the judge any good? It judges rollouts and more.")
-    ] = False,
-    labelled: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="For --judge: JSON lines of task, response, reward."),
-    ] = None,
-    branching: Annotated[
-        bool, typer.Option("--branching", help="Would rollouts inside others pay? Runs a pilot.")
-    ] = False,
-    tasks: Annotated[
-        int, typer.Option(min=1, help="For --judge and --branching: tasks with rollouts.")
-    ] = 4,
-) -> None:
-    """Validate everything, look at two rollouts or at recorded data, and say what would happen.
-
-    For Trinity-RFT: its own check, without a GPU or a cluster; no rollouts.
-    """
-    from tuner.run.interrupts import outside_event_loop
-    from tuner.tune import prepare
-
-    if labelled is not None and not of_judge:
-        raise ConfigError("--labelled is for the judge: add --judge")
-    workflow, judge, backend = _functions(config, overrides or [])
-    if (of_judge or branching) and backend == "trinity":
-        which = "--judge" if of_judge else "--branching"
-        raise ConfigError(f"{which} needs rollouts, which are run here: add tuner.backend=local")
-    if backend == "trinity":
-        from tuner.trinity.preparation import check_trinity
-
-        verdict = check_trinity(config, overrides or [], workflow=workflow, judge=judge)
-    else:
-        run = prepare(workflow, judge, config_path=config, overrides=overrides or [])
-        # These import PyTorch: only once the rest is in order.
-        if of_judge:
-            from tuner.commands.judge_check import check_judge
-
-            verdict = outside_event_loop(lambda: check_judge(run, tasks=tasks, labelled=labelled))
-        elif branching:
-            from tuner.commands.branching_check import check_branching
-
-            verdict = outside_event_loop(lambda: check_branching(run, tasks=tasks))
-        else:
-            from tuner.check import check_run
-
-            verdict = outside_event_loop(lambda: check_run(run))
-    typer.echo(verdict.text)
-    if not verdict.ready:
-        raise typer.Exit(FAILED)
 
 
 @app.command(
@@ -199,7 +150,7 @@ def evaluate(
     """Try models, checkpoints and runs on the evaluation sets: means, pass@k, differences."""
     from tuner.commands.evaluation import evaluate
 
-    workflow, judge, _ = _functions(config, overrides or [])
+    workflow, judge, _ = functions_of(config, overrides or [])
     result = evaluate(
         workflow,
         judge,
@@ -326,6 +277,7 @@ def replay(
     typer.echo(replay_table(result))
 
 
+app.command(epilog="Example: tuner check config.yaml")(check)
 app.command(epilog="Example: tuner rerun RUN train-3-0-2 --until 4")(rerun)
 
 
@@ -345,41 +297,6 @@ def main() -> None:
         _fail(error, BAD_INPUT)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(INTERRUPTED)
-
-
-def _functions(
-    path: Path, overrides: list[str]
-) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None, str]:
-    """The workflow and the judge that the file names, and its backend; recorded data needs none."""
-    from tuner.config.load import checked, read_layers
-    from tuner.functions.loading import load_function
-
-    load = load_function
-    layers = read_layers(path, overrides=overrides)
-    if layers.backend == "trinity":
-        from tuner.trinity.handover import resolve
-        from tuner.trinity.stage import ROLLS_OUT
-        from tuner.trinity.workers import load  # type: ignore[assignment]  # its own parameters
-
-        settings = resolve(layers)
-        names, rolls_out = settings.tuner, settings.mode in ROLLS_OUT
-    else:
-        config = checked(layers)
-        names, rolls_out = config.tuner, config.mode == "both"
-    workflow: Callable[..., Any] | None = None
-    if names.agent is not None:
-        from tuner.areal import configured_agent
-
-        workflow = configured_agent(names)
-    elif names.workflow is not None:
-        workflow = load(names.workflow, setting="tuner.workflow")
-    elif rolls_out:
-        raise ConfigError(
-            f"{path}: tuner.workflow is not set: name the workflow as package.module:function or "
-            "path/file.py:function"
-        )
-    judge = None if names.judge is None else load(names.judge, setting="tuner.judge")
-    return workflow, judge, layers.backend
 
 
 def _fail(error: TunerError, code: int) -> NoReturn:

@@ -12,7 +12,7 @@ from tuner.assembly.models import load_settings, load_tokenizer
 from tuner.assembly.parameters import selection
 from tuner.assembly.stack import chat_renderer, context_length
 from tuner.config import RunConfig
-from tuner.config.schema import Penalize
+from tuner.config.tuner_section import Penalize
 from tuner.data.order import batch_indices
 from tuner.data.recorded import Examples, examples_of
 from tuner.errors import DatasetError

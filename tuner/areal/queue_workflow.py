@@ -29,7 +29,7 @@ from tuner.areal.token_workflow import (
     SessionEngine,
     settled_episode,
 )
-from tuner.config.schema import TunerSection
+from tuner.config.tuner_section import TunerSection
 from tuner.errors import ConfigError, FunctionError, MissingDependencyError, pip_install
 from tuner.functions.calling import in_thread, is_async
 from tuner.functions.loading import import_module_or_file, load_function

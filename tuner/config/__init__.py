@@ -1,6 +1,7 @@
 """The run configuration: Trinity-RFT's YAML keys, our own under `tuner`, and overrides."""
 
 from tuner.config.load import load_config
-from tuner.config.schema import RemoteModel, RunConfig
+from tuner.config.schema import RunConfig
+from tuner.config.tuner_section import RemoteModel
 
 __all__ = ["RemoteModel", "RunConfig", "load_config"]

@@ -8,7 +8,8 @@ from typing import Any
 from tuner.algorithms.spec import ADVANTAGES, POLICY_LOSSES, TURN_DISCOUNTED, PPOLoss
 from tuner.algorithms.table import ALGORITHMS, Recorded
 from tuner.config.algorithm import PARTS
-from tuner.config.schema import Penalize, RunConfig
+from tuner.config.schema import RunConfig
+from tuner.config.tuner_section import Penalize
 
 BUFFER = "buffer.trainer_input.experience_buffer"
 # Columns that the other kind of recorded data has.

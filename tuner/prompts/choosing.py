@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from tuner.chat_models.observed import session_of
-from tuner.config.schema import Penalize
+from tuner.config.tuner_section import Penalize
 from tuner.errors import TrainingError
 from tuner.functions.calling import call_workflow
 from tuner.functions.outputs import WorkflowOutput, response_text

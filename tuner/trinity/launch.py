@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from tuner.config.load import Layers
-from tuner.config.schema import Penalize
+from tuner.config.tuner_section import Penalize
 from tuner.errors import FunctionError, TrainingError
 from tuner.result import TuneResult
 from tuner.run.console import ConsoleMonitor

@@ -11,8 +11,9 @@ from pydantic import BaseModel, ValidationError
 
 from tuner.config.keys import nearest, schema_paths, split_keys
 from tuner.config.problems import Problem, describe
-from tuner.config.schema import MonitorName, TunerSection
+from tuner.config.schema import MonitorName
 from tuner.config.source import lookup
+from tuner.config.tuner_section import TunerSection
 from tuner.trinity.installed import training_sets, uses_tinker
 
 logger = logging.getLogger("tuner")

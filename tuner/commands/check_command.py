@@ -1,0 +1,65 @@
+"""The command `tuner check`: its options, checked before anything is imported for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tuner.commands.arguments import FAILED, ConfigFile, Overrides, functions_of
+from tuner.errors import ConfigError
+
+
+def check(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    of_judge: Annotated[
+        bool, typer.Option("--judge", help="Is the judge any good? It judges rollouts and more.")
+    ] = False,
+    labelled: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="For --judge: JSON lines of task, response, reward."),
+    ] = None,
+    branching: Annotated[
+        bool, typer.Option("--branching", help="Would rollouts inside others pay? Runs a pilot.")
+    ] = False,
+    tasks: Annotated[
+        int, typer.Option(min=1, help="For --judge and --branching: tasks with rollouts.")
+    ] = 4,
+) -> None:
+    """Validate everything, look at two rollouts or at recorded data, and say what would happen.
+
+    For Trinity-RFT: its own check, without a GPU or a cluster; no rollouts.
+    """
+    from tuner.run.interrupts import outside_event_loop
+    from tuner.tune import prepare
+
+    if labelled is not None and not of_judge:
+        raise ConfigError("--labelled is for the judge: add --judge")
+    workflow, judge, backend = functions_of(config, overrides or [])
+    if (of_judge or branching) and backend == "trinity":
+        which = "--judge" if of_judge else "--branching"
+        raise ConfigError(f"{which} needs rollouts, which are run here: add tuner.backend=local")
+    if backend == "trinity":
+        from tuner.trinity.preparation import check_trinity
+
+        verdict = check_trinity(config, overrides or [], workflow=workflow, judge=judge)
+    else:
+        run = prepare(workflow, judge, config_path=config, overrides=overrides or [])
+        # These import PyTorch: only once the rest is in order.
+        if of_judge:
+            from tuner.commands.judge_check import check_judge
+
+            verdict = outside_event_loop(lambda: check_judge(run, tasks=tasks, labelled=labelled))
+        elif branching:
+            from tuner.commands.branching_check import check_branching
+
+            verdict = outside_event_loop(lambda: check_branching(run, tasks=tasks))
+        else:
+            from tuner.check import check_run
+
+            verdict = outside_event_loop(lambda: check_run(run))
+    typer.echo(verdict.text)
+    if not verdict.ready:
+        raise typer.Exit(FAILED)

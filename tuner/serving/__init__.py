@@ -1,0 +1,1 @@
+"""A long-lived gateway for agents that run elsewhere; rewards come later, weights with proof."""
