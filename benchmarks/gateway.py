@@ -79,14 +79,19 @@ REQUEST: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "tools": [TOOL
 
 
 class StubEngine:
-    """Samples the same 32 tokens, at once or, for streams, one in each turn of the loop."""
+    """Samples the same 32 tokens, at once or, for streams, one in each turn of the loop.
+
+    Args:
+        seconds: How long it takes for the first.
+    """
 
     version = 0
     capabilities = EngineCapabilities(max_model_len=4096)
 
-    def __init__(self, ids: Sequence[int], *, one_by_one: bool) -> None:
+    def __init__(self, ids: Sequence[int], *, one_by_one: bool, seconds: float = 0.0) -> None:
         self._ids = tuple(ids)
         self._one_by_one = one_by_one
+        self._seconds = seconds
 
     async def generate(
         self,
@@ -96,6 +101,8 @@ class StubEngine:
         sink: TokenSink | None = None,
         so_far: Generation | None = None,
     ) -> Generation:
+        if self._seconds:
+            await asyncio.sleep(self._seconds)
         for id_ in self._ids:
             if sink is not None:
                 sink.push(id_, -0.5, 0)
@@ -111,14 +118,20 @@ class StubEngine:
     async def close(self) -> None: ...
 
 
-def make_gateway(*, streamed: bool) -> Gateway:
+def make_parts(*, streamed: bool, seconds: float = 0.0) -> tuple[StubEngine, ChatRenderer]:
+    """The stub and what renders its prompts."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(MODEL)
     text = "The sum of the two numbers is 50, as I worked it out. " * 4
     ids = tokenizer.encode(text, add_special_tokens=False)[: TOKENS - 1]
-    engine = StubEngine([*ids, tokenizer.eos_token_id], one_by_one=streamed)
-    return Gateway(engine, ChatRenderer(tokenizer), model_name="tiny")
+    ids.append(tokenizer.eos_token_id)
+    engine = StubEngine(ids, one_by_one=streamed, seconds=seconds)
+    return engine, ChatRenderer(tokenizer)
+
+
+def make_gateway(*, streamed: bool) -> Gateway:
+    return Gateway(*make_parts(streamed=streamed), model_name="tiny")
 
 
 # What is measured, each in a process of its own on one core.
