@@ -10,7 +10,7 @@ from tuner.commands.arguments import ConfigFile, Overrides
 from tuner.errors import ConfigError, MissingDependencyError, pip_install
 
 if TYPE_CHECKING:
-    from tuner.serving.server import Server
+    from tuner.serving.hosting import Server
 
 
 def serve(
@@ -35,7 +35,7 @@ def serve(
         raise ConfigError("tuner serve is for the local backend: add tuner.backend=local")
     settings = with_default_model(checked(layers))
 
-    from tuner.serving.server import serve as serve_model
+    from tuner.serving.hosting import serve as serve_model
 
     serve_model(settings, host=host, port=port, announce=lambda server: typer.echo(said(server)))
 
