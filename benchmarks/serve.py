@@ -2,11 +2,12 @@
 
     python benchmarks/serve.py [--rounds 3] [--litellm .venv-litellm/bin/litellm]
 
-The same stub answers behind both, 32 tokens without a model; it and the request are those of
-`benchmarks/gateway.py`. What is measured runs in a process of its own on one core, the load on
-another, through plain sockets: one connection for each session, whose requests come one after the
-other. Ours writes every call to its SQLite file before it answers; LiteLLM's proxy, which forwards
-requests to a server that speaks OpenAI on the load's core, records nothing.
+The server is the one of the command, with its settings as they are. The same stub answers behind
+both, 32 tokens without a model; it and the request are those of `benchmarks/gateway.py`, and each
+session asks with it again and again. What is measured runs in a process of its own on one core, the
+load on another, through plain sockets: one connection for each session, whose requests come one
+after the other. Ours writes every call to its SQLite file before it answers; LiteLLM's proxy, which
+forwards requests to a server that speaks OpenAI on the load's core, records nothing.
 
 - `calls/s`: the stub answers at once.
 - `added latency`: the stub takes 0.25 s for an answer, and what a request took beyond that is
@@ -28,16 +29,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from _report import Row, report
 from gateway import (
     LITELLM_KEY,
+    MODEL,
     free_port,
     litellm_proxy,
     litellm_version,
     load,
-    make_parts,  # noqa: F401
+    make_parts,
     percentiles,
     process,
     wait_for,
@@ -85,7 +89,11 @@ def ours(seconds: float, core: int, folder: Path) -> Iterator[tuple[int, Keys]]:
     port = free_port()
     command = [sys.executable, __file__, "--part", "server", "--port", str(port)]
     command += ["--seconds", str(seconds), "--folder", str(folder)]
-    with process(command, core, env={**os.environ, "TUNER_ADMIN_KEY": ADMIN_KEY}):
+    environment = {**os.environ, "TUNER_ADMIN_KEY": ADMIN_KEY}
+    with (
+        (folder / "log").open("wb") as log,
+        process(command, core, env=environment, stderr=log),
+    ):
         wait_for(port)
         with Client(f"http://127.0.0.1:{port}", key=ADMIN_KEY) as client:
             yield port, lambda count: [client.open().key or "" for _ in range(count)]
@@ -101,8 +109,27 @@ def theirs(
 
 
 def serve(port: int, seconds: float, folder: Path) -> None:
-    """Our server, with the stub in the engine's place."""
-    raise NotImplementedError
+    """Our server as it is started, with the stub in the engine's place."""
+    from tuner.config.load import checked, read_layers
+    from tuner.serving import hosting
+
+    build_stack = hosting.build_stack
+
+    def stubbed(*arguments: Any, **options: Any) -> Any:
+        stack = build_stack(*arguments, **options)
+        engine, _ = make_parts(streamed=False, seconds=seconds)
+        stack.gateway.service = replace(stack.gateway.service, engine=engine)
+        return stack
+
+    setattr(hosting, "build_stack", stubbed)  # noqa: B010  # of a module, as mypy sees it
+    settings = [
+        "name=tiny",  # which the request names
+        f"checkpoint_root_dir={folder}",
+        f"model.model_path={MODEL}",
+        "model.max_model_len=4096",
+        "tuner.device=cpu",
+    ]
+    hosting.serve(checked(read_layers(None, overrides=settings)), port=port)
 
 
 Found = dict[tuple[str, int, str], list[float]]

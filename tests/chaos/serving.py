@@ -450,7 +450,7 @@ def import_once() -> None:
     import transformers.models.qwen3.modeling_qwen3
     from tqdm import tqdm
 
-    import tuner.serving.server
+    import tuner.serving.hosting
 
     del anthropic, openai, transformers, tuner
     tqdm.monitor_interval = 0  # it has a thread
