@@ -5,7 +5,7 @@ import asyncio
 import openai
 import pytest
 
-from tests.serving.served import MODEL, config_of, say, served, until
+from tests.serving.served import MODEL, QUESTION, config_of, say, served, until
 from tuner.errors import ConfigError
 from tuner.serving.callers import Rates, TooOften
 from tuner.serving.hosting import admin_key_for
@@ -123,7 +123,7 @@ async def test_sessions_that_rest_are_made_again(tmp_path, monkeypatch):
     async with served(tmp_path) as asking:
         id_, key = await asking.opened()
         talk = []
-        await say(asking.client(key), talk, "hi")
+        await say(asking.client(key), talk, QUESTION)
         monkeypatch.setattr("tuner.serving.routing.RESTING_SECONDS", -1)
         await asking.server.tidy()
         assert asking.server.live.count == 0
