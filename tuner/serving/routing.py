@@ -243,7 +243,8 @@ class LiveSessions:
             stored.id,
             stored.application,
             new_session_key(),
-            stored.seed,
+            # Of redacted calls it is not known what they asked: no seed and no id comes again.
+            (stored.seed + stored.redacted) % 2**63,
             sampling=stored.sampling,
             limits=stored.limits,
         )
