@@ -98,6 +98,7 @@ class Server:
             rates=rates,
             models=_Current(self),
             metrics=self.metrics,
+            failure=lambda: self.stack.engine.failure,
         )
         return control_app(control)
 
