@@ -1,14 +1,16 @@
 """What is not let in, not kept, or not kept for ever."""
 
 import asyncio
+import sys
 
 import openai
 import pytest
 
 from tests.serving.served import MODEL, QUESTION, config_of, say, served, until
-from tuner.errors import ConfigError
+from tuner.errors import ConfigError, MissingDependencyError
 from tuner.serving.callers import Rates, TooOften
 from tuner.serving.hosting import admin_key_for
+from tuner.serving.serve_command import require_libraries
 
 
 async def test_a_key_that_asks_too_often_is_told_when_to_come_again(tmp_path):
@@ -79,6 +81,12 @@ def test_other_hosts_need_an_admin_key(tmp_path, monkeypatch):
     monkeypatch.setenv("SOME_KEY", "sk.long")
     with pytest.raises(ConfigError, match="dot"):
         admin_key_for(config, "127.0.0.1")
+
+
+def test_without_its_libraries_the_command_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(MissingDependencyError, match=r"\[serve\]"):
+        require_libraries()
 
 
 async def test_a_session_without_a_call_ends_by_itself(tmp_path):

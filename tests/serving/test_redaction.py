@@ -35,6 +35,7 @@ async def test_a_call_that_is_redacted_keeps_no_tokens_and_is_counted(tmp_path, 
         first = await say(client, talk, "Tom has 5 pens", **headers)
         again = await say(client, [], "Tom has 5 pens", **headers)
         assert first.parse() == again.parse()
+        assert asking.server.store.ask("SELECT COUNT(*) FROM replies") == [(0,)]
         used = first.parse().usage
         (stored,) = asking.calls(id_)
         session = asking.server.store.session(id_)
