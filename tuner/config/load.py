@@ -353,8 +353,9 @@ def _with_one_total_steps(tree: dict[str, Any], problems: list[Problem]) -> dict
 
 def mode_of(tree: Mapping[str, Any]) -> str:
     """`mode`, or where it is not set, `train` for recorded data and else `both`."""
-    kind = lookup(tree, "algorithm.algorithm_type")
-    return str(tree.get("mode") or ("train" if kind in RECORDED else "both"))
+    kind, history = lookup(tree, "algorithm.algorithm_type"), lookup(tree, "tuner.history")
+    recorded = kind in RECORDED or history is not None
+    return str(tree.get("mode") or ("train" if recorded else "both"))
 
 
 def source_key(mode: str) -> str:
