@@ -1,6 +1,7 @@
 """The trainer: batches, log-probs, optimizer."""
 
 from tuner.training.batch import Batch, Row, TeacherPrompt, build_batch
+from tuner.training.effective import Effective, effective_samples
 from tuner.training.likelihood import RecordedBatch, recorded_update
 from tuner.training.optimizer import MasterAdamW, make_optimizer
 from tuner.training.scoring import ScoredBatch
@@ -11,6 +12,7 @@ from tuner.training.trainer_settings import CriticSettings, TrainerSettings
 __all__ = [
     "Batch",
     "CriticSettings",
+    "Effective",
     "MasterAdamW",
     "Overlong",
     "PolicyTrainer",
@@ -21,6 +23,7 @@ __all__ = [
     "TeacherPrompt",
     "TrainerSettings",
     "build_batch",
+    "effective_samples",
     "make_optimizer",
     "recorded_update",
 ]
