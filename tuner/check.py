@@ -8,10 +8,11 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
+from tuner.assembly.history_batches import Comparable, history_of, off_policy_batch
 from tuner.assembly.memory import micro_batch_tokens, peak_of
 from tuner.assembly.stack import Stack, build_stack, build_trainer
 from tuner.config import RunConfig
@@ -22,9 +23,16 @@ from tuner.gateway import SamplingDefaults
 from tuner.result import Verdict
 from tuner.rollout import StepPlan, collect
 from tuner.run.interrupts import run_async
-from tuner.sources import batch_of, read_examples
+from tuner.sources import batch_of, training_data
 from tuner.traces import Outcome, Trace, TraceStore
-from tuner.training import Batch, PolicyTrainer, RecordedBatch, Row, build_batch
+from tuner.training import (
+    Batch,
+    PolicyTrainer,
+    RecordedBatch,
+    Row,
+    build_batch,
+    effective_samples,
+)
 from tuner.training.forward.activations import tokens_of_pass
 from tuner.tune import Run
 
@@ -107,7 +115,10 @@ def inputs(run: Run, stack: Stack) -> Iterator[str]:
         judge = "none: the workflow gives the reward" if run.judge is None else where(run.judge)
         yield f"  workflow       {where(run.workflow)}"
         yield f"  judge          {judge}"
-    yield f"  rows           train: {len(run.train_tasks)}{', ' + evaluated if evaluated else ''}"
+    if run.history is None:
+        evaluated = f"train: {len(run.train_tasks)}{', ' + evaluated if evaluated else ''}"
+    if evaluated:
+        yield f"  rows           {evaluated}"
     yield f"  model          {config.model.model_path}"
     yield f"                 {parameters / 1e6:.2f}M parameters on {device}, context {context}"
     why = f", {stack.choice.why}" if stack.choice.why else ""
@@ -276,8 +287,12 @@ async def check_recorded(run: Run) -> Verdict:
         DatasetError: A row is not of the form that the configuration says.
         ModelLoadError: The model cannot be loaded.
     """
-    examples = read_examples(run.config, run.train_tasks)
+    data = training_data(run.config, run.train_tasks, run.history)
     async with aclosing(build_stack(run.config, workflow=run.workflow, judge=run.judge)) as stack:
+        if isinstance(data, Comparable):
+            return _check_history(run, stack, data)
+        assert isinstance(data, Examples), "mode train has no tasks"
+        examples = data
         sections = [
             inputs(run, stack),
             _recorded_rows(examples),
@@ -294,6 +309,10 @@ def _recorded_rows(examples: Examples) -> Iterator[str]:
         yield f"  {count:>7}  {name}"
     turns = sum(len(turns) for example in examples.used for turns in example)
     yield f"  {turns:>7}  assistant turns are trained"
+    if examples.held_out:
+        yield f"  {len(examples.held_out):>7}  held out, whose loss is logged"
+    if examples.tokens_left_out:
+        yield f"  tokens that are not trained: {_counts(examples.tokens_left_out)}"
 
 
 def _first_row(stack: Stack, examples: Examples) -> Iterator[str]:
@@ -328,3 +347,40 @@ def _recorded_plan(run: Run, stack: Stack, examples: Examples) -> Iterator[str]:
         f"  time    {seconds:.1f} s per step, {duration(seconds * steps)} in all, evaluations not "
         "counted"
     )
+
+
+def _counts(found: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in sorted(found.items()))
+
+
+def _check_history(run: Run, stack: Stack, data: Comparable) -> Verdict:
+    """Recorded rollouts: how many, where their tokens go, and what they are worth."""
+    config, size = run.config, run.config.buffer.batch_size
+    trainer = build_trainer(config, stack, total_steps=1)
+    batch = off_policy_batch(config, data.groups, stack.teacher_prompt, step=1)
+    started = time.perf_counter()
+    effective = effective_samples(trainer, batch)
+    seconds = (time.perf_counter() - started) * (FORWARDS_PER_UPDATE + 1)
+    least = history_of(config).min_effective_samples
+    weighed = trainer.settings.ratio_to != "nothing"
+    ready = bool(batch.rows) and (not weighed or effective.tokens.share >= least)
+    used, steps = sum(map(len, data.groups)), planned_steps(config, len(data.groups))
+    rollouts = ["RECORDED ROLLOUTS", f"  {used:>7}  used, of {len(data.groups)} tasks"]
+    rollouts += [f"  {n:>7}  {why}" for why, n in sorted(data.left_out.rollouts.items())]
+    worth = ["WHAT THEY ARE WORTH in the first step, to the weights that the run begins with"]
+    worth.append(
+        f"  {batch.sampled_tokens} tokens sampled = {batch.trained_tokens} trained + "
+        f"{_counts(batch.dropped_tokens) or '0'} dropped"
+    )
+    for name in ("tokens", "calls", "rollouts"):
+        one = getattr(effective, name)
+        worth.append(f"  {one.size:>9.1f} of {one.count} {name} ({one.share:.1%})")
+    plan = ["TRAINING", f"  {steps} steps x {size} tasks, {algorithm_line(config)}"]
+    plan += [memory_line(config, stack, batch.rows, 1)]
+    plan += [f"  time    {seconds:.1f} s per step, {duration(seconds * steps)} in all"]
+    limit = f"tuner.history.min_effective_samples is {least:g}"
+    verdict = "READY" if ready else f"NOT READY: too few of the tokens are left ({limit})."
+    if not batch.rows:
+        verdict = "NOT READY: no call of the first step can be trained."
+    last = [verdict if not ready else f"READY: {used} recorded rollouts can be trained."]
+    return Verdict.of(ready, [inputs(run, stack), rollouts, worth, plan, last])

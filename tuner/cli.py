@@ -21,6 +21,7 @@ from tuner.commands.arguments import (
     functions_of,
 )
 from tuner.commands.check_command import check
+from tuner.commands.train_command import train
 from tuner.errors import ConfigError, TrainingError, TunerError
 from tuner.rerun.command import rerun
 from tuner.templates import Template, create, missing
@@ -278,6 +279,7 @@ def replay(
 
 
 app.command(epilog="Example: tuner check config.yaml")(check)
+app.command(epilog="Example: tuner train checkpoints/p/run --config sft.yaml name=best")(train)
 app.command(epilog="Example: tuner rerun RUN train-3-0-2 --until 4")(rerun)
 
 

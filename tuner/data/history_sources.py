@@ -6,6 +6,7 @@ import json
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tuner.data.chat_logs import Row, is_trace, read_log
 from tuner.data.dataset import row_text
 from tuner.errors import DatasetError
 from tuner.traces import Trace, read_traces
+from tuner.traces.store import complete_lines
 
 # Reads the sessions of a server; above this room, so it is named and not imported.
 SERVED = "tuner.serving.store", "stored_sessions"
@@ -92,8 +94,9 @@ def found_in(source: Path) -> Iterator[Stored | LogRow | str]:
 
 
 def _of_file(path: Path) -> Iterator[Stored | LogRow | str]:
-    first = next(_objects(path), None)
-    if first is None:
+    begun = fnmatch(path.name, "*step_*.jsonl") and next(complete_lines(path), None) is None
+    first = None if begun else next(_objects(path), None)
+    if first is None:  # a run may have been killed in its first line
         return
     if is_trace(first[1]):
         folder = str(path.parent.resolve())

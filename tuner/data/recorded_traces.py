@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.config.history import HistorySection, unix_seconds
+from tuner.data.dataset import described
 from tuner.data.history_sources import LogRow, Stored, found_in
 from tuner.errors import ConfigError, DatasetError
 from tuner.traces import Outcome, RolloutId, Trace
@@ -86,20 +87,26 @@ class History:
         ]
 
 
-def read_history(section: HistorySection, given: Sequence[Trace] = ()) -> History:
+def read_history(section: HistorySection, given: Any = None) -> History:
     """Everything that was recorded, behind the filters.
 
     Args:
         section: Sources and filters.
-        given: Rollouts in memory, beside those of the sources.
+        given: The training data that `tune()` was given: rollouts in memory, beside those of the
+            sources, or None.
 
     Raises:
-        DatasetError: A source does not exist, is nothing that was recorded, or is damaged; or
-            nothing is left.
+        DatasetError: A source does not exist, is nothing that was recorded, or is damaged; nothing
+            is left; or what was given are no rollouts.
         ConfigError: A filter has no meaning for a source, or for any.
     """
     left_out, rows = LeftOut(), list[LogRow]()
-    stored = {(one.source, one.trace.id, one.trace.attempt): one for one in _in_memory(given)}
+    if given is not None and not all(isinstance(one, Trace) for one in given):
+        raise DatasetError(
+            f"train_dataset is {described(given)}, but with tuner.history what is learned from is "
+            "in tuner.history.sources: remove one of them"
+        )
+    stored = {(one.source, one.trace.id, one.trace.attempt): one for one in _in_memory(given or ())}
     for source in section.sources:
         for one in found_in(Path(source)):
             if isinstance(one, Stored):

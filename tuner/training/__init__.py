@@ -3,6 +3,7 @@
 from tuner.training.batch import Batch, Row, TeacherPrompt, build_batch
 from tuner.training.effective import Effective, effective_samples
 from tuner.training.likelihood import RecordedBatch, recorded_update
+from tuner.training.off_policy import OffPolicyBatch, TooFewEffective, off_policy_update
 from tuner.training.optimizer import MasterAdamW, make_optimizer
 from tuner.training.scoring import ScoredBatch
 from tuner.training.selection import Overlong, Selection
@@ -14,6 +15,7 @@ __all__ = [
     "CriticSettings",
     "Effective",
     "MasterAdamW",
+    "OffPolicyBatch",
     "Overlong",
     "PolicyTrainer",
     "RecordedBatch",
@@ -21,9 +23,11 @@ __all__ = [
     "ScoredBatch",
     "Selection",
     "TeacherPrompt",
+    "TooFewEffective",
     "TrainerSettings",
     "build_batch",
     "effective_samples",
     "make_optimizer",
+    "off_policy_update",
     "recorded_update",
 ]

@@ -1,0 +1,177 @@
+"""What a step trains on of rollouts that were recorded before, by the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tuner.assembly.models import load_settings, load_tokenizer
+from tuner.assembly.parameters import selection
+from tuner.assembly.stack import chat_renderer
+from tuner.config import RunConfig
+from tuner.config.history import HistorySection
+from tuner.config.tuner_section import Penalize
+from tuner.data.history_examples import other_role
+from tuner.data.order import batch_indices
+from tuner.data.recorded_traces import Group, History, LeftOut
+from tuner.errors import ConfigError, DatasetError
+from tuner.traces import Call, Outcome, Trace
+from tuner.training import Batch, OffPolicyBatch, Selection, TeacherPrompt, build_batch
+from tuner.training.batch import reward_of, untrainable
+
+
+@dataclass(frozen=True)
+class Comparable:
+    """The groups that can teach something: unlike those that are sampled as a run goes on, they are
+    known before it begins.
+
+    Attributes:
+        groups: What is trained.
+        held_out: What is not.
+        left_out: By the filters; by the selection; and groups whose rewards are all equal, where
+            rewards are compared.
+    """
+
+    groups: tuple[Group, ...]
+    held_out: tuple[Group, ...]
+    left_out: LeftOut
+
+
+def comparable(config: RunConfig, history: History) -> Comparable:
+    """What of recorded rollouts an algorithm that learns from rewards, or from a teacher, trains.
+
+    Raises:
+        ConfigError: A source is a log without tokens.
+        DatasetError: The rollouts were recorded with another model, or are fewer groups than a step
+            takes.
+    """
+    name = config.algorithm.algorithm_type
+    if logs := (*history.rows, *history.held_out_rows):
+        raise ConfigError(
+            f"tuner.history.sources: {logs[0].where} has no tokens, and algorithm.algorithm_type "
+            f"{name} learns from the log-probs that tokens were sampled with, which nobody knows: "
+            "set it to sft or dpo, or remove that source"
+        )
+    check_same_tokenizer(config, history)
+    chosen, penalty = selection(config), penalty_of(config)
+    left_out = history.left_out + LeftOut()
+    groups = []
+    for group in history.groups:
+        rewards = [reward_of(trace, penalty, needed=chosen.needs_reward) for trace in group]
+        members = [(t, r) for t, r in zip(group, rewards, strict=True) if r is not None]
+        reason = _quiet(chosen, members)
+        if reason is None:
+            groups.append(group)
+            continue
+        for trace, reward in zip(group, rewards, strict=True):
+            failed = reward is None and trace.outcome is not Outcome.COMPLETED
+            without = trace.outcome.value if failed else "no_reward"
+            left_out.add(trace, without if reward is None else reason)
+    size, reasons = config.buffer.batch_size, sorted(left_out.rollouts.items())
+    if len(groups) < size:
+        why = ", ".join(f"{count} {reason}" for reason, count in reasons) or "none"
+        raise DatasetError(
+            f"tuner.history: {len(groups)} tasks have rollouts to compare but batch_size is "
+            f"{size}: no step can run; lower buffer.batch_size, or record more (rollouts left out: "
+            f"{why})"
+        )
+    return Comparable(tuple(groups), history.held_out, left_out)
+
+
+def _quiet(chosen: Selection, members: Sequence[tuple[Trace, float]]) -> str | None:
+    """Why a group teaches nothing, or None."""
+    if not members:
+        return "no_reward"
+    reason = chosen.reason(members)
+    own = any(call.reward is not None for trace, _ in members for call in trace.calls)
+    if reason is None and chosen.needs_group and not own:
+        reason = "equal_rewards" if len({reward for _, reward in members}) == 1 else None
+    return reason
+
+
+def off_policy_batch(
+    config: RunConfig, groups: Sequence[Group], teacher_prompt: TeacherPrompt, *, step: int
+) -> OffPolicyBatch:
+    """What step `step` trains on of recorded rollouts."""
+    indices = batch_indices(
+        step,
+        size=config.buffer.batch_size,
+        rows=len(groups),
+        selector=config.buffer.trainer_input.experience_buffer.data_selector,
+    )
+    section = history_of(config)
+    batch = build_batch(
+        # Where an epoch ends inside a step, a group may come twice.
+        [trace for index in dict.fromkeys(indices) for trace in groups[index]],
+        penalty=penalty_of(config),
+        selection=selection(config),
+        left_out=unused_call(config),
+        teacher_prompt=teacher_prompt,
+    )
+    return OffPolicyBatch.of(batch, least_effective=section.min_effective_samples)
+
+
+def held_out_batch(config: RunConfig, groups: Sequence[Group]) -> Batch:
+    """Recorded rollouts that are not trained, as a batch; each counts by itself."""
+    return build_batch(
+        [trace for group in groups for trace in group],
+        penalty=penalty_of(config),
+        selection=Selection(needs_group=False, lone_rewards=True),
+        left_out=unused_call(config),
+    )
+
+
+def unused_call(config: RunConfig) -> Callable[[Call], str | None]:
+    """Why a recorded call is not trained, or None."""
+    roles = frozenset(history_of(config).roles)
+    return lambda call: untrainable(call) or other_role(call, roles)
+
+
+def penalty_of(config: RunConfig) -> float | None:
+    given = config.tuner.on_failure
+    return given.penalize if isinstance(given, Penalize) else None
+
+
+def history_of(config: RunConfig) -> HistorySection:
+    """The settings of recorded rollouts, which there are."""
+    assert config.tuner.history is not None, "mode train without them is of rows"
+    return config.tuner.history
+
+
+# Calls whose text is looked at.
+SEEN = 8
+
+
+def check_same_tokenizer(config: RunConfig, history: History) -> None:
+    """Refuse ids of another tokenizer: they would mean other text.
+
+    Raises:
+        DatasetError: A token was recorded that the model does not have, or none of the first calls
+            reads as the agent got it.
+        ModelLoadError: The model has no tokenizer.
+    """
+    path = config.model.model_path
+    vocabulary = load_settings(path).get_text_config().vocab_size
+    calls = [
+        call
+        for group in (*history.groups, *history.held_out)
+        for trace in group
+        for call in trace.calls
+    ]
+    mend = "it was recorded with another model; set model.model_path to one with the same tokenizer"
+    largest = max((max(c.prompt_ids + c.completion_ids, default=0) for c in calls), default=0)
+    if largest >= vocabulary:
+        raise DatasetError(
+            f"tuner.history: a recorded call has the token id {largest}, and the model has "
+            f"{vocabulary} tokens: {mend}"
+        )
+    renderer = chat_renderer(config, load_tokenizer(path))
+    told = [(c, c.response.get("content")) for c in calls if c.invalid is None]
+    texts = [(call, said.strip()) for call, said in told if isinstance(said, str) and said.strip()]
+    seen = texts[:SEEN]
+    if seen and not any(said in renderer.decode(list(call.completion_ids)) for call, said in seen):
+        call, said = seen[0]
+        raise DatasetError(
+            f"tuner.history: a recorded answer is {said!r:.60}, and its tokens are "
+            f"{renderer.decode(list(call.completion_ids))!r:.60} for this model: {mend}"
+        )
