@@ -143,6 +143,10 @@ def _span(span: Mapping[str, Any]) -> Iterator[Logged]:
     if operation is not None and operation not in OF_MODEL:
         yield Logged(None, started, "no_model_call")
         return
+    status = span.get("status") or {}
+    if status.get("status_code") == "ERROR" or status.get("code") in (2, "STATUS_CODE_ERROR"):
+        yield Logged(None, started, "failed_call")
+        return
     answers = _plain(attributes.get("gen_ai.output.messages"))
     if not answers:
         yield Logged(None, started, "no_answer")
