@@ -49,7 +49,7 @@ from tuner.training import (
     TeacherPrompt,
     build_batch,
 )
-from tuner.training.off_policy import held_out_loss, held_out_rewards
+from tuner.training.history_update import held_out_loss, held_out_rewards
 
 Task = dict[str, Any]
 

@@ -105,7 +105,7 @@ def test_an_algorithm_learns_without_a_new_rollout(explored, name, tmp_path):
     assert "held_out/loss" in result.history[0] or "held_out/reward" in result.history[0]
 
 
-# On a random model: what is said, refused and kept -------------------------------------------------
+# On a random model: what is said, refused and kept ----------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -257,14 +257,14 @@ def test_what_cannot_be_learned_from_is_refused_by_name(small, tmp_path, random_
         start(small, tmp_path, logs, algorithm="dpo")
     with pytest.raises(DatasetError, match=r"\d tasks have rollouts to compare but batch_size is"):
         start(small, tmp_path, of(small), "buffer.batch_size=20")
-    with pytest.raises(DatasetError, match="recorded call has the token id .* another model"):
+    with pytest.raises(DatasetError, match=r"recorded call has the token id .* another model"):
         tune(
             model=MODEL.model_copy(update={"model_path": str(random_model_path)}),
             train_dataset=[with_token(one) for one in recorded(small)],
             algorithm=AlgorithmConfig(batch_size=2),
             overrides=overrides(tmp_path, "model.max_model_len=200"),
         )
-    with pytest.raises(DatasetError, match="a recorded answer is .* for this model"):
+    with pytest.raises(DatasetError, match=r"a recorded answer is .* for this model"):
         tune(
             model=MODEL,
             train_dataset=recorded(small),
@@ -304,7 +304,7 @@ def test_logs_without_tokens_are_imitated(random_model_path, tmp_path):
     assert result.rows["held_out"] + result.rows["used"] == 30
 
 
-# The command ---------------------------------------------------------------------------------------
+# The command ------------------------------------------------------------------------------------
 
 
 @pytest.fixture

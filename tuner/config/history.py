@@ -55,10 +55,11 @@ class HistorySection(Section):
         default=None, ge=0, description="Rollouts of earlier steps of their run are left out."
     )
     max_step: int | None = Field(default=None, ge=0, description="Those of later steps are.")
-    split: str = Field(
-        default="train",
+    split: str | None = Field(
+        default=None,
         min_length=1,
-        description="Whose rollouts: `train`, or the name of an evaluation set.",
+        description="Whose rollouts: the name of an evaluation set. Not set: those that were for "
+        "training, and served sessions.",
     )
     roles: Names = Field(
         default=(), description="Only calls of these roles are trained. Not set: of all."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from importlib import import_module
@@ -13,12 +13,12 @@ from typing import Any
 
 from tuner.data.chat_logs import Row, is_trace, read_log
 from tuner.data.dataset import row_text
-from tuner.errors import DatasetError
+from tuner.errors import DatasetError, TunerError
 from tuner.traces import Trace, read_traces
 from tuner.traces.store import complete_lines
 
 # Reads the sessions of a server; above this room, so it is named and not imported.
-SERVED = "tuner.serving.store", "stored_sessions"
+SERVED = "tuner.serving.store", "ServingStore"
 
 
 @dataclass(frozen=True)
@@ -122,21 +122,28 @@ def _objects(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _served(path: Path) -> Iterator[Stored]:
-    """The sessions of a server's store.
+    """The sessions of a server's store, which may be serving meanwhile.
 
     Raises:
         DatasetError: The file is no such store.
     """
     module, name = SERVED
     try:
-        sessions: Callable[[Path], Iterable[Any]] = getattr(import_module(module), name)
-        for one in sessions(path):
-            yield Stored(
-                one.trace,
-                str(path.resolve()),
-                group=one.group,
-                tags=frozenset(one.tags),
-                metadata=one.metadata,
-            )
-    except (ImportError, AttributeError, sqlite3.Error) as error:
+        store: Any = getattr(import_module(module), name)(path, readonly=True)
+    except (ImportError, sqlite3.Error, TunerError) as error:
         raise DatasetError(f"{path} cannot be read as a server's sessions: {error}") from error
+    try:
+        last = ""
+        while page := store.sessions(after=last):
+            for session in page:
+                group = session.group and f"{session.application}: {session.group}"
+                yield Stored(
+                    store.trace(session.id),
+                    str(path.resolve()),
+                    group=group,
+                    tags=frozenset(session.tags),
+                    metadata=session.metadata,
+                )
+            last = page[-1].id
+    finally:
+        store.close()

@@ -27,6 +27,8 @@ from tuner.errors import ConfigError, DatasetError
 from tuner.traces import Outcome, RolloutId, Trace
 
 Group = tuple[Trace, ...]
+# Splits of rollouts that are no evaluation: of runs, and of sessions that were served.
+LEARNED = ("train", "serve")
 
 
 @dataclass
@@ -160,7 +162,7 @@ def unwanted(one: Stored, section: HistorySection) -> str | None:
     trace = one.trace
     if not trace.final:
         return "retried_attempt"
-    if trace.id.split != section.split:
+    if trace.id.split not in (LEARNED if section.split is None else (section.split,)):
         return "other_split"
     if not _within(trace.id.step, section.min_step, section.max_step):
         return "other_step"

@@ -2,8 +2,8 @@
 
 from tuner.training.batch import Batch, Row, TeacherPrompt, build_batch
 from tuner.training.effective import Effective, effective_samples
+from tuner.training.history_update import OffPolicyBatch, TooFewEffective, off_policy_update
 from tuner.training.likelihood import RecordedBatch, recorded_update
-from tuner.training.off_policy import OffPolicyBatch, TooFewEffective, off_policy_update
 from tuner.training.optimizer import MasterAdamW, make_optimizer
 from tuner.training.scoring import ScoredBatch
 from tuner.training.selection import Overlong, Selection

@@ -23,7 +23,7 @@ from tuner.training import (
     off_policy_update,
     recorded_update,
 )
-from tuner.training.off_policy import held_out_loss, held_out_rewards
+from tuner.training.history_update import held_out_loss, held_out_rewards
 
 
 def trainer_of(model=None, **settings):
