@@ -48,5 +48,9 @@ class RewardTimeout(RewardError):
     """A reward function took longer than it may. The rollout is a `judge_timeout`."""
 
 
+class ProofError(TunerError, ValueError):
+    """A comparison cannot be made: its plan, a reward outside of it, or weights that say nothing."""
+
+
 class TrainingError(TunerError, RuntimeError):
     """Training cannot go on; the message is the diagnosis."""
