@@ -49,7 +49,7 @@ class RewardTimeout(RewardError):
 
 
 class ProofError(TunerError, ValueError):
-    """A comparison cannot be made: its plan, a reward outside of it, or weights that say nothing."""
+    """No proof can be had: of such a plan, rewards outside of it, or weights that say nothing."""
 
 
 class TrainingError(TunerError, RuntimeError):

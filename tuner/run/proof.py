@@ -1,31 +1,8 @@
 """Is a candidate better than what serves? A decision that holds however often one looks.
 
-Two arms are compared by bets (Waudby-Smith and Ramdas, "Estimating means of bounded random
-variables by betting", JRSS-B 86(1), 2024, arXiv 2010.09686). Each session gives a score whose mean
-is the difference of the arms, mu = candidate - serving, and each hypothesis "mu <= m" a gambler who
-bets against it:
-
-    K_t(m) = sum_k w_k prod_{i<=t} (1 + lambda_ik (score_i - m)),      lambda_ik >= 0
-
-where lambda_ik depends on nothing but earlier sessions. Where the hypothesis is true this is a
-supermartingale that begins at 1, so it ever reaches 1 / alpha with a chance of alpha at most
-(Ville's inequality): K is an e-value at every look. The m that were ever refuted end at the lower
-bound; bets on the other side give the upper one.
-
-The score of a session that a coin of chance p gave to the candidate (else to what serves) is
-
-    score_i = (reward_i - c_i) * (1 / p  if the candidate's, else  -1 / (1 - p))
-
-with c_i the mean reward of all earlier sessions of both arms (the augmented inverse-probability
-score with a predictable baseline: Waudby-Smith, Wu, Ramdas, Karampatziakis and Mineiro,
-"Anytime-valid off-policy inference for contextual bandits", arXiv 2210.10768). Its mean is mu
-whatever c is, and its variance is that of the difference of the arms' means, times the sessions:
-nothing is lost to a test that compares the means. Of a pair, as of one task in two evaluations, it
-is candidate less serving.
-
-What is bet is lambda_k = k * (effect - margin) / E[score^2]: with k = 1, the bet that grows fastest
-if the planned effect is true, as in Wald's sequential probability ratio test; smaller and larger k
-with a part of the wealth each are there for a plan that was wrong.
+Bets (`tuner.run.betting`) against "the candidate is not better than by the margin" and against "it
+is better by the effect that is worth finding" decide, session by session: promote, keep what
+serves, or not yet.
 
 What is assumed: rewards within the stated range; the arm of a session is drawn by a coin of known
 chance before anything of the session is known, and the chance may change from session to session;
@@ -41,21 +18,13 @@ from statistics import NormalDist
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tuner.errors import ProofError
+from tuner.run.betting import Evidence, Floats
 
 Arm = Literal["serving", "candidate"]
 Verdict = Literal["promote", "keep", "not yet"]
-Floats = NDArray[np.float64]
 
-_BETS = np.array([0.25, 0.5, 1.0, 2.0, 4.0])
-_WEIGHTS = np.array([0.05, 0.15, 0.5, 0.2, 0.1])
-"""Multiples of the bet that the plan asks for, and the wealth that begins with each."""
-_MOST = 0.8
-"""Of its wealth a gambler never bets more than this against the worst that may come."""
-_BELIEVED = 4
-"""For as many sessions the score's spread counts as the largest that is usual."""
 _FINE, _REACH, _COARSE = 12, 5, 40
 """Grid of the bounds: so many points an effect, so many effects around, and over the range."""
 
@@ -132,88 +101,23 @@ class Plan:
         return math.ceil(z**2 * spread / (self.effect - self.margin) ** 2)
 
 
-class Evidence:
-    """The wealth of the bets against M hypotheses in D comparisons at once.
-
-    Axes: D comparisons, M hypotheses, S sides (0: the difference is at most m; 1: at least m),
-    B bets. Rewards and differences are parts of the range.
+def evidence_of(
+    plan: Plan, hypotheses_M: Floats, *, comparisons: int = 1, paired: bool = False
+) -> Evidence:
+    """No evidence yet: the bets that a plan asks for.
 
     Args:
-        plan: What is bet on.
-        hypotheses_M: The m.
-        comparisons: D.
-        paired: Whether a score is the difference of a pair.
+        hypotheses_M: Differences, as parts of the range.
+        comparisons: How many are watched at once.
+        paired: Whether they are of pairs.
     """
-
-    def __init__(
-        self, plan: Plan, hypotheses_M: Floats, *, comparisons: int = 1, paired: bool = False
-    ) -> None:
-        shape = comparisons, len(hypotheses_M), 2
-        self.hypotheses_M = hypotheses_M
-        self.log_wealth_DMSB = np.broadcast_to(np.log(_WEIGHTS), (*shape, len(_BETS))).copy()
-        self.peak_DMS = np.zeros(shape)
-        self.sessions = 0
-        self.rewards_D = np.full(comparisons, 0.5)  # with one session in the middle of the range
-        self.scores_D = np.zeros(comparisons)
-        arms = 1 / plan.share + 1 / (1 - plan.share)
-        self.squares_D = np.full(comparisons, _BELIEVED * (0.5 if paired else arms / 4))
-        self._target = (plan.effect - plan.margin) / plan.range
-
-    @property
-    def bets_DB(self) -> Floats:
-        """What is bet next, where the worst that may come allows it."""
-        kelly_D: Floats = self._target / self.spread_D
-        return kelly_D[:, None] * _BETS
-
-    @property
-    def spread_D(self) -> Floats:
-        """The mean square of the scores."""
-        spread: Floats = self.squares_D / (_BELIEVED + self.sessions)
-        return spread
-
-    @property
-    def log_e_DMS(self) -> Floats:
-        """Logarithm of the e-value against each hypothesis, now."""
-        log_e: Floats = np.logaddexp.reduce(self.log_wealth_DMSB, axis=-1)
-        return log_e
-
-    def add_sessions(self, candidate_D: NDArray[np.bool_], reward_D: Floats, share: float) -> None:
-        """One session of each comparison.
-
-        Args:
-            candidate_D: Whether it was the candidate's.
-            reward_D: Its reward.
-            share: The chance that it would be.
-        """
-        centre_D = self.rewards_D / (1 + self.sessions)
-        score_D = (reward_D - centre_D) * np.where(candidate_D, 1 / share, -1 / (1 - share))
-        self.rewards_D += reward_D
-        # Of the candidate's rewards 0 and 1, and of those of what serves.
-        lowest_D = -np.maximum(centre_D / share, (1 - centre_D) / (1 - share))
-        highest_D = np.maximum((1 - centre_D) / share, centre_D / (1 - share))
-        self._add(score_D, lowest_D, highest_D)
-
-    def add_pairs(self, difference_D: Floats) -> None:
-        """One pair of each comparison: the candidate's reward less that of what serves."""
-        self._add(difference_D, np.full_like(difference_D, -1.0), np.ones_like(difference_D))
-
-    def _add(self, score_D: Floats, lowest_D: Floats, highest_D: Floats) -> None:
-        gain_DM = score_D[:, None] - self.hypotheses_M
-        gain_DMS = np.stack([gain_DM, -gain_DM], axis=-1)
-        loss_DMS = np.stack(
-            [
-                self.hypotheses_M - lowest_D[:, None],
-                highest_D[:, None] - self.hypotheses_M,
-            ],
-            axis=-1,
-        )
-        most_DMS = _MOST / np.maximum(loss_DMS, 1e-12)
-        bets_DMSB = np.minimum(self.bets_DB[:, None, None, :], most_DMS[..., None])
-        self.log_wealth_DMSB += np.log1p(bets_DMSB * gain_DMS[..., None])
-        np.maximum(self.peak_DMS, self.log_e_DMS, out=self.peak_DMS)
-        self.scores_D += score_D
-        self.squares_D += score_D**2
-        self.sessions += 1
+    arms = 1 / plan.share + 1 / (1 - plan.share)
+    return Evidence(
+        hypotheses_M,
+        target=(plan.effect - plan.margin) / plan.range,
+        spread=0.5 if paired else arms / 4,
+        comparisons=comparisons,
+    )
 
 
 @dataclass(frozen=True)
@@ -262,7 +166,7 @@ class Comparison:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self._paired: bool | None = None
-        self._evidence = Evidence(plan, _grid(plan))
+        self._evidence = evidence_of(plan, _grid(plan))
         self._of_arms = {"serving": [0.0, 0.0], "candidate": [0.0, 0.0]}
 
     def add(self, arm: Arm, reward: float, *, share: float | None = None) -> None:
@@ -368,7 +272,7 @@ class Comparison:
     def _is_paired(self, paired: bool) -> None:
         if self._paired is None:
             self._paired = paired
-            self._evidence = Evidence(self.plan, _grid(self.plan), paired=paired)
+            self._evidence = evidence_of(self.plan, _grid(self.plan), paired=paired)
         elif self._paired != paired:
             raise ProofError(
                 "a comparison is of pairs (add_pair) or of single sessions (add), and this one has "
