@@ -165,7 +165,7 @@ def with_effect(times: int) -> Iterator[Deployment]:
     )
     yield Deployment(f"continuous, + {times * 0.05:g}", Plan(effect=0.05), *beta(times * 0.05))
     yield Deployment(
-        f"both drift, + {times * 0.1:g}", Plan(effect=0.1), drifting(times * 0.1), (0.46,) * 2
+        f"both drift, + {times * 0.1:g}", Plan(effect=0.1), drifting(times * 0.1), (0.49, 0.5)
     )
     better = 0.1 + times * 0.05
     yield Deployment(

@@ -168,7 +168,7 @@ def test_an_effective_sample_size_is_between_one_and_all(log_weights):
     ("sessions", "message"),
     [
         ([LoggedSession("a", 1.0, (0.0,))], "1 logged sessions say nothing"),
-        ([LoggedSession("a", 2.0, (0.0,))] * 2, "reward 2.0 of the logged session is outside"),
+        ([LoggedSession("a", 2.0, (0.0,))] * 2, "reward 2.0 of a logged session is outside"),
         ([LoggedSession("a", 1.0, (float("nan"),))] * 2, "log-ratio that is nan"),
         ([LoggedSession("a", 1.0, (0.0, 0.0), (0.5,))] * 2, "2 calls and 1 values"),
     ],

@@ -170,9 +170,9 @@ def test_the_command_prints_estimates_or_refuses_and_says_what_is_missing(traine
         ),
         (
             ("--candidate", "{checkpoint}", "--effect", "0.1", "--split", "held-out"),
-            "0 logged sessions say nothing (left out: {'greedy_call': 6})",
+            "0 logged sessions say nothing (left out: 4 greedy_call)",
         ),
-        (("--candidate", "no/such", "--effect", "0.1"), "no/such"),
+        (("--candidate", "./no/such", "--effect", "0.1"), "./no/such"),
     ],
 )
 def test_what_cannot_be_compared_is_said(trained, said, arguments, message):
@@ -192,5 +192,5 @@ def test_a_candidate_with_another_vocabulary_is_refused(trained):
 def test_a_reward_that_the_plan_does_not_know_is_refused_before_a_model_is_loaded(tmp_path):
     store = TraceStore(tmp_path / "traces")
     store.append(trace(0, 0, [call("c", [1], [2], [-1.0])], reward=7.0))
-    with pytest.raises(ProofError, match=r"reward 7.0 of the session train-1-0-0"):
+    with pytest.raises(ProofError, match=r"reward 7.0 of session train-1-0-0"):
         compare_logged(tmp_path, "models/tiny_math", PLAN)

@@ -132,7 +132,7 @@ def lower_bounds(scores_DN: Floats, *, alpha: float) -> Floats:
 
     Scores are never below -1 and may be as large as they like: a gambler who bets on large ones
     loses no more than what the smallest one takes. What is bet is k * sqrt(2 log(1 / alpha) /
-    (N E[score^2])), which is best for N of them (Waudby-Smith and Ramdas, section 3.2).
+    (N E[score^2])), as Waudby-Smith and Ramdas bet where N is known.
 
     Args:
         scores_DN: N scores of each of D series, in an order that has nothing to do with them.

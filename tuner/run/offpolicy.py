@@ -136,10 +136,7 @@ def off_policy(
         ProofError: There are no two sessions, a reward is outside of the plan's range, a log-ratio
             is nan, or a session has values, but not one for each call.
     """
-    if len(sessions) < 2:
-        raise ProofError(
-            f"{len(sessions)} logged sessions say nothing (left out: {dict(left_out or {})})"
-        )
+    check_enough(len(sessions), left_out or {})
     for session in sessions:
         _check(session, plan)
     log_N = np.clip([sum(one.log_ratios) for one in sessions], -_FARTHEST, _FARTHEST)
@@ -164,6 +161,16 @@ def off_policy(
     return _estimated(sessions, plan, seen, weights_N, rewards_N, tasks_N, parts_N, clip)
 
 
+def check_enough(sessions: int, left_out: Mapping[str, int]) -> None:
+    """
+    Raises:
+        ProofError: There are no two sessions.
+    """
+    if sessions < 2:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items()) or "none"
+        raise ProofError(f"{sessions} logged sessions say nothing (left out: {reasons})")
+
+
 def effective(log_weights: Floats) -> float:
     """Effective sample size (sum w)^2 / sum w^2 (Kish 1965), from logarithms of weights."""
     if not len(log_weights):
@@ -173,7 +180,7 @@ def effective(log_weights: Floats) -> float:
 
 
 def _check(session: LoggedSession, plan: Plan) -> None:
-    plan.scaled(session.reward, "logged session")
+    plan.scaled(session.reward, "a logged session")
     if any(math.isnan(ratio) for ratio in session.log_ratios):
         raise ProofError(f"a session of task {session.task[:80]} has a log-ratio that is nan")
     if session.values and len(session.values) != len(session.log_ratios):

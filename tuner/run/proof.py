@@ -25,6 +25,7 @@ from tuner.run.betting import Evidence, Floats
 Arm = Literal["serving", "candidate"]
 Verdict = Literal["promote", "keep", "not yet"]
 
+_CALLED = {"serving": "what serves", "candidate": "the candidate"}
 _FINE, _REACH, _COARSE = 12, 5, 40
 """Grid of the bounds: so many points an effect, so many effects around, and over the range."""
 
@@ -76,7 +77,7 @@ class Plan:
     def range(self) -> float:
         return self.high - self.low
 
-    def scaled(self, reward: float, arm: str) -> float:
+    def scaled(self, reward: float, whose: str) -> float:
         """A reward as a part of the range.
 
         Raises:
@@ -84,7 +85,7 @@ class Plan:
         """
         if not self.low <= reward <= self.high:  # nan included
             raise ProofError(
-                f"reward {reward} of the {arm} is outside of the plan's range [{self.low:g}, "
+                f"reward {reward} of {whose} is outside of the plan's range [{self.low:g}, "
                 f"{self.high:g}]: the proof holds for rewards within a range that is stated "
                 "before; state one that holds all rewards that can come"
             )
@@ -167,7 +168,7 @@ class Comparison:
         self.plan = plan
         self._paired: bool | None = None
         self._evidence = evidence_of(plan, _grid(plan))
-        self._of_arms = {"serving": [0.0, 0.0], "candidate": [0.0, 0.0]}
+        self._of_arms = {arm: [0.0, 0.0] for arm in _CALLED}
 
     def add(self, arm: Arm, reward: float, *, share: float | None = None) -> None:
         """A session that was judged.
@@ -181,12 +182,12 @@ class Comparison:
             ProofError: The reward is outside of the plan's range, the share no chance, the arm none
                 of the two, or there are pairs.
         """
-        if arm not in self._of_arms:
+        if arm not in _CALLED:
             raise ProofError(f"arm {arm!r} is neither 'serving' nor 'candidate'")
         chance = self.plan.share if share is None else share
         if not 0 < chance < 1:
             raise ProofError(f"share {chance} is not between 0 and 1")
-        scaled = self.plan.scaled(reward, arm)
+        scaled = self.plan.scaled(reward, _CALLED[arm])
         self._is_paired(False)
         self._evidence.add_sessions(np.array([arm == "candidate"]), np.array([scaled]), chance)
         self._count(arm, reward)
@@ -199,7 +200,8 @@ class Comparison:
         Raises:
             ProofError: A reward is outside of the plan's range, or there are single sessions.
         """
-        scaled = self.plan.scaled(candidate, "candidate") - self.plan.scaled(serving, "serving")
+        scaled = self.plan.scaled(candidate, _CALLED["candidate"])
+        scaled -= self.plan.scaled(serving, _CALLED["serving"])
         self._is_paired(True)
         self._evidence.add_pairs(np.array([scaled]))
         self._count("serving", serving)

@@ -19,7 +19,14 @@ from tuner.config.source import lookup
 from tuner.data.dataset import row_text
 from tuner.errors import ProofError
 from tuner.run.directory import RunDirectory
-from tuner.run.offpolicy import CLIP, LEAST_EFFECTIVE, LoggedSession, OffPolicy, off_policy
+from tuner.run.offpolicy import (
+    CLIP,
+    LEAST_EFFECTIVE,
+    LoggedSession,
+    OffPolicy,
+    check_enough,
+    off_policy,
+)
 from tuner.run.proof import Plan
 from tuner.traces import Call, Outcome, Trace, read_traces
 
@@ -123,6 +130,7 @@ def compare_logged(
     used, left_out = usable(traces)
     for trace in used:
         plan.scaled(trace.reward if trace.reward is not None else 0.0, f"session {trace.id}")
+    check_enough(len(used), left_out)
     forward, model = _loaded(chosen, run, device, dtype)
     ratios = log_ratios(used, forward, model)
     sessions = [
