@@ -11,6 +11,7 @@ from tuner.config.algorithm import AlgorithmExtras, CriticSection
 from tuner.config.explorer import BranchingSection, EngineSection
 from tuner.config.history import HistorySection
 from tuner.config.section import Arguments, Section, null_is
+from tuner.config.serving import ServingSection
 from tuner.errors import ConfigError
 
 
@@ -229,6 +230,7 @@ class TunerSection(Section):
         "below.",
     )
     trinity: TrinitySection = TrinitySection()
+    serving: ServingSection = ServingSection()
 
     @field_validator("on_failure", mode="before")
     @classmethod
