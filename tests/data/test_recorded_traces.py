@@ -225,7 +225,7 @@ def test_pairs_are_of_one_task_and_of_different_rewards(tmp_path):
     assert accounted(best, traces)
     every = examples(found, "pairs", pairs="all")
     assert [tuple(one[0][0] for one in ids(pair)) for pair in every.used] == [
-        ([11], [10]), ([11], [12]), ([13], [10]), ([13], [12]), ([10], [12]),
+        (11, 10), (11, 12), (13, 10), (13, 12), (10, 12),
     ]  # fmt: skip
     wide = examples(found, "pairs", pairs="all", min_gap=0.75)
     assert len(wide.used) == 2

@@ -178,7 +178,7 @@ def test_a_filter_is_counted_in_the_result(small, tmp_path, capsys):
 
 def test_the_run_stops_where_the_tokens_are_worth_too_little(small, tmp_path):
     first = "tuner.history.max_step=1"  # of the weights that it begins with
-    with pytest.raises(TrainingError, match=r"recorded tokens are worth .* min_effective_samples"):
+    with pytest.raises(TrainingError, match=r"recorded tokens are worth .*min_effective_samples"):
         start(small, tmp_path, of(small), first, "tuner.history.min_effective_samples=0.999")
     directory = RunDirectory(tmp_path / "AgentScope" / "again")
     (kept,) = directory.checkpoint_steps()  # what was learned until then
@@ -265,12 +265,7 @@ def test_what_cannot_be_learned_from_is_refused_by_name(small, tmp_path, random_
             overrides=overrides(tmp_path, "model.max_model_len=200"),
         )
     with pytest.raises(DatasetError, match=r"a recorded answer is .* for this model"):
-        tune(
-            model=MODEL,
-            train_dataset=recorded(small),
-            algorithm=AlgorithmConfig(batch_size=2),
-            overrides=overrides(tmp_path),
-        )
+        start(small, tmp_path, train_dataset=[of_other_words(one) for one in recorded(small)])
     with pytest.raises(FunctionError, match="no workflow to evaluate with"):
         start(small, tmp_path, of(small), eval_dataset=TEST)
 
@@ -278,6 +273,12 @@ def test_what_cannot_be_learned_from_is_refused_by_name(small, tmp_path, random_
 def with_token(one, token=100_000):
     calls = [replace(call, prompt_ids=(token, *call.prompt_ids)) for call in one.calls]
     return replace(one, calls=tuple(calls))
+
+
+def of_other_words(one):
+    """As the ids of a tokenizer read for which they mean something else."""
+    said = {"role": "assistant", "content": "other words"}
+    return replace(one, calls=tuple(replace(call, response=said) for call in one.calls))
 
 
 def test_logs_without_tokens_are_imitated(random_model_path, tmp_path):
@@ -343,7 +344,7 @@ def test_the_run_that_is_learned_from_is_not_gone_on_with(small, file):
 @pytest.mark.parametrize(
     ("algorithm", "texts"),
     [
-        ("multi_step_grpo", ["used, of 6 tasks", "WHAT THEY ARE WORTH", "of 48 rollouts", "READY"]),
+        ("multi_step_grpo", ["used, of 6 tasks", "WHAT THEY ARE WORTH", "of 16 rollouts", "READY"]),
         ("sft", ["6  used", "42  not_best_of_task", "tokens that are not trained: ", "READY: 6"]),
     ],
 )

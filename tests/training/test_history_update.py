@@ -65,7 +65,7 @@ def test_samples_of_the_same_weights_are_trained_as_on_policy():
     assert metrics["effective_tokens"] == pytest.approx(1)
     assert metrics["stale_fraction"] == 1  # of other weights, whatever their versions are
     for name, value in weights(one.model).items():
-        torch.testing.assert_close(value, weights(other.model)[name], atol=1e-6, rtol=0)
+        torch.testing.assert_close(value, weights(other.model)[name], atol=1e-5, rtol=0)
 
 
 def test_versions_of_other_runs_are_not_taken_for_this_runs():
@@ -80,7 +80,7 @@ def test_versions_of_other_runs_are_not_taken_for_this_runs():
         )
         for one in exact(tiny_model(), traces)
     ]
-    capped, free = trainer_of(importance_cap=2.0), trainer_of(importance_cap=None)
+    capped, free = trainer_of(importance_cap=2.0), trainer_of(importance_cap=9.0)
     found = [off_policy_update(one, off_policy(halved)) for one in (capped, free)]
     # All weights are 4: the loss is 4 times what it was, or the cap times.
     plain = trainer_of()

@@ -146,8 +146,8 @@ def check_same_tokenizer(config: RunConfig, history: History) -> None:
     """Refuse ids of another tokenizer: they would mean other text.
 
     Raises:
-        DatasetError: A token was recorded that the model does not have, or none of the first calls
-            reads as the agent got it.
+        DatasetError: A token was recorded that the model does not have, or most of the first calls
+            do not read as the agent got them.
         ModelLoadError: The model has no tokenizer.
     """
     path = config.model.model_path
@@ -169,8 +169,9 @@ def check_same_tokenizer(config: RunConfig, history: History) -> None:
     told = [(c, c.response.get("content")) for c in calls if c.invalid is None]
     texts = [(call, said.strip()) for call, said in told if isinstance(said, str) and said.strip()]
     seen = texts[:SEEN]
-    if seen and not any(said in renderer.decode(list(call.completion_ids)) for call, said in seen):
-        call, said = seen[0]
+    other = [(c, said) for c, said in seen if said not in renderer.decode(list(c.completion_ids))]
+    if len(other) > len(seen) / 2:  # of single ones the text may have been mended
+        call, said = other[0]
         raise DatasetError(
             f"tuner.history: a recorded answer is {said!r:.60}, and its tokens are "
             f"{renderer.decode(list(call.completion_ids))!r:.60} for this model: {mend}"

@@ -213,7 +213,10 @@ def _check_filters(section: HistorySection, rows: Sequence[LogRow]) -> None:
                     f"tuner.history.after or before is set, but {row.where} does not say when it "
                     "was: remove it, or that source"
                 )
-    for name in sorted(section.changed() - of_logs):
+    plain = HistorySection()
+    for name in sorted(set(HistorySection.model_fields) - of_logs):
+        if getattr(section, name) == getattr(plain, name):
+            continue
         raise ConfigError(
             f"tuner.history.{name} is {getattr(section, name)}, but {rows[0].where} is in a log "
             "without tokens, which does not say that: remove it, or that source"
