@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from tuner.assembly.history_batches import Comparable
 from tuner.assembly.stack import Stack, build_stack, build_trainer
 from tuner.config import RunConfig
 from tuner.data.order import is_due, planned_steps
@@ -44,7 +45,6 @@ from tuner.run.interrupts import run_async
 from tuner.run.metrics import evaluation_metrics
 from tuner.run.record import RunRecord, finished_result, open_directory
 from tuner.sources import (
-    Comparable,
     Data,
     RolloutSource,
     RowSource,

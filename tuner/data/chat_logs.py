@@ -176,6 +176,8 @@ def _value(found: Any) -> Any:
     """A value as OTLP writes it: `{"stringValue": ...}`, `{"arrayValue": {"values": [...]}}`."""
     if not isinstance(found, Mapping):
         return found
+    kind: str
+    value: Any
     kind, value = next(iter(found.items()), ("", None))
     if kind == "arrayValue":
         return [_value(one) for one in value.get("values", ())]

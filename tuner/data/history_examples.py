@@ -156,7 +156,7 @@ def _pairs(
     group: Group, section: HistorySection, turns: _Turns, left_out: LeftOut
 ) -> Iterator[Example]:
     ranked = _ranked(group, turns, left_out)
-    chosen = combinations(range(len(ranked)), 2)
+    chosen: Iterator[tuple[int, int]] = combinations(range(len(ranked)), 2)
     if section.pairs == "best":
         chosen = iter([(0, len(ranked) - 1)] if len(ranked) > 1 else [])
     of_trace: dict[int, tuple[Turn, ...]] = {}

@@ -86,8 +86,8 @@ def found_in(source: Path) -> Iterator[Stored | LogRow | str]:
         for file in files:
             yield from _of_file(file)
     elif source.is_file():
-        with source.open("rb") as file:
-            is_database = file.read(16).startswith(b"SQLite format 3")
+        with source.open("rb") as opened:
+            is_database = opened.read(16).startswith(b"SQLite format 3")
         yield from _served(source) if is_database else _of_file(source)
     else:
         raise DatasetError(f"tuner.history.sources: {source} does not exist")

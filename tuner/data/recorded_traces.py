@@ -276,7 +276,7 @@ def _split_rows(
     rows: Iterable[LogRow], section: HistorySection, left_out: LeftOut
 ) -> tuple[tuple[LogRow, ...], tuple[LogRow, ...]]:
     """Rows of logs that are trained, and those that are held out, by what the model was asked."""
-    trained, aside = [], []
+    trained, aside = list[LogRow](), list[LogRow]()
     for row in rows:
         started = row.started or 0.0
         if section.after is not None and started < unix_seconds(section.after):
