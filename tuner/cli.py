@@ -25,6 +25,7 @@ from tuner.commands.train_command import train
 from tuner.errors import ConfigError, TrainingError, TunerError
 from tuner.rerun.command import rerun
 from tuner.serving.compare_command import compare
+from tuner.serving.serve_command import serve
 from tuner.templates import Template, create, missing
 
 try:
@@ -263,6 +264,7 @@ def replay(
 app.command(epilog="Example: tuner check config.yaml")(check)
 app.command(epilog="Example: tuner train checkpoints/p/run --config sft.yaml name=best")(train)
 app.command(epilog="Example: tuner compare checkpoints/p/small-lr checkpoints/p/large-lr")(compare)
+app.command(epilog="Example: tuner serve config.yaml --port 8700")(serve)
 app.command(epilog="Example: tuner rerun RUN train-3-0-2 --until 4")(rerun)
 
 

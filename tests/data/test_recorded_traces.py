@@ -338,3 +338,33 @@ def test_traces_of_a_store_are_equal_to_those_written(tmp_path):
 def test_a_time_that_is_none_is_refused(text):
     with pytest.raises(ValueError, match="is no time: write"):
         HistorySection(after=text)
+
+
+def test_sessions_of_a_server_are_rollouts_while_it_serves(tmp_path):
+    from tuner.serving.serving_store import ServingStore
+
+    store = ServingStore(tmp_path / "serving.sqlite")
+
+    def served(id_, reward, **given):
+        store.open(id_, key=id_.encode(), seed=1, **given)
+        store.add_calls(id_, [call(id_, [1, 2], [3, 4], [-0.5] * 2)])
+        if reward is not None:
+            store.reward(id_, reward=reward)
+
+    served("s-1", 1.0, group="g", tags=["new"], metadata={"user": "a"}, task={"n": 1})
+    served("s-2", 0.0, group="g", tags=["new", "paid"], metadata={"user": "b"}, task={"n": 2})
+    served("s-3", 1.0, task={"n": 3})
+    served("s-4", None, task={"n": 3})
+    source = str(tmp_path / "serving.sqlite")
+    found = read_history(HistorySection(sources=(source,)))
+    assert [len(group) for group in found.groups] == [2, 2]
+    pairs = examples(found, "pairs")
+    assert len(pairs.used) == 1
+    assert pairs.left_out == {"no_reward": 1, "not_in_a_pair": 1}
+    # The directory of the server is a source as well.
+    paid = read_history(HistorySection(sources=(str(tmp_path),), tags=("paid",)))
+    assert paid.left_out.rollouts == {"other_tags": 3}
+    user = read_history(HistorySection(sources=(source,), metadata={"user": "a"}))
+    assert user.left_out.rollouts == {"other_metadata": 3}
+    assert user.groups[0][0].task == {"n": 1}
+    store.close()

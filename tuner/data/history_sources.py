@@ -18,7 +18,7 @@ from tuner.traces import Trace, read_traces
 from tuner.traces.store import complete_lines
 
 # Reads the sessions of a server; above this room, so it is named and not imported.
-SERVED = "tuner.serving.store", "ServingStore"
+SERVED = "tuner.serving.serving_store", "ServingStore"
 
 
 @dataclass(frozen=True)
