@@ -364,7 +364,7 @@ def _check_history(run: Run, stack: Stack, data: Comparable) -> Verdict:
     least = history_of(config).min_effective_samples
     weighed = trainer.settings.ratio_to != "nothing"
     ready = bool(batch.rows) and (not weighed or effective.tokens.share >= least)
-    used, steps = sum(map(len, data.groups)), planned_steps(config, len(data.groups))
+    used, steps = data.used, planned_steps(config, len(data.groups))
     rollouts = ["RECORDED ROLLOUTS", f"  {used:>7}  used, of {len(data.groups)} tasks"]
     rollouts += [f"  {n:>7}  {why}" for why, n in sorted(data.left_out.rollouts.items())]
     worth = ["WHAT THEY ARE WORTH in the first step, to the weights that the run begins with"]

@@ -15,6 +15,7 @@ from tuner.assembly.history_batches import (
     held_out_batch,
     off_policy_batch,
     penalty_of,
+    without_late,
 )
 from tuner.assembly.models import load_settings, load_tokenizer
 from tuner.assembly.parameters import selection
@@ -275,7 +276,7 @@ class TraceSource(Source):
         self._groups, left_out = data.groups, data.left_out
         self._aside = data.held_out
         self._tokens = dict(left_out.tokens)
-        rollouts = sum(map(len, self._groups))
+        rollouts = data.used
         self.rows = {"used": rollouts, **dict(sorted(left_out.rollouts.items()))}
         reasons = ", ".join(f"{n} {why}" for why, n in sorted(left_out.rollouts.items()))
         record.console.say(
@@ -385,9 +386,8 @@ def read_examples(
         check_same_tokenizer(config, history)
         section = config.tuner.history
         assert section is not None, "read_history() was given it"
-        examples = examples_of_history(
-            history, section, renderer, recorded=recorded, longest=longest
-        )
+        found = examples_of_history(history, section, renderer, recorded=recorded, longest=longest)
+        examples = without_late(config, found)
     size, many = config.buffer.batch_size, sum(examples.rows.values())
     if len(examples.used) < size:
         what = "train_dataset" if history is None else "tuner.history"

@@ -155,14 +155,20 @@ def weights(result):
 ANY = "tuner.history.min_effective_samples=0"
 
 
-def test_every_token_of_the_traces_is_trained_or_has_a_reason(small, tmp_path):
-    """Six tasks, three steps of two: each group is taken once."""
-    result = start(small, tmp_path, of(small), ANY, "buffer.total_steps=3")
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("algorithm", ["multi_step_grpo", "sft"])
+def test_every_token_of_the_traces_is_trained_or_has_a_reason(small, tmp_path, steps, algorithm):
+    """Six tasks in steps of two: no group is taken twice, and of one step four are not."""
+    limit = [] if algorithm == "sft" else [ANY]
+    length = f"buffer.total_steps={steps}"
+    result = start(small, tmp_path, of(small), *limit, length, algorithm=algorithm)
     tokens = result.tokens
     assert tokens.sampled == sampled(small)
     assert tokens.sampled == tokens.trained + sum(tokens.dropped.values())
     assert sum(result.rows.values()) == len(recorded(small)) == 48
-    assert result.rows["used"] + result.rows.get("equal_rewards", 0) == 48
+    each = 1 if algorithm == "sft" else 8
+    assert result.rows["used"] == 2 * steps * each
+    assert result.rows.get("not_taken", 0) == (6 - 2 * steps) * each
     text = str(result)
     assert f"{result.rows['used']} used" in text
     assert "sampled =" in text or "trained" in text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tuner.assembly.models import load_settings, load_tokenizer
 from tuner.assembly.parameters import selection
@@ -12,7 +12,8 @@ from tuner.config import RunConfig
 from tuner.config.history import HistorySection
 from tuner.config.tuner_section import Penalize
 from tuner.data.history_examples import other_role
-from tuner.data.order import batch_indices
+from tuner.data.order import batch_indices, planned_steps, rows_taken
+from tuner.data.recorded import Examples
 from tuner.data.recorded_traces import Group, History, LeftOut
 from tuner.errors import ConfigError, DatasetError
 from tuner.traces import Call, Outcome, Trace
@@ -28,13 +29,15 @@ class Comparable:
     Attributes:
         groups: What is trained.
         held_out: What is not.
-        left_out: By the filters; by the selection; and groups whose rewards are all equal, where
-            rewards are compared.
+        left_out: By the filters; by the selection; groups whose rewards are all equal, where
+            rewards are compared; and those that no step comes to.
+        used: How many rollouts the others are.
     """
 
     groups: tuple[Group, ...]
     held_out: tuple[Group, ...]
     left_out: LeftOut
+    used: int
 
 
 def comparable(config: RunConfig, history: History) -> Comparable:
@@ -75,7 +78,30 @@ def comparable(config: RunConfig, history: History) -> Comparable:
             f"{size}: no step can run; lower buffer.batch_size, or record more (rollouts left out: "
             f"{why})"
         )
-    return Comparable(tuple(groups), history.held_out, left_out)
+    taken, used = _taken(config, len(groups)), 0
+    for index, group in enumerate(groups):
+        used += len(group) * (index in taken)
+        for trace in group if index not in taken else ():
+            left_out.add(trace, "not_taken")
+    return Comparable(tuple(groups), history.held_out, left_out, used)
+
+
+def without_late(config: RunConfig, examples: Examples) -> Examples:
+    """The same examples, with those that no step comes to counted as left out."""
+    taken = _taken(config, len(examples.used))
+    late = [one for index, one in enumerate(examples.used) if index not in taken]
+    tokens = sum(len(turn.completion_ids) for one in late for turns in one for turn in turns)
+    counted = {**examples.tokens_left_out, **({"not_taken": tokens} if late else {})}
+    return replace(examples, tokens_left_out=counted, not_taken=len(late))
+
+
+def _taken(config: RunConfig, rows: int) -> frozenset[int]:
+    return rows_taken(
+        planned_steps(config, rows),
+        size=config.buffer.batch_size,
+        rows=rows,
+        selector=config.buffer.trainer_input.experience_buffer.data_selector,
+    )
 
 
 def _quiet(chosen: Selection, members: Sequence[tuple[Trace, float]]) -> str | None:

@@ -281,17 +281,20 @@ class Examples:
         left_out: How many rows, or recorded rollouts, are not used, by reason.
         tokens_left_out: Sampled tokens of recorded rollouts that no example has, by reason.
         held_out: Examples that are not trained and whose loss is logged.
+        not_taken: How many of the recorded rollouts or pairs in `used` no step comes to.
     """
 
     used: tuple[Example, ...]
     left_out: dict[str, int]
     tokens_left_out: dict[str, int] = field(default_factory=dict)
     held_out: tuple[Example, ...] = ()
+    not_taken: int = 0
 
     @property
     def rows(self) -> dict[str, int]:
         """How many are used, and how many rows or rollouts are left out by which reason."""
-        return {"used": len(self.used), **self.left_out}
+        late = {"not_taken": self.not_taken} if self.not_taken else {}
+        return {"used": len(self.used) - self.not_taken, **self.left_out, **late}
 
 
 def examples_of(
