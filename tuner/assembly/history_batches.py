@@ -56,20 +56,8 @@ def comparable(config: RunConfig, history: History) -> Comparable:
             "set it to sft or dpo, or remove that source"
         )
     check_same_tokenizer(config, history)
-    chosen, penalty = selection(config), penalty_of(config)
     left_out = history.left_out + LeftOut()
-    groups = []
-    for group in history.groups:
-        rewards = [reward_of(trace, penalty, needed=chosen.needs_reward) for trace in group]
-        members = [(t, r) for t, r in zip(group, rewards, strict=True) if r is not None]
-        reason = _quiet(chosen, members)
-        if reason is None:
-            groups.append(group)
-            continue
-        for trace, reward in zip(group, rewards, strict=True):
-            failed = reward is None and trace.outcome is not Outcome.COMPLETED
-            without = trace.outcome.value if failed else "no_reward"
-            left_out.add(trace, without if reward is None else reason)
+    groups = [group for found in history.groups if (group := _that_teach(config, found, left_out))]
     size, reasons = config.buffer.batch_size, sorted(left_out.rollouts.items())
     if len(groups) < size:
         why = ", ".join(f"{count} {reason}" for reason, count in reasons) or "none"
@@ -104,14 +92,34 @@ def _taken(config: RunConfig, rows: int) -> frozenset[int]:
     )
 
 
+def _that_teach(config: RunConfig, group: Group, left_out: LeftOut) -> Group:
+    """The rollouts of a group that can be compared; none where they teach nothing."""
+    chosen, penalty, members = selection(config), penalty_of(config), list[tuple[Trace, float]]()
+    for trace in group:
+        reward = reward_of(trace, penalty, needed=chosen.needs_reward)
+        if reward is not None:
+            members.append((trace, reward))
+        elif trace.outcome is Outcome.COMPLETED:
+            left_out.add(trace, "no_reward")
+        else:
+            left_out.add(trace, trace.outcome.value)
+    reason = _quiet(chosen, members) if members else None
+    if reason is None:
+        return tuple(trace for trace, _ in members)
+    for trace, _ in members:
+        left_out.add(trace, reason)
+    return ()
+
+
 def _quiet(chosen: Selection, members: Sequence[tuple[Trace, float]]) -> str | None:
     """Why a group teaches nothing, or None."""
-    if not members:
-        return "no_reward"
     reason = chosen.reason(members)
-    own = any(call.reward is not None for trace, _ in members for call in trace.calls)
-    if reason is None and chosen.needs_group and not own:
-        reason = "equal_rewards" if len({reward for _, reward in members}) == 1 else None
+    calls = [call for trace, _ in members for call in trace.calls]
+    own = any(call.reward is not None or call.gained is not None for call in calls)
+    # Discounted by their turns, equal rewards differ.
+    compares = chosen.needs_group and not chosen.lone_rewards and not own
+    if reason is None and compares and len({reward for _, reward in members}) == 1:
+        reason = "equal_rewards"
     return reason
 
 
