@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tuner.algorithms.spec import DistillAdvantage, DPOLoss
@@ -54,6 +56,8 @@ def test_recorded_rollouts_are_found_from_the_folder_of_the_file(tmp_path):
     (tmp_path / "config.yaml").write_text("tuner: {history: {sources: [runs/a, ../b.jsonl]}}")
     section = load_config(tmp_path / "config.yaml").tuner.history
     assert section.sources == (str(tmp_path / "runs/a"), str(tmp_path.parent / "b.jsonl"))
+    given = load_config(tmp_path / "config.yaml", overrides=["tuner.history.sources=[c.jsonl]"])
+    assert given.tuner.history.sources == (str(Path.cwd() / "c.jsonl"),)
 
 
 def test_what_only_rollouts_read_is_no_matter_where_they_are_recorded():

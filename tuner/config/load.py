@@ -257,6 +257,8 @@ def _merge(
         if isinstance(value, str) and "${" not in value:
             value = absolute_paths(value, here, at=override.key)
             decided.add(override.key)
+        elif isinstance(value, list):
+            value = absolute_paths(value, here, at=override.key)
         try:
             OmegaConf.update(merged, override.key, value, merge=False, force_add=True)
         except (OmegaConfBaseException, AttributeError, IndexError, TypeError, ValueError) as error:
