@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -334,7 +335,7 @@ def test_the_command_trains_on_a_run(small, file, tmp_path):
     result = invoked("train", small.run_dir, "--config", file, "name=next", ANY)
     assert result.exit_code == 0, result.output
     assert "recorded rollouts of 6 tasks are trained" in result.output
-    assert "step 2/2" in result.output
+    assert re.search(r"step 2/2  effective tokens 0\.\d+  rollouts [01]\.\d+  ", result.output)
     stored = json.loads((small.run_dir.parent / "next" / "result.json").read_text())
     assert stored["steps"] == 2
     assert stored["rows"]["used"] > 0
