@@ -42,14 +42,8 @@ from tuner.run.metrics import (
     tree_metrics,
 )
 from tuner.run.record import RunRecord
-from tuner.traces import Trace
-from tuner.training import (
-    Batch,
-    PolicyTrainer,
-    RecordedBatch,
-    TeacherPrompt,
-    build_batch,
-)
+from tuner.traces import Outcome, Trace
+from tuner.training import Batch, PolicyTrainer, RecordedBatch, TeacherPrompt, build_batch
 from tuner.training.history_update import held_out_loss, held_out_rewards
 
 Task = dict[str, Any]
@@ -189,7 +183,8 @@ class RolloutSource(Source):
         return {"groups/waiting": waiting, "rollouts/running": running}
 
     def diagnosis(self, *, without_update: bool) -> str | None:
-        if self._config.mode == "explore":  # what is recorded is the result
+        completed = any(trace.outcome is Outcome.COMPLETED for trace in self._latest)
+        if self._config.mode == "explore" and completed:  # what is recorded is the result
             return None
         of_rewards = ADVANTAGES[self._config.algorithm.advantage_fn].needs_reward
         if without_update:

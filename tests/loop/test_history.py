@@ -365,6 +365,20 @@ def test_check_says_what_is_used_and_what_it_is_worth(small, file, algorithm, te
     assert not (small.run_dir.parent / "checked").exists()
 
 
+def test_exploring_stops_where_no_rollout_comes_to_its_end(random_model_path, tmp_path):
+    async def fails(task, model):
+        raise RuntimeError("no such tool")
+
+    with pytest.raises(TrainingError, match=r"8 of 8 rollouts of the last step failed.*such tool"):
+        tune(
+            fails,
+            train_dataset=[{"question": "x"}] * 4,
+            model=TunerModelConfig(model_path=str(random_model_path), max_model_len=200),
+            algorithm=AlgorithmConfig(batch_size=2, group_size=4),
+            overrides=overrides(tmp_path, "mode=explore", "explorer.max_retry_times=0"),
+        )
+
+
 def test_explored_rollouts_are_taken_up_after_an_interruption(random_model_path, tmp_path):
     """Nothing is sampled twice, and the result is there once."""
     asked = []
