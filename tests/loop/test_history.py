@@ -244,7 +244,7 @@ def test_a_teacher_says_what_the_recorded_tokens_were_worth(small, tmp_path):
     )
     # Not of the weights that sampled, which had moved.
     assert abs(result.history[-1]["train/kl_teacher"]) < 1e-6
-    assert result.rows["used"] == 48  # groups of equal rewards, too
+    assert result.rows == {"used": 16, "not_taken": 32}  # groups of equal rewards, too
 
 
 def test_rollouts_in_memory_are_learned_from(small, tmp_path):
@@ -309,7 +309,8 @@ def test_logs_without_tokens_are_imitated(random_model_path, tmp_path):
     )
     losses = [row["held_out/loss"] for row in result.history if "held_out/loss" in row]
     assert losses[-1] < losses[0]
-    assert result.rows["held_out"] + result.rows["used"] == 30
+    assert result.rows["held_out"] > 0
+    assert sum(result.rows.values()) == 30
 
 
 # The command ------------------------------------------------------------------------------------
@@ -352,7 +353,16 @@ def test_the_run_that_is_learned_from_is_not_gone_on_with(small, file):
     ("algorithm", "texts"),
     [
         ("multi_step_grpo", ["used, of 6 tasks", "WHAT THEY ARE WORTH", "of 16 rollouts", "READY"]),
-        ("sft", ["6  used", "42  not_best_of_task", "tokens that are not trained: ", "READY: 6"]),
+        (
+            "sft",
+            [
+                "4  used",
+                "2  not_taken",
+                "42  not_best_of_task",
+                "tokens that are not trained: ",
+                "READY: 6",
+            ],
+        ),
     ],
 )
 def test_check_says_what_is_used_and_what_it_is_worth(small, file, algorithm, texts):

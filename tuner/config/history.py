@@ -90,7 +90,7 @@ class HistorySection(Section):
         description="Pairs whose rewards differ by less are none. For dpo.",
     )
     min_effective_samples: float = Field(
-        default=0.5,
+        default=0.3,
         ge=0,
         le=1,
         description="The run stops before an update for which the tokens are worth a smaller share "
