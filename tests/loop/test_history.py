@@ -375,6 +375,13 @@ def test_check_says_what_is_used_and_what_it_is_worth(small, file, algorithm, te
     assert not (small.run_dir.parent / "checked").exists()
 
 
+def test_check_says_that_too_little_is_left(small, file):
+    settings = of(small), "tuner.history.min_effective_samples=1"
+    result = invoked("check", file, "name=checked", *settings)
+    assert result.exit_code == 1
+    assert "NOT READY: too few of the tokens are left" in result.output
+
+
 def test_exploring_stops_where_no_rollout_comes_to_its_end(random_model_path, tmp_path):
     async def fails(task, model):
         raise RuntimeError("no such tool")
