@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
-from tuner.assembly.history_batches import Comparable, history_of, off_policy_batch
 from tuner.assembly.memory import micro_batch_tokens, peak_of
 from tuner.assembly.stack import Stack, build_stack, build_trainer
 from tuner.config import RunConfig
@@ -25,14 +24,7 @@ from tuner.rollout import StepPlan, collect
 from tuner.run.interrupts import run_async
 from tuner.sources import batch_of, training_data
 from tuner.traces import Outcome, Trace, TraceStore
-from tuner.training import (
-    Batch,
-    PolicyTrainer,
-    RecordedBatch,
-    Row,
-    build_batch,
-    effective_samples,
-)
+from tuner.training import Batch, PolicyTrainer, RecordedBatch, Row, build_batch
 from tuner.training.forward.activations import tokens_of_pass
 from tuner.tune import Run
 
@@ -289,9 +281,7 @@ async def check_recorded(run: Run) -> Verdict:
     """
     data = training_data(run.config, run.train_tasks, run.history)
     async with aclosing(build_stack(run.config, workflow=run.workflow, judge=run.judge)) as stack:
-        if isinstance(data, Comparable):
-            return _check_history(run, stack, data)
-        assert isinstance(data, Examples), "mode train has no tasks"
+        assert isinstance(data, Examples), "history_check has what learns from rewards"
         examples = data
         sections = [
             inputs(run, stack),
@@ -312,7 +302,7 @@ def _recorded_rows(examples: Examples) -> Iterator[str]:
     if examples.held_out:
         yield f"  {len(examples.held_out):>7}  held out, whose loss is logged"
     if examples.tokens_left_out:
-        yield f"  tokens that are not trained: {_counts(examples.tokens_left_out)}"
+        yield f"  tokens that are not trained: {counts(examples.tokens_left_out)}"
 
 
 def _first_row(stack: Stack, examples: Examples) -> Iterator[str]:
@@ -349,38 +339,6 @@ def _recorded_plan(run: Run, stack: Stack, examples: Examples) -> Iterator[str]:
     )
 
 
-def _counts(found: Mapping[str, int]) -> str:
+def counts(found: Mapping[str, int]) -> str:
+    """How many by which reason, as people say it."""
     return ", ".join(f"{count} {reason}" for reason, count in sorted(found.items()))
-
-
-def _check_history(run: Run, stack: Stack, data: Comparable) -> Verdict:
-    """Recorded rollouts: how many, where their tokens go, and what they are worth."""
-    config, size = run.config, run.config.buffer.batch_size
-    trainer = build_trainer(config, stack, total_steps=1)
-    batch = off_policy_batch(config, data.groups, stack.teacher_prompt, step=1)
-    started = time.perf_counter()
-    effective = effective_samples(trainer, batch)
-    seconds = (time.perf_counter() - started) * (FORWARDS_PER_UPDATE + 1)
-    least = history_of(config).min_effective_samples
-    weighed = trainer.settings.ratio_to != "nothing"
-    ready = bool(batch.rows) and (not weighed or effective.tokens.share >= least)
-    used, steps = data.used, planned_steps(config, len(data.groups))
-    rollouts = ["RECORDED ROLLOUTS", f"  {used:>7}  used, of {len(data.groups)} tasks"]
-    rollouts += [f"  {n:>7}  {why}" for why, n in sorted(data.left_out.rollouts.items())]
-    worth = ["WHAT THEY ARE WORTH in the first step, to the weights that the run begins with"]
-    worth.append(
-        f"  {batch.sampled_tokens} tokens sampled = {batch.trained_tokens} trained + "
-        f"{_counts(batch.dropped_tokens) or '0'} dropped"
-    )
-    for name in ("tokens", "calls", "rollouts"):
-        one = getattr(effective, name)
-        worth.append(f"  {one.size:>9.1f} of {one.count} {name} ({one.share:.1%})")
-    plan = ["TRAINING", f"  {steps} steps x {size} tasks, {algorithm_line(config)}"]
-    plan += [memory_line(config, stack, batch.rows, 1)]
-    plan += [f"  time    {seconds:.1f} s per step, {duration(seconds * steps)} in all"]
-    limit = f"tuner.history.min_effective_samples is {least:g}"
-    verdict = "READY" if ready else f"NOT READY: too few of the tokens are left ({limit})."
-    if not batch.rows:
-        verdict = "NOT READY: no call of the first step can be trained."
-    last = [verdict if not ready else f"READY: {used} recorded rollouts can be trained."]
-    return Verdict.of(ready, [inputs(run, stack), rollouts, worth, plan, last])
