@@ -211,7 +211,7 @@ def _settings() -> Iterator[str]:
         row.key: f"{'no' if row.values == 'anything' else f'not {row.values}'}: {row.why}"
         for row in REFUSALS
     }
-    rows = {"mode": ("`both`, `train`", ", ".join(f"`{mode}`" for mode in MODES))}
+    rows = {"mode": ("`both`, `explore`, `train`", ", ".join(f"`{mode}`" for mode in MODES))}
     for path, info in fields():
         if section_of(info.annotation) is None or info.description:
             rows.setdefault(path, ("yes", refusals.pop(path, _of_ours(path))))

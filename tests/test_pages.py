@@ -95,7 +95,7 @@ def test_settings_on_a_page_are_accepted(page, settings, tmp_path):
 WHOLE = ("tutorial.md", "from_areal.md")
 EACH = ("offline.md", "from_others.md")
 FUNCTIONS = ("dialects.md", "recording.md", "rewards.md")
-BESIDE_A_RUN = ("reward_does_not_rise.md", "traces.md")
+BESIDE_A_RUN = ("reward_does_not_rise.md", "traces.md", "history.md")
 ELSEWHERE = {
     "README.md": "tests/test_readme.py",
     "agentscope2.md": "tests/integration/agentscope2/test_docs.py",
@@ -197,3 +197,5 @@ def test_what_to_look_at_in_a_run(random_model_path, tmp_path):
     assert len(re.findall(r"^-?[\d.]+ \['(?:length|stop)", printed, re.MULTILINE)) == 2
     (tmp_path / "main.py").write_text("\n".join(code("traces.md")))
     forked.script(tmp_path / "main.py")
+    (tmp_path / "main.py").write_text("\n".join(code("history.md")))
+    assert "step 2/2" in forked.script(tmp_path / "main.py")

@@ -80,6 +80,7 @@ def test_three_things_by_position_are_enough(backend):
         "judge": judge,
         "train_tasks": ROWS,
         "eval_tasks": {},
+        "history": None,
         "report": leave_report,
     }
     assert backend.config.name.startswith("Experiment-2")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from tuner.gateway import SamplingDefaults
 from tuner.result import Verdict
 from tuner.rollout import StepPlan, collect
 from tuner.run.interrupts import run_async
-from tuner.sources import batch_of, read_examples
+from tuner.sources import batch_of, training_data
 from tuner.traces import Outcome, Trace, TraceStore
 from tuner.training import Batch, PolicyTrainer, RecordedBatch, Row, build_batch
 from tuner.training.forward.activations import tokens_of_pass
@@ -107,7 +107,10 @@ def inputs(run: Run, stack: Stack) -> Iterator[str]:
         judge = "none: the workflow gives the reward" if run.judge is None else where(run.judge)
         yield f"  workflow       {where(run.workflow)}"
         yield f"  judge          {judge}"
-    yield f"  rows           train: {len(run.train_tasks)}{', ' + evaluated if evaluated else ''}"
+    if run.history is None:
+        evaluated = f"train: {len(run.train_tasks)}{', ' + evaluated if evaluated else ''}"
+    if evaluated:
+        yield f"  rows           {evaluated}"
     yield f"  model          {config.model.model_path}"
     yield f"                 {parameters / 1e6:.2f}M parameters on {device}, context {context}"
     why = f", {stack.choice.why}" if stack.choice.why else ""
@@ -276,8 +279,10 @@ async def check_recorded(run: Run) -> Verdict:
         DatasetError: A row is not of the form that the configuration says.
         ModelLoadError: The model cannot be loaded.
     """
-    examples = read_examples(run.config, run.train_tasks)
+    data = training_data(run.config, run.train_tasks, run.history)
     async with aclosing(build_stack(run.config, workflow=run.workflow, judge=run.judge)) as stack:
+        assert isinstance(data, Examples), "history_check has what learns from rewards"
+        examples = data
         sections = [
             inputs(run, stack),
             _recorded_rows(examples),
@@ -294,6 +299,10 @@ def _recorded_rows(examples: Examples) -> Iterator[str]:
         yield f"  {count:>7}  {name}"
     turns = sum(len(turns) for example in examples.used for turns in example)
     yield f"  {turns:>7}  assistant turns are trained"
+    if examples.held_out:
+        yield f"  {len(examples.held_out):>7}  held out, whose loss is logged"
+    if examples.tokens_left_out:
+        yield f"  tokens that are not trained: {counts(examples.tokens_left_out)}"
 
 
 def _first_row(stack: Stack, examples: Examples) -> Iterator[str]:
@@ -328,3 +337,8 @@ def _recorded_plan(run: Run, stack: Stack, examples: Examples) -> Iterator[str]:
         f"  time    {seconds:.1f} s per step, {duration(seconds * steps)} in all, evaluations not "
         "counted"
     )
+
+
+def counts(found: Mapping[str, int]) -> str:
+    """How many by which reason, as people say it."""
+    return ", ".join(f"{count} {reason}" for reason, count in sorted(found.items()))

@@ -29,10 +29,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from tuner.assembly.history_batches import Comparable
 from tuner.assembly.stack import Stack, build_stack, build_trainer
 from tuner.config import RunConfig
 from tuner.data.order import is_due, planned_steps
 from tuner.data.recorded import Examples
+from tuner.data.recorded_traces import History
 from tuner.errors import TrainingError
 from tuner.gateway import SamplingDefaults
 from tuner.result import TuneResult
@@ -42,9 +44,25 @@ from tuner.run.directory import TRAINER_STATE, Report, reported
 from tuner.run.interrupts import run_async
 from tuner.run.metrics import evaluation_metrics
 from tuner.run.record import RunRecord, finished_result, open_directory
-from tuner.sources import RolloutSource, RowSource, Source, read_examples
+from tuner.sources import (
+    Data,
+    RolloutSource,
+    RowSource,
+    Source,
+    TraceSource,
+    training_data,
+    units,
+)
 from tuner.traces import Trace, TraceStore
-from tuner.training import Batch, PolicyTrainer, RecordedBatch, recorded_update
+from tuner.training import (
+    Batch,
+    OffPolicyBatch,
+    PolicyTrainer,
+    RecordedBatch,
+    TooFewEffective,
+    off_policy_update,
+    recorded_update,
+)
 
 logger = logging.getLogger("tuner")
 Task = dict[str, Any]
@@ -58,6 +76,7 @@ def run_local(
     judge: Callable[..., Any] | None,
     train_tasks: Sequence[Task],
     eval_tasks: Mapping[str, Sequence[Task]],
+    history: History | None = None,
     report: Report = lambda directory, stopped: None,
 ) -> TuneResult:
     """Train until `total_steps`, or go on with a run that was interrupted.
@@ -69,6 +88,7 @@ def run_local(
         workflow, judge: The user's functions; without a workflow nothing is rolled out.
         train_tasks: Tasks, or with `mode: train` the rows of the recorded data.
         eval_tasks: Rows of each evaluation set, by its name.
+        history: Rollouts that were recorded before, in the place of `train_tasks`.
         report: Leaves a report of the run however it ends.
 
     Raises:
@@ -77,16 +97,16 @@ def run_local(
         ConfigError: The run directory holds a run with other settings or data, or one that runs.
         DatasetError: A row of recorded data is not what the configuration says.
     """
-    examples = read_examples(config, train_tasks) if config.mode == "train" else None
-    total_steps = planned_steps(config, len(train_tasks if examples is None else examples.used))
-    with open_directory(config, {"train": train_tasks, **eval_tasks}) as directory:
-        finished = finished_result(directory, total_steps)
+    data = training_data(config, train_tasks, history)
+    total_steps = planned_steps(config, units(data))
+    told = train_tasks if history is None else history.fingerprint
+    with open_directory(config, {"train": told, **eval_tasks}) as directory:
+        finished = finished_result(directory, total_steps, trains=config.mode != "explore")
         if finished is not None:
             logger.warning("%s is complete; returning its result", directory.path)
             report(directory, None)  # the process may have been killed before it was written
             return finished
         record = RunRecord(config, directory, total_steps)
-        data = train_tasks if examples is None else examples
         with reported(directory, report), deterministic_torch(config.tuner.deterministic):
             return run_async(_run(config, record, workflow, judge, data, eval_tasks))
 
@@ -96,7 +116,7 @@ async def _run(
     record: RunRecord,
     workflow: Callable[..., Any] | None,
     judge: Callable[..., Any] | None,
-    data: Sequence[Task] | Examples,
+    data: Data,
     eval_tasks: Mapping[str, Sequence[Task]],
 ) -> TuneResult:
     """One run, from its last checkpoint to its last step: its parts, opened and closed."""
@@ -124,6 +144,8 @@ async def _run(
                 )
             if isinstance(data, Examples):
                 source = RowSource(config, record, data)
+            elif isinstance(data, Comparable):
+                source = TraceSource(config, record, data, stack.teacher_prompt)
             else:
                 assert rollouts is not None, "prepare() lets no rollouts be without a workflow"
                 source = RolloutSource(config, record, data, rollouts, stack.teacher_prompt)
@@ -161,8 +183,16 @@ async def _steps(
             return work()
         return await asyncio.get_running_loop().run_in_executor(thread, work)
 
+    async def measured(step: int) -> dict[str, float]:
+        """How good the weights are: evaluations, and the loss of what is held out."""
+        metrics = await evaluate(step)
+        if config.tuner.history is None:
+            return metrics
+        async with stack.training():
+            return metrics | await aside(partial(source.held_out, trainer))
+
     started = time.perf_counter()
-    if not record.recent and config.explorer.eval_on_startup and (metrics := await evaluate(0)):
+    if not record.recent and config.explorer.eval_on_startup and (metrics := await measured(0)):
         record.log(0, {**metrics, "time/step": time.perf_counter() - started})
 
     for step in record.remaining():
@@ -178,7 +208,12 @@ async def _steps(
         if found.batch.rows:
             async with stack.training():
                 with timeline.span("training", version=trainer.step + 1):
-                    update = await aside(partial(_update, trainer, found.batch))
+                    try:
+                        update = await aside(partial(_update, trainer, found.batch))
+                    except TooFewEffective:  # what was learned until here is kept
+                        if step > record.start + 1:
+                            await aside(partial(record.save, step - 1, trainer, stack.save_weights))
+                        raise
                 trained = time.perf_counter()
                 with timeline.span("weights", version=trainer.step):
                     await stack.publish(trainer)
@@ -192,10 +227,11 @@ async def _steps(
             raise TrainingError(f"step {step}: {stack.engine.failure}")
 
         if evaluated:
-            metrics |= await evaluate(step)
+            metrics |= await measured(step)
         metrics["time/step"] = time.perf_counter() - started
         record.log(step, metrics)
-        if last or is_due(step, config.trainer.save_interval):
+        saves = config.mode != "explore"  # else the weights are those that it began with
+        if saves and (last or is_due(step, config.trainer.save_interval)):
             with timeline.span("checkpoint", step=step):
                 await aside(partial(record.save, step, trainer, stack.save_weights))
         reason = source.diagnosis(without_update=last and not trainer.step)
@@ -207,6 +243,8 @@ def _update(trainer: PolicyTrainer, batch: Batch | RecordedBatch) -> dict[str, f
     """What the trainer does with a batch of rollouts, or of recorded data."""
     if isinstance(batch, RecordedBatch):
         metrics = recorded_update(trainer, batch)
+    elif isinstance(batch, OffPolicyBatch):
+        metrics = off_policy_update(trainer, batch)
     else:
         scored = trainer.compute_ref_logp(trainer.compute_advantages(batch))
         metrics = trainer.ppo_update(scored)

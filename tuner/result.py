@@ -46,8 +46,8 @@ class TuneResult(BaseModel):
         outcomes: How many rollouts ended in which way, training only.
         tokens: Where every sampled training token went; of recorded data the tokens of the
             completions.
-        rows: Of recorded data how many rows of the dataset are used, and how many are left out by
-            which reason; empty for rollouts.
+        rows: Of recorded data how many rows or recorded rollouts are used, and how many are left
+            out by which reason; empty for rollouts of the run's own.
         seconds: Wall time of the run, interrupted parts not counted.
         run_dir: The run directory; the paths below lie in it.
         checkpoint: Hugging Face folder of the last weights; None where nothing was trained.
@@ -124,10 +124,15 @@ def _rows(result: TuneResult) -> Iterator[tuple[str, str]]:
     losses = [row["train/loss"] for row in result.history if "train/loss" in row]
     if result.rows and losses:
         yield "loss", f"{losses[0]:.4g} -> {losses[-1]:.4g}"
+    for name in ("loss", "reward"):
+        aside = [row[f"held_out/{name}"] for row in result.history if f"held_out/{name}" in row]
+        if aside:
+            yield f"held-out {name}, of recorded data", f"{aside[0]:.4g} -> {aside[-1]:.4g}"
     tokens = result.tokens
     dropped = ", ".join(f"{count} dropped ({reason})" for reason, count in tokens.dropped.items())
     counted = f"{tokens.sampled} sampled = {tokens.trained} trained + {dropped or '0 dropped'}"
-    yield "tokens", f"{tokens.trained} trained" if result.rows else counted
+    all_of_rows = result.rows and not tokens.dropped
+    yield "tokens", f"{tokens.trained} trained" if all_of_rows else counted
     yield "time", duration(result.seconds)
     if result.checkpoint is not None:
         yield "checkpoint", str(result.checkpoint)

@@ -15,6 +15,7 @@ from tuner.data.dataset import DatasetConfig, PublicSettings
 from tuner.errors import ConfigError
 from tuner.functions.calling import unwrapped
 from tuner.functions.loading import FILE_MODULE
+from tuner.traces import Trace
 
 # Field -> key in the configuration.
 _POLICY_KEYS = {
@@ -256,7 +257,14 @@ def settings_of(
     settings["tuner.workflow"] = None if workflow_func is None else _reference(workflow_func)
     settings["tuner.judge"] = None if judge_func is None else _reference(judge_func)
     settings |= _steps(train_dataset)
+    if holds_traces(train_dataset):
+        settings["tuner.history"] = {}
     return _nested(settings)
+
+
+def holds_traces(dataset: Any) -> bool:
+    """Whether a dataset is a list of recorded rollouts."""
+    return isinstance(dataset, list | tuple) and any(isinstance(one, Trace) for one in dataset)
 
 
 def _steps(dataset: Any) -> dict[str, Any]:

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from tuner.algorithms.spec import ADVANTAGES
 from tuner.algorithms.table import ALGORITHMS
+from tuner.assembly.history_batches import (
+    Comparable,
+    check_same_tokenizer,
+    comparable,
+    held_out_batch,
+    off_policy_batch,
+    penalty_of,
+    without_late,
+)
 from tuner.assembly.models import load_settings, load_tokenizer
 from tuner.assembly.parameters import selection
 from tuner.assembly.stack import chat_renderer, context_length
 from tuner.config import RunConfig
-from tuner.config.tuner_section import Penalize
+from tuner.data.history_examples import examples_of_history
 from tuner.data.order import batch_indices
 from tuner.data.recorded import Examples, examples_of
+from tuner.data.recorded_traces import History
 from tuner.errors import DatasetError
 from tuner.rollout import Rollouts
 from tuner.rollout.batch_log import BatchLog
@@ -32,8 +42,9 @@ from tuner.run.metrics import (
     tree_metrics,
 )
 from tuner.run.record import RunRecord
-from tuner.traces import Trace
-from tuner.training import Batch, RecordedBatch, TeacherPrompt, build_batch
+from tuner.traces import Outcome, Trace
+from tuner.training import Batch, PolicyTrainer, RecordedBatch, TeacherPrompt, build_batch
+from tuner.training.history_update import held_out_loss, held_out_rewards
 
 Task = dict[str, Any]
 
@@ -55,11 +66,12 @@ class Found:
     def seconds(self, idle: float, training: float, sync: float) -> dict[str, float]:
         """Where the time of a step went: waiting for it, its update, giving the engine weights."""
         whole = idle + training + sync
-        if isinstance(self.batch, RecordedBatch):
+        if self.traces is None:
             return {
                 "time/training": whole,
                 "tokens_per_second": self.batch.trained_tokens / whole,
             }
+        assert isinstance(self.batch, Batch), "rows of recorded data are not rollouts"
         split = time_split(self.traces or (), idle, training, sync)
         return {**split, "tokens_per_second": self.batch.sampled_tokens / whole}
 
@@ -75,6 +87,10 @@ class Source(Protocol):
 
     def advance(self, step: int) -> dict[str, float]:
         """Step `step` is trained; metrics of what is under way."""
+        return {}
+
+    def held_out(self, trainer: PolicyTrainer) -> dict[str, float]:
+        """The loss of what is recorded and not trained; none where nothing is held out."""
         return {}
 
     def diagnosis(self, *, without_update: bool) -> str | None:
@@ -125,10 +141,9 @@ class RolloutSource(Source):
         with record.timeline.span("waiting for rollouts", step=step):
             collected = await groups.take(step)
         self._latest = traces = collected.traces
-        penalty = config.tuner.on_failure
         batch = build_batch(
             traces,
-            penalty=penalty.penalize if isinstance(penalty, Penalize) else None,
+            penalty=penalty_of(config),
             selection=selection(config),
             oldest=version - _oldest(config) if groups.ahead else 0,
             unfinished=collected.unfinished,
@@ -146,6 +161,9 @@ class RolloutSource(Source):
         if groups.ahead:
             metrics |= staleness_metrics(batch, version)
         self._say_advice()
+        if config.mode == "explore":
+            batch = _explored(batch)
+            metrics |= {"tokens/trained": 0} | _dropped(batch.dropped_tokens)
         return Found(batch, metrics, traces)
 
     def _say_advice(self) -> None:
@@ -165,6 +183,9 @@ class RolloutSource(Source):
         return {"groups/waiting": waiting, "rollouts/running": running}
 
     def diagnosis(self, *, without_update: bool) -> str | None:
+        completed = any(trace.outcome is Outcome.COMPLETED for trace in self._latest)
+        if self._config.mode == "explore" and completed:  # what is recorded is the result
+            return None
         of_rewards = ADVANTAGES[self._config.algorithm.advantage_fn].needs_reward
         if without_update:
             return diagnosis(self._latest, self._record.total_steps, of_rewards=of_rewards)
@@ -184,6 +205,16 @@ def _oldest(config: RunConfig) -> int:
     return config.synchronizer.sync_offset if limit is None else limit
 
 
+def _explored(batch: Batch) -> Batch:
+    """A batch whose rollouts are recorded and not trained."""
+    tokens = {**batch.dropped_tokens, "explored": batch.trained_tokens}
+    return replace(batch, rows=(), dropped_tokens=tokens)
+
+
+def _dropped(tokens: Mapping[str, int]) -> dict[str, float]:
+    return {f"tokens/dropped/{reason}": count for reason, count in tokens.items() if count}
+
+
 class RowSource(Source):
     """Rows of recorded conversations or pairs, in the order that `data_selector` says."""
 
@@ -192,12 +223,13 @@ class RowSource(Source):
         self._record = record
         self._examples = examples
         self.rows = examples.rows
+        of_rollouts = config.tuner.history is not None
         if examples.left_out:
             reasons = ", ".join(f"{count} {why}" for why, count in examples.left_out.items())
-            used = len(examples.used)
+            used, page = len(examples.used), "history" if of_rollouts else "offline"
+            every = "" if of_rollouts else f" of {used + sum(examples.left_out.values())}"
             record.console.say(
-                f"{used} of {used + sum(examples.left_out.values())} rows are trained; left out: "
-                f"{reasons} (docs/offline.md)"
+                f"{used}{every} rows are trained; left out: {reasons} (docs/{page}.md)"
             )
 
     async def take(self, step: int, version: int) -> Found:
@@ -206,10 +238,84 @@ class RowSource(Source):
         batch = batch_of(self._config, self._examples, step=step)
         # Nothing is sampled and nothing of a row that is used is left out.
         sampled = {"rows/trained": size, "tokens/sampled": batch.trained_tokens}
-        return Found(batch, {**sampled, **tree_metrics(batch.rows)})
+        metrics = {**sampled, **tree_metrics(batch.rows)}
+        left_out = self._examples.tokens_left_out if step == 1 else {}
+        return Found(batch, _with_left_out(metrics, left_out))
+
+    def held_out(self, trainer: PolicyTrainer) -> dict[str, float]:
+        talks = [turns for example in self._examples.held_out for turns in example]
+        return _named(held_out_loss(trainer, RecordedBatch.of(talks)))
 
     async def close(self) -> None:
         pass
+
+
+class TraceSource(Source):
+    """Groups of rollouts that were recorded before, in the order that `data_selector` says.
+
+    Tokens of a step are those of the rollouts that it takes, so those of a second epoch count
+    again. What no step takes is counted with the first: the filters' before, and groups that come
+    to nothing (`comparable`).
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        record: RunRecord,
+        data: Comparable,
+        teacher_prompt: TeacherPrompt,
+    ) -> None:
+        self._config = config
+        self._record = record
+        self._teacher_prompt = teacher_prompt
+        self._groups, left_out = data.groups, data.left_out
+        self._aside = data.held_out
+        self._tokens = dict(left_out.tokens)
+        rollouts = data.used
+        self.rows = {"used": rollouts, **dict(sorted(left_out.rollouts.items()))}
+        reasons = ", ".join(f"{n} {why}" for why, n in sorted(left_out.rollouts.items()))
+        record.console.say(
+            f"{rollouts} recorded rollouts of {len(self._groups)} tasks are trained"
+            + (f"; left out: {reasons} (docs/history.md)" if reasons else "")
+        )
+
+    async def take(self, step: int, version: int) -> Found:
+        config = self._config
+        self._record.console.begin(f"step {step}", config.buffer.batch_size, step=step, of="groups")
+        batch = off_policy_batch(config, self._groups, self._teacher_prompt, step=step)
+        compared = ADVANTAGES[config.algorithm.advantage_fn].needs_group
+        metrics = batch_metrics(batch, compared=compared)
+        metrics["history/reward"] = float(batch.rewards_R.mean()) if batch.ids else 0.0
+        return Found(batch, _with_left_out(metrics, self._tokens if step == 1 else {}))
+
+    def held_out(self, trainer: PolicyTrainer) -> dict[str, float]:
+        batch = held_out_batch(self._config, self._aside)
+        return _named(held_out_rewards(trainer, batch))
+
+    def diagnosis(self, *, without_update: bool) -> str | None:
+        if not without_update:
+            return None
+        return (
+            "No step gave anything to learn from: no call of the recorded rollouts could be "
+            "trained; tokens/dropped in metrics.jsonl says why"
+        )
+
+    async def close(self) -> None:
+        pass
+
+
+def _with_left_out(metrics: dict[str, float], tokens: Mapping[str, int]) -> dict[str, float]:
+    """The numbers of a step, with sampled tokens that no step takes."""
+    found = dict(metrics)
+    for reason, count in tokens.items():
+        name = f"tokens/dropped/{reason}"
+        found[name] = found.get(name, 0) + count
+        found["tokens/sampled"] += count
+    return found
+
+
+def _named(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {f"held_out/{name}": value for name, value in metrics.items()}
 
 
 def batch_of(config: RunConfig, examples: Examples, *, step: int) -> RecordedBatch:
@@ -223,32 +329,65 @@ def batch_of(config: RunConfig, examples: Examples, *, step: int) -> RecordedBat
     return RecordedBatch.of([turns for index in indices for turns in examples.used[index]])
 
 
-def read_examples(config: RunConfig, rows: Sequence[Task]) -> Examples:
+# What a run trains on: tasks, rows or pairs as token ids, or groups of recorded rollouts.
+Data = Sequence[Task] | Examples | Comparable
+
+
+def training_data(config: RunConfig, rows: Sequence[Task], history: History | None) -> Data:
+    """What a run trains on, read and checked.
+
+    Raises:
+        ModelLoadError, DatasetError, ConfigError: As `read_examples` and `comparable`.
+    """
+    if config.mode != "train":
+        return rows
+    if history is not None and ALGORITHMS[config.algorithm.algorithm_type].recorded is None:
+        return comparable(config, history)
+    return read_examples(config, rows, history)
+
+
+def units(data: Data) -> int:
+    """How many tasks, rows or groups there are, of which a step takes `buffer.batch_size`."""
+    if isinstance(data, Examples):
+        return len(data.used)
+    return len(data.groups if isinstance(data, Comparable) else data)
+
+
+def read_examples(
+    config: RunConfig, rows: Sequence[Task], history: History | None = None
+) -> Examples:
     """The rows of the recorded data as token ids of the model that is trained.
+
+    Args:
+        config: The effective configuration.
+        rows: A dataset.
+        history: Rollouts that were recorded before, in its place.
 
     Raises:
         ModelLoadError: The model has no tokenizer.
         DatasetError: A row is not of the form that the configuration says, or fewer rows than one
-            step takes can be trained.
+            step takes can be trained; or rollouts were recorded with another model.
         ConfigError: `max_model_len` is more than the model has positions.
     """
     recorded = ALGORITHMS[config.algorithm.algorithm_type].recorded
-    assert recorded is not None, "recorded_conflicts lets nothing else into mode: train"
+    assert recorded is not None, "other algorithms learn from rewards"
     path = config.model.model_path
-    tokenizer = load_tokenizer(path)
-    examples = examples_of(
-        rows,
-        chat_renderer(config, tokenizer),
-        config.buffer.trainer_input.experience_buffer.format,
-        recorded=recorded,
-        longest=context_length(
-            config.model.max_model_len, load_settings(path), "model.max_model_len"
-        ),
-    )
-    size = config.buffer.batch_size
+    renderer, settings = chat_renderer(config, load_tokenizer(path)), load_settings(path)
+    longest = context_length(config.model.max_model_len, settings, "model.max_model_len")
+    if history is None:
+        form = config.buffer.trainer_input.experience_buffer.format
+        examples = examples_of(rows, renderer, form, recorded=recorded, longest=longest)
+    else:
+        check_same_tokenizer(config, history)
+        section = config.tuner.history
+        assert section is not None, "read_history() was given it"
+        found = examples_of_history(history, section, renderer, recorded=recorded, longest=longest)
+        examples = without_late(config, found)
+    size, many = config.buffer.batch_size, sum(examples.rows.values())
     if len(examples.used) < size:
+        what = "train_dataset" if history is None else "tuner.history"
         raise DatasetError(
-            f"train_dataset: {len(examples.used)} of {len(rows)} rows can be trained but "
+            f"{what}: {len(examples.used)} of {many} rows can be trained but "
             f"batch_size is {size}: no step can run; lower buffer.batch_size "
             "(AlgorithmConfig.batch_size)"
         )

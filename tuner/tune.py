@@ -38,6 +38,7 @@ from tuner.settings import (
 )
 
 if TYPE_CHECKING:
+    from tuner.data.recorded_traces import History
     from tuner.result import TuneResult
     from tuner.run.directory import RunDirectory
 
@@ -57,6 +58,7 @@ class Run:
         workflow, judge: The user's functions; no workflow where nothing is rolled out.
         train_tasks: Tasks, or with `mode: train` rows of recorded data.
         eval_tasks: Rows of each evaluation set, by its name in the configuration.
+        history: With `tuner.history` what was recorded before, in the place of `train_tasks`.
     """
 
     config: RunConfig
@@ -64,6 +66,7 @@ class Run:
     judge: Callable[..., Any] | None
     train_tasks: Sequence[Task]
     eval_tasks: dict[str, Sequence[Task]]
+    history: History | None = None
 
 
 def tune(
@@ -90,13 +93,14 @@ def tune(
 
     Args:
         workflow_func: Runs the agent on one task: `(task, model, auxiliary_models, logger)`, the
-            last two optional; returns a `WorkflowOutput`. None only for algorithms that train on
-            recorded data (sft, dpo), where it is for evaluations.
+            last two optional; returns a `WorkflowOutput`. None only where recorded data is trained
+            (sft, dpo, `tuner.history`), where it is for evaluations.
         judge_func: Scores the response: `(task, response, auxiliary_models, logger)`, the last two
             optional; returns a `JudgeOutput`. None: the workflow gives the reward.
         train_dataset: A `Dataset`, a `datasets.Dataset`, a list of dicts or a path. None: the
             file's `buffer.explorer_input.taskset`, or for recorded data its
-            `buffer.trainer_input.experience_buffer`.
+            `buffer.trainer_input.experience_buffer`. A list of `tuner.traces.Trace` is learned from
+            without new rollouts, as with `tuner.history`.
         eval_dataset: One dataset or a dict of them by name; replaces the file's. One dataset is
             named "eval", or as the only one in the file.
         model: The model to train. None: the file's, else the tiny model that comes with tuner.
@@ -262,8 +266,15 @@ def _prepared(
     _check_functions_are_there(config, workflow_func, judge_func)
     check_settings(workflow_func, config)
     _check_feedback(config, workflow_func, judge_func)
-    train_tasks = _train_tasks(config, train_dataset)
-    return Run(config, workflow_func, judge_func, train_tasks, _eval_tasks(config, eval_dataset))
+    history, section = None, config.tuner.history
+    if section is None:
+        train_tasks = _train_tasks(config, train_dataset)
+    else:
+        from tuner.data.recorded_traces import read_history
+
+        train_tasks, history = [], read_history(section, train_dataset)
+    tasks = _eval_tasks(config, eval_dataset)
+    return Run(config, workflow_func, judge_func, train_tasks, tasks, history)
 
 
 def _check_functions_are_there(
@@ -278,7 +289,7 @@ def _check_functions_are_there(
     """
     if workflow is not None:
         return
-    if config.mode == "both":
+    if config.mode != "train":
         raise FunctionError(
             f"there is no workflow, but algorithm.algorithm_type {config.algorithm.algorithm_type} "
             "trains on its rollouts: pass workflow_func, or set algorithm_type to sft or dpo to "

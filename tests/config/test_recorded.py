@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tuner.algorithms.spec import DistillAdvantage, DPOLoss
@@ -26,6 +28,48 @@ def load(algorithm, *overrides):
 def test_the_mode_follows_the_algorithm(name):
     assert load(name).mode == ("train" if name in ("sft", "dpo") else "both")
     assert load(name, "mode=null").mode == load(name).mode
+    assert load(name, "tuner.history={}").mode == "train"
+
+
+HISTORY = "tuner.history.sources=[run]"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        ("mode=both", "only mode train learns from: set mode to train"),
+        ("mode=explore", "only mode train learns from: set mode to train"),
+        (f"{BUFFER}.path=rows.jsonl", "whose forms are known: remove one of them"),
+        (f"{BUFFER}.format.prompt_key=x", "whose forms are known: remove one of them"),
+        ("tuner.branching={}", "mode train makes no rollouts: remove it"),
+        ("synchronizer.sync_offset=1", "mode train makes no rollouts: remove it"),
+        ("tuner.history.min_reward=2", "min_reward is 2.0, above max_reward 1.0"),
+    ],
+)
+def test_settings_that_recorded_rollouts_have_no_use_for_are_refused(overrides, text):
+    with pytest.raises(ConfigError) as error:
+        load("multi_step_grpo", HISTORY, "tuner.history.max_reward=1", overrides)
+    assert text in str(error.value)
+
+
+def test_recorded_rollouts_are_found_from_the_folder_of_the_file(tmp_path):
+    (tmp_path / "config.yaml").write_text("tuner: {history: {sources: [runs/a, ../b.jsonl]}}")
+    section = load_config(tmp_path / "config.yaml").tuner.history
+    assert section.sources == (str(tmp_path / "runs/a"), str(tmp_path.parent / "b.jsonl"))
+    given = load_config(tmp_path / "config.yaml", overrides=["tuner.history.sources=[c.jsonl]"])
+    assert given.tuner.history.sources == (str(Path.cwd() / "c.jsonl"),)
+
+
+def test_what_only_rollouts_read_is_no_matter_where_they_are_recorded():
+    """One file may say how to explore, and how to learn from that."""
+    config = load(
+        "grpo",
+        HISTORY,
+        "algorithm.repeat_times=1",
+        "buffer.explorer_input.taskset.path=org/tasks",
+        "tuner.workflow=m:f",
+    )
+    assert config.mode == "train"
 
 
 @pytest.mark.parametrize(
@@ -74,6 +118,13 @@ def test_the_mode_follows_the_algorithm(name):
         ("prompt_distill", "tuner.algorithm.reward_scale=2", "is about rewards"),
         ("prompt_distill", "tuner.algorithm.turn_discount=0.9", "does not compare what calls"),
         ("prompt_distill", "mode=train", "trains on its own rollouts"),
+        ("sft", "mode=explore", "makes no rollouts: set mode to train"),
+        ("grpo", "tuner.history.held_out=1", "less than 1"),
+        ("grpo", "tuner.history.best=2", "algorithm_type grpo does not read it"),
+        ("dpo", "tuner.history.best=2", "algorithm_type dpo does not read it"),
+        ("sft", "tuner.history.min_gap=0.5", "algorithm_type sft does not read it"),
+        ("sft", "tuner.history.min_effective_samples=0", "algorithm_type sft does not read it"),
+        ("grpo", "tuner.history.after=soon", "is no time: write"),
     ],
 )
 def test_settings_that_the_source_of_data_has_no_use_for_are_refused(algorithm, overrides, text):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tuner.algorithms.spec import ADVANTAGES
 from tuner.algorithms.table import ALGORITHMS
 from tuner.config import RunConfig
@@ -37,7 +39,7 @@ def trainer_settings(
     algorithm, optimizer = config.algorithm, config.algorithm.optimizer
     extras, critic = config.tuner.algorithm, config.tuner.critic
     cap = None if extras.importance_sampling == "none" else extras.importance_cap
-    return TrainerSettings(
+    settings = TrainerSettings(
         total_steps=total_steps,
         lr=optimizer.lr,
         lr_scheduler=optimizer.lr_scheduler_type,
@@ -80,6 +82,20 @@ def trainer_settings(
             clip=critic.cliprange_value,
             warmup=config.trainer.critic_warmup,
         ),
+    )
+    return settings if config.mode != "explore" else without_training(settings)
+
+
+def without_training(settings: TrainerSettings) -> TrainerSettings:
+    """Numbers of a run that trains nothing: no reference and no critic is kept for it."""
+    return replace(
+        settings,
+        advantage="reinforce",
+        advantage_args=None,
+        policy_loss="importance_sampling",
+        policy_loss_args=None,
+        kl="none",
+        kl_penalty="none",
     )
 
 

@@ -45,7 +45,7 @@ def functions_of(
         names, rolls_out = settings.tuner, settings.mode in ROLLS_OUT
     else:
         config = checked(layers)
-        names, rolls_out = config.tuner, config.mode == "both"
+        names, rolls_out = config.tuner, config.mode != "train"
     workflow: Callable[..., Any] | None = None
     if names.agent is not None:
         from tuner.areal import configured_agent

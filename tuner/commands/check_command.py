@@ -56,6 +56,10 @@ def check(
             from tuner.commands.branching_check import check_branching
 
             verdict = outside_event_loop(lambda: check_branching(run, tasks=tasks))
+        elif run.history is not None:
+            from tuner.commands.history_check import check_history
+
+            verdict = outside_event_loop(lambda: check_history(run))
         else:
             from tuner.check import check_run
 

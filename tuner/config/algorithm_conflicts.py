@@ -130,13 +130,14 @@ def _groups(config: RunConfig) -> Iterator[str]:
     """What needs a group, or what calls lead to, where the advantage looks at neither."""
     algorithm, extras = config.algorithm, config.tuner.algorithm
     advantage = algorithm.advantage_fn
-    if algorithm.repeat_times == 1 and ADVANTAGES[advantage].needs_group:
+    rolls_out = config.mode != "train"  # else groups are as large as they were recorded
+    if rolls_out and algorithm.repeat_times == 1 and ADVANTAGES[advantage].needs_group:
         yield (
             f"algorithm.repeat_times is 1, but algorithm.advantage_fn {advantage} compares the "
             "rollouts of a task with each other: set it to 2 or more, or algorithm.algorithm_type "
             "to ppo"
         )
-    if algorithm.repeat_times == 1 and extras.dynamic_sampling:
+    if rolls_out and algorithm.repeat_times == 1 and extras.dynamic_sampling:
         yield (
             "tuner.algorithm.dynamic_sampling is true, but algorithm.repeat_times is 1: the one "
             "reward of a group is always equal to itself and every group would be left out; "
@@ -234,12 +235,13 @@ def recorded_conflicts(config: RunConfig, foreign: Mapping[str, Any]) -> Iterato
     recorded = ALGORITHMS[name].recorded
     storage = foreign.get(f"{BUFFER}.storage_type")
     if recorded is None:
-        if config.mode == "train":
+        if config.mode == "train" and config.tuner.history is None:
             yield (
                 f"mode is train, but algorithm.algorithm_type {name} trains on its own rollouts: "
-                "set mode to both, or algorithm.algorithm_type to sft or dpo"
+                "set mode to both, tuner.history.sources to rollouts that were recorded before, or "
+                "algorithm.algorithm_type to sft or dpo"
             )
-        if storage not in (None, "queue"):
+        if config.mode != "train" and storage not in (None, "queue"):
             yield (
                 f"{BUFFER}.storage_type is {storage!r}, but rollouts are trained as they come: "
                 "set it to queue, or remove it"
@@ -247,10 +249,10 @@ def recorded_conflicts(config: RunConfig, foreign: Mapping[str, Any]) -> Iterato
         yield from _teacher(config)
         yield from _prompt(config)
         return
-    if config.mode == "both":
+    if config.mode != "train":
         yield (
-            f"mode is both, but algorithm.algorithm_type {name} trains on recorded data and makes "
-            "no rollouts: set mode to train, or remove it"
+            f"mode is {config.mode}, but algorithm.algorithm_type {name} trains on recorded data "
+            "and makes no rollouts: set mode to train, or remove it"
         )
     if storage not in (None, "file"):
         yield (
@@ -284,13 +286,14 @@ def _without_rollouts(config: RunConfig, recorded: Recorded) -> Iterator[str]:
     if config.tuner.on_failure != "drop":
         unread["tuner.on_failure"] = config.tuner.on_failure
     form = config.buffer.trainer_input.experience_buffer.format
-    for key in sorted(form.changed() & set(NOT_READ[recorded])):
+    unread_keys = set(NOT_READ[recorded]) if config.tuner.history is None else set()
+    for key in sorted(form.changed() & unread_keys):
         unread[f"{BUFFER}.format.{key}"] = getattr(form, key)
     for path, value in unread.items():
         yield (
             f"{path} is {value}, but algorithm.algorithm_type {name} does not read it: remove it"
         )
-    if config.buffer.explorer_input.taskset.path is not None:
+    if config.buffer.explorer_input.taskset.path is not None and config.tuner.history is None:
         path = "buffer.explorer_input.taskset.path"
         yield (
             f"{path} is set, but algorithm.algorithm_type {name} makes no rollouts: set "

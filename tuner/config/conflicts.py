@@ -13,6 +13,7 @@ from typing import Any
 
 from tuner.algorithms.table import ALGORITHMS
 from tuner.config.algorithm_conflicts import algorithm_conflicts, recorded_conflicts
+from tuner.config.history_conflicts import history_conflicts
 from tuner.config.problems import Problem
 from tuner.config.schema import RunConfig
 
@@ -64,6 +65,7 @@ def conflicts(config: RunConfig, foreign: Mapping[str, Any]) -> list[Problem]:
         *_engine(config),
         *algorithm_conflicts(config),
         *recorded_conflicts(config, foreign),
+        *history_conflicts(config),
     ]
     return [one if isinstance(one, Problem) else Problem(one.split(" ")[0], one) for one in found]
 
@@ -181,17 +183,16 @@ def _asynchronous(config: RunConfig) -> Iterator[str]:
     offset = config.synchronizer.sync_offset
     algorithm, over = config.algorithm, config.explorer.over_rollout
     limit = algorithm.sample_strategy_args.max_staleness
-    if ALGORITHMS[algorithm.algorithm_type].recorded is not None:
+    recorded = ALGORITHMS[algorithm.algorithm_type].recorded is not None
+    if recorded or config.mode == "train":
+        who = f"algorithm.algorithm_type {algorithm.algorithm_type}" if recorded else "mode train"
         for key, given in (
             (_OFFSET, offset),
             (_STRATEGY, algorithm.sample_strategy != "default"),
             ("explorer.over_rollout.ratio", over.ratio),
         ):
             if given:
-                yield (
-                    f"{key} is set, but algorithm.algorithm_type {algorithm.algorithm_type} makes "
-                    "no rollouts: remove it"
-                )
+                yield f"{key} is set, but {who} makes no rollouts: remove it"
         return
     if offset and config.tuner.deterministic:
         yield (

@@ -257,6 +257,8 @@ def _merge(
         if isinstance(value, str) and "${" not in value:
             value = absolute_paths(value, here, at=override.key)
             decided.add(override.key)
+        elif isinstance(value, list):
+            value = absolute_paths(value, here, at=override.key)
         try:
             OmegaConf.update(merged, override.key, value, merge=False, force_add=True)
         except (OmegaConfBaseException, AttributeError, IndexError, TypeError, ValueError) as error:
@@ -353,8 +355,9 @@ def _with_one_total_steps(tree: dict[str, Any], problems: list[Problem]) -> dict
 
 def mode_of(tree: Mapping[str, Any]) -> str:
     """`mode`, or where it is not set, `train` for recorded data and else `both`."""
-    kind = lookup(tree, "algorithm.algorithm_type")
-    return str(tree.get("mode") or ("train" if kind in RECORDED else "both"))
+    kind, history = lookup(tree, "algorithm.algorithm_type"), lookup(tree, "tuner.history")
+    recorded = kind in RECORDED or history is not None
+    return str(tree.get("mode") or ("train" if recorded else "both"))
 
 
 def source_key(mode: str) -> str:

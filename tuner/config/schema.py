@@ -76,10 +76,11 @@ class RunConfig(Section):
     """Every setting of a run."""
 
     _references: dict[str, str] = PrivateAttr(default_factory=dict)
-    mode: Literal["both", "train"] = Field(
+    mode: Literal["both", "explore", "train"] = Field(
         default="both",
-        description="Rollouts and training, or training on recorded data. Not set: what the "
-        "algorithm needs.",
+        description="Rollouts and training (`both`); rollouts of the model as it is, which are "
+        "recorded and not trained (`explore`); or training on what was recorded before (`train`). "
+        "Not set: what the algorithm and `tuner.history` need.",
     )
     project: str = Field(default="AgentScope", min_length=1, description="Folder of related runs.")
     name: str = Field(
@@ -110,9 +111,11 @@ class RunConfig(Section):
     def _mode_of_the_algorithm(cls, given: Any) -> Any:
         if not isinstance(given, dict) or given.get("mode") is not None:
             return given
-        algorithm = given.get("algorithm")
+        algorithm, tuner = given.get("algorithm"), given.get("tuner")
         name = algorithm.get("algorithm_type") if isinstance(algorithm, dict) else None
         recorded = any(row.recorded and key == name for key, row in ALGORITHMS.items())
+        if isinstance(tuner, dict) and tuner.get("history") is not None:
+            recorded = True
         return {**given, "mode": "train" if recorded else "both"}
 
     @field_validator("project", "name")

@@ -222,7 +222,7 @@ def masked(tree: Any, path: str = "") -> list[str]:
 
 
 # A file or folder of ours.
-PATHS = ("checkpoint_root_dir", "model.chat_template_path")
+PATHS = ("checkpoint_root_dir", "model.chat_template_path", "tuner.history.sources.*")
 # A path if there is one, else a name on the Hugging Face Hub.
 PATHS_OR_NAMES = (
     "model.model_path",

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 
 from tuner.config.algorithm import AlgorithmExtras, CriticSection
 from tuner.config.explorer import BranchingSection, EngineSection
+from tuner.config.history import HistorySection
 from tuner.config.section import Arguments, Section, null_is
 from tuner.config.serving import ServingSection
 from tuner.errors import ConfigError
@@ -177,6 +178,7 @@ class TunerSection(Section):
         "(`{penalize: value}`), or stop the run (`abort`).",
     )
     branching: BranchingSection | None = None
+    history: HistorySection | None = None
     algorithm: AlgorithmExtras = AlgorithmExtras()
     critic: CriticSection = CriticSection()
     pass_reward: float = Field(

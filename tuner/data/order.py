@@ -44,6 +44,14 @@ def batch_indices(step: int, *, size: int, rows: int, selector: DataSelector) ->
     return indices
 
 
+def rows_taken(steps: int, *, size: int, rows: int, selector: DataSelector) -> frozenset[int]:
+    """Rows of the dataset that any step of a run of so many takes."""
+    if steps * size >= rows:  # every one comes once before any comes again
+        return frozenset(range(rows))
+    found = (batch_indices(n, size=size, rows=rows, selector=selector) for n in range(1, steps + 1))
+    return frozenset(index for indices in found for index in indices)
+
+
 def is_due(step: int, interval: int) -> bool:
     """Whether something that happens every `interval` steps happens after `step`; 0 is never."""
     return interval > 0 and step % interval == 0

@@ -22,7 +22,7 @@ import json
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tuner.algorithms.table import Recorded
@@ -273,20 +273,28 @@ Example = tuple[tuple[Turn, ...], ...]
 
 @dataclass(frozen=True)
 class Examples:
-    """A dataset to train on: `rows == len(used) + sum(left_out.values())`.
+    """A dataset to train on: `rows == len(used) + sum(left_out.values())`; of recorded rollouts an
+    example may be a pair of them.
 
     Attributes:
         used: The examples, in the order of their rows.
-        left_out: How many rows are not used, by reason.
+        left_out: How many rows, or recorded rollouts, are not used, by reason.
+        tokens_left_out: Sampled tokens of recorded rollouts that no example has, by reason.
+        held_out: Examples that are not trained and whose loss is logged.
+        not_taken: How many of the recorded rollouts or pairs in `used` no step comes to.
     """
 
     used: tuple[Example, ...]
     left_out: dict[str, int]
+    tokens_left_out: dict[str, int] = field(default_factory=dict)
+    held_out: tuple[Example, ...] = ()
+    not_taken: int = 0
 
     @property
     def rows(self) -> dict[str, int]:
-        """How many rows of the dataset are used, and how many are left out by which reason."""
-        return {"used": len(self.used), **self.left_out}
+        """How many are used, and how many rows or rollouts are left out by which reason."""
+        late = {"not_taken": self.not_taken} if self.not_taken else {}
+        return {"used": len(self.used) - self.not_taken, **self.left_out, **late}
 
 
 def examples_of(

@@ -14,11 +14,17 @@ from tuner.run.notebook import CellOutput
 from tuner.traces import Call, Outcome, Trace
 
 _PARTS = ("generation", "agent", "judge", "training", "sync")
-# What some algorithms have in place of a reward.
+# What some algorithms have in place of a reward, or beside it.
 _SHOWN = {
     "train/kl_teacher": "KL to teacher",
     "train/accuracy": "accuracy",
     "train/reward_margin": "margin",
+    # Of recorded rollouts, as shares.
+    "train/effective_tokens": "effective tokens",
+    "train/effective_rollouts": "rollouts",
+    "held_out/loss": "held-out loss",
+    "held_out/accuracy": "held-out accuracy",
+    "held_out/reward": "held-out reward (estimated)",
 }
 
 

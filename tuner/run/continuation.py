@@ -47,6 +47,8 @@ MAY_CHANGE_HERE = (  # on the local backend
     "tuner.compile",
     "tuner.device",
     "tuner.engine",
+    "tuner.history.min_effective_samples",
+    "tuner.history.sources",
     "tuner.layout",
     "tuner.max_slots",
     "tuner.max_tool_seconds",

@@ -155,7 +155,9 @@ class RunRecord:
             read_metrics(self.directory.metrics, up_to=self.total_steps),
             self.directory,
             steps=updates,
-            checkpoint=self.directory.checkpoint(self.total_steps),
+            checkpoint=None
+            if self.config.mode == "explore"
+            else self.directory.checkpoint(self.total_steps),
         )
         result.rows = dict(rows)
         if "tensorboard" in self.config.monitor.monitor_type:
@@ -218,11 +220,21 @@ def open_directory(config: RunConfig, data: Mapping[str, Sequence[Task]]) -> Ite
         yield directory
 
 
-def finished_result(directory: RunDirectory, total_steps: int) -> TuneResult | None:
-    """The result of a run that is complete, else None."""
-    if not directory.result.exists() or not directory.checkpoint(total_steps).exists():
+def finished_result(
+    directory: RunDirectory, total_steps: int, *, trains: bool = True
+) -> TuneResult | None:
+    """The result of a run that is complete, else None.
+
+    Args:
+        trains: Whether it leaves a checkpoint; else its metrics say how far it has come.
+    """
+    if not directory.result.exists():
         return None
-    return read_result(directory, total_steps)
+    if trains and not directory.checkpoint(total_steps).exists():
+        return None
+    result = read_result(directory, total_steps)
+    done = trains or any(row["step"] == total_steps for row in result.history)
+    return result if done else None
 
 
 def read_result(directory: RunDirectory, total_steps: int) -> TuneResult:

@@ -92,17 +92,8 @@ def dpo_update(trainer: PolicyTrainer, batch: RecordedBatch) -> dict[str, float]
         `rejected_reward`, `chosen_logp`, `rejected_logp`; all before the update.
     """
     settings = trainer.settings
-    rollout_N = torch.tensor([row.rollout for row in batch.rows])
-    pairs = int(rollout_N.max()) // 2 + 1
-    if trainer.reference is None:
-        raise TrainingError("dpo needs a reference (TrainerSettings.policy_loss)")
-
-    def summed(logp: tuple[Tensor, ...]) -> Tensor:
-        of_rows_N = torch.stack([logp_T.double().sum().cpu() for logp_T in logp])
-        return torch.zeros(2 * pairs, dtype=torch.float64).index_add(0, rollout_N, of_rows_N)
-
-    logp_C = summed(trainer.compute_logp(batch))
-    distance_C = logp_C - summed(trainer.compute_logp(batch, model=trainer.reference))
+    logp_C, distance_C = pair_logps(trainer, batch)
+    pairs, rollout_N = len(logp_C) // 2, torch.tensor([row.rollout for row in batch.rows])
     assert isinstance(settings.policy_loss_spec, DPOLoss)
     found = dpo(distance_C[0::2], distance_C[1::2], settings.policy_loss_spec)
     slope_P = found.slope_P / pairs
@@ -118,3 +109,22 @@ def dpo_update(trainer: PolicyTrainer, batch: RecordedBatch) -> dict[str, float]
         "chosen_logp": float(logp_C[0::2].mean()),
         "rejected_logp": float(logp_C[1::2].mean()),
     }
+
+
+def pair_logps(trainer: PolicyTrainer, batch: RecordedBatch) -> tuple[Tensor, Tensor]:
+    """Log-probs of the 2P conversations of P pairs, and their distance to the reference's, [2P].
+
+    Raises:
+        TrainingError: There is no reference.
+    """
+    rollout_N = torch.tensor([row.rollout for row in batch.rows])
+    conversations = 2 * (int(rollout_N.max()) // 2 + 1)
+    if trainer.reference is None:
+        raise TrainingError("dpo needs a reference (TrainerSettings.policy_loss)")
+
+    def summed(logp: tuple[Tensor, ...]) -> Tensor:
+        of_rows_N = torch.stack([logp_T.double().sum().cpu() for logp_T in logp])
+        return torch.zeros(conversations, dtype=torch.float64).index_add(0, rollout_N, of_rows_N)
+
+    logp_C = summed(trainer.compute_logp(batch))
+    return logp_C, logp_C - summed(trainer.compute_logp(batch, model=trainer.reference))

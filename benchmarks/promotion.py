@@ -1,0 +1,462 @@
+"""Is a candidate better: how often that is said wrongly, how many sessions it takes, what logs say.
+
+**Live.** 1,000 simulated deployments of each kind, session by session, the arm by a coin. False
+promotions: where the candidate is no better, how many are ever promoted while one looks after every
+session for four times as long as the test with one look takes; beside a z-test at 5 % that is
+looked at as often. Sessions: until there is a verdict, both arms counted, where the candidate is
+better by the planned effect and by twice that; beside the one-sided two-sample z-test with one
+look, which is given the true variances: the stronger peer, as Fisher's and Barnard's tests take
+more for the same power. Power is that of the same deployments.
+
+**From logs.** Policies choose six times between two actions in a tree whose leaves have known
+chances of a reward. The candidate is moved along the gradient of its value, by growing steps; 500
+sessions of the other policy are logged, 200 times. How wide the interval is, how often it holds the
+true difference, how often nothing is said, and how far off the estimates are.
+
+**The tiny model.** A short run; the sessions that one checkpoint sampled on the held-out problems
+are logged, and later checkpoints judged from them, beside what these do when they are sampled.
+
+    python benchmarks/promotion.py [--deployments 1000] [--logs 200] [--without-model]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from _report import Row, report
+from numpy.typing import NDArray
+
+from tuner.run.offpolicy import LoggedSession, OffPolicy, off_policy
+from tuner.run.proof import Plan, evidence_of
+
+ROOT = Path(__file__).parents[1]
+LOOKS = 4.0  # times the sessions of the test with one look
+GIVEN_UP = 40.0  # the same, after which a deployment counts with what it took
+Z = 1.6449  # of 5 %
+DECISIONS, SESSIONS = 6, 500
+MOVED = (0.0, 0.1, 0.3, 1.0, 2.0, 3.0, 4.5)
+LATER = (3, 4, 6, 8)  # checkpoints of the tiny model; the first that logs is that of step 2
+Array = NDArray[Any]
+Draw = Callable[[np.random.Generator, int, Array], Array]
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A candidate and what serves.
+
+    Attributes:
+        name: Of the case.
+        plan: What is to be proven.
+        draw: Rewards at a session, given whether each deployment's is the candidate's.
+        deviations: Standard deviations of the rewards of what serves and of the candidate.
+        share: The coin at a session, where it is not the plan's.
+        paired: Whether both are asked the same task, and `draw` gives differences.
+    """
+
+    name: str
+    plan: Plan
+    draw: Draw
+    deviations: tuple[float, float]
+    share: Callable[[int], float] | None = None
+    paired: bool = False
+
+
+def bernoulli(serving: float, candidate: float) -> tuple[Draw, tuple[float, float]]:
+    """Rewards 0 and 1."""
+
+    def draw(random: np.random.Generator, _: int, candidate_D: Array) -> Array:
+        return (random.random(len(candidate_D)) < np.where(candidate_D, candidate, serving)) * 1.0
+
+    return draw, tuple(float(np.sqrt(p * (1 - p))) for p in (serving, candidate))  # type: ignore[return-value]
+
+
+def drifting(effect: float) -> Draw:
+    """Both arms get better and worse together, by 0.6."""
+
+    def draw(random: np.random.Generator, session: int, candidate_D: Array) -> Array:
+        level = 0.4 + 0.3 * np.sin(session / 150)
+        return (random.random(len(candidate_D)) < level + effect * candidate_D) * 1.0
+
+    return draw
+
+
+def ties(random: np.random.Generator, _: int, candidate_D: Array) -> Array:
+    """Nine of ten rewards are 0.5."""
+    return np.where(
+        random.random(len(candidate_D)) < 0.9, 0.5, random.integers(2, size=len(candidate_D))
+    )
+
+
+def skewed(random: np.random.Generator, _: int, candidate_D: Array) -> Array:
+    """Mostly small, and large now and then: exponential with mean 0.05, up to 1."""
+    return np.minimum(random.exponential(0.05, len(candidate_D)), 1.0)
+
+
+def beta(shift: float) -> tuple[Draw, tuple[float, float]]:
+    """Beta(2, 2) on [0, 0.8], and `shift` more for the candidate."""
+
+    def draw(random: np.random.Generator, _: int, candidate_D: Array) -> Array:
+        return 0.8 * random.beta(2, 2, len(candidate_D)) + shift * candidate_D
+
+    return draw, (0.8 * float(np.sqrt(0.05)),) * 2
+
+
+def pairs(better: float, worse: float) -> tuple[Draw, tuple[float, float]]:
+    """Differences of binary rewards on one task."""
+
+    def draw(random: np.random.Generator, _: int, candidate_D: Array) -> Array:
+        found = random.random(len(candidate_D))
+        return (found < better) * 1.0 - (found > 1 - worse) * 1.0
+
+    deviation = float(np.sqrt(better + worse - (better - worse) ** 2))
+    return draw, (deviation, deviation)
+
+
+def without_effect() -> Iterator[Deployment]:
+    """Candidates that are not to be promoted."""
+    plan = Plan(effect=0.1)
+    yield Deployment("no difference, 0.5", plan, *bernoulli(0.5, 0.5))
+    yield Deployment("worse by 0.05", plan, *bernoulli(0.5, 0.45))
+    yield Deployment("ties, 90 % of rewards 0.5", replace(plan, effect=0.05), ties, (0.158,) * 2)
+    yield Deployment("both drift by 0.6", plan, drifting(0.0), (0.5,) * 2)
+    canary = replace(plan, share=0.1)
+    yield Deployment("10 % canary", canary, *bernoulli(0.5, 0.5))
+    yield Deployment(
+        "share 5 % to 50 %, both drift",
+        canary,
+        drifting(0.0),
+        (0.5, 0.5),
+        share=lambda session: min(0.5, 0.05 + session / 4000),
+    )
+    yield Deployment("rare, 0.02", replace(plan, effect=0.02), *bernoulli(0.02, 0.02))
+    yield Deployment("skewed, mean 0.05", replace(plan, effect=0.02), skewed, (0.05,) * 2)
+    yield Deployment("continuous", plan, *beta(0.0))
+    yield Deployment(
+        "better by half of the margin", replace(plan, margin=0.04), *bernoulli(0.5, 0.52)
+    )
+    yield Deployment("pairs, 20 % differ", plan, *pairs(0.1, 0.1), paired=True)
+
+
+def with_effect(times: int) -> Iterator[Deployment]:
+    """Candidates that are better by so many times the planned effect."""
+    for serving, effect, share in (
+        (0.5, 0.1, 0.5),
+        (0.5, 0.05, 0.5),
+        (0.2, 0.05, 0.5),
+        (0.5, 0.1, 0.1),
+    ):
+        plan = Plan(effect=effect, share=share)
+        name = f"{serving:g} to {serving + times * effect:g}"
+        name += "" if share == 0.5 else f", {share:.0%} canary"
+        yield Deployment(name, plan, *bernoulli(serving, serving + times * effect))
+    rare = Plan(effect=0.02)
+    yield Deployment(
+        f"rare, 0.02 to {0.02 + times * 0.02:g}", rare, *bernoulli(0.02, 0.02 + times * 0.02)
+    )
+    yield Deployment(f"continuous, + {times * 0.05:g}", Plan(effect=0.05), *beta(times * 0.05))
+    yield Deployment(
+        f"both drift, + {times * 0.1:g}", Plan(effect=0.1), drifting(times * 0.1), (0.49, 0.5)
+    )
+    better = 0.1 + times * 0.05
+    yield Deployment(
+        f"pairs, {better + 0.1:.0%} differ, + {times * 0.05:g}",
+        Plan(effect=0.05),
+        *pairs(better, 0.1),
+        paired=True,
+    )
+
+
+def one_look(deployment: Deployment) -> int:
+    """Sessions of the z-test with one look."""
+    plan = deployment.plan
+    if deployment.paired:  # one deviation, of the differences
+        return replace(plan, share=0.5).fixed_horizon(*deployment.deviations) // 4
+    return plan.fixed_horizon(*deployment.deviations)
+
+
+@dataclass(frozen=True)
+class Played:
+    """Of D deployments: when each was promoted and kept (inf: never), and what z-tests say."""
+
+    promoted_D: Array
+    kept_D: Array
+    z_ever: float
+    z_once: float
+
+
+def play(deployment: Deployment, count: int, *, at_most: int, until_decided: bool) -> Played:
+    """Run deployments side by side, looking after every session."""
+    plan, random = deployment.plan, np.random.default_rng(7)
+    hypotheses = np.array([plan.margin, plan.effect]) / plan.range
+    evidence = evidence_of(plan, hypotheses, comparisons=count, paired=deployment.paired)
+    promoted_D, kept_D = np.full(count, np.inf), np.full(count, np.inf)
+    sums_AD, squares_AD, counts_AD = (np.zeros((2, count)) for _ in range(3))
+    z_ever_D, z_once, once = np.zeros(count, bool), float("nan"), one_look(deployment)
+    for session in range(1, at_most + 1):
+        share = plan.share if deployment.share is None else deployment.share(session)
+        candidate_D = random.random(count) < share
+        reward_D = deployment.draw(random, session, candidate_D)
+        if deployment.paired:
+            evidence.add_pairs(reward_D)
+        else:
+            evidence.add_sessions(candidate_D, reward_D, share)
+        won_D = evidence.peak_DMS[:, 0, 0] >= -np.log(plan.alpha)
+        lost_D = evidence.peak_DMS[:, 1, 1] >= -np.log(1 - plan.power)
+        promoted_D = np.where(won_D & np.isinf(promoted_D), session, promoted_D)
+        kept_D = np.where(lost_D & np.isinf(kept_D), session, kept_D)
+        arm_AD = np.stack([~candidate_D, candidate_D]) | deployment.paired
+        counts_AD += arm_AD
+        sums_AD += arm_AD * reward_D
+        squares_AD += arm_AD * reward_D**2
+        above_D = z_scores(sums_AD, squares_AD, counts_AD, deployment) > Z
+        if session >= 40:
+            z_ever_D |= above_D
+        if session == once:
+            z_once = float(above_D.mean())
+        if until_decided and session >= once and (won_D | lost_D).all():
+            break
+    return Played(promoted_D, kept_D, float(z_ever_D.mean()), z_once)
+
+
+def z_scores(sums_AD: Array, squares_AD: Array, counts_AD: Array, deployment: Deployment) -> Array:
+    """Of the z-test with the variances that were seen."""
+    counts_AD = np.maximum(counts_AD, 2)
+    means_AD = sums_AD / counts_AD
+    variances_AD = np.maximum(squares_AD / counts_AD - means_AD**2, 1e-9) / counts_AD
+    margin = deployment.plan.margin
+    if deployment.paired:
+        return (means_AD[0] - margin) / np.sqrt(variances_AD[0])
+    return (means_AD[1] - means_AD[0] - margin) / np.sqrt(variances_AD.sum(0))
+
+
+def live(count: int) -> Iterator[Row]:
+    """False promotions, and sessions until a verdict."""
+    for deployment in without_effect():
+        most = int(LOOKS * one_look(deployment))
+        played = play(deployment, count, at_most=most, until_decided=False)
+        ever = float(np.isfinite(played.promoted_D).mean())
+        case = f"{deployment.name}, {most:,} looks"
+        yield Row(
+            case,
+            "promoted wrongly",
+            ever,
+            "allowed",
+            deployment.plan.alpha,
+            target=1.0,
+            more_is_better=False,
+        )
+        yield Row(
+            case, "promoted wrongly", ever, "z-test as often", played.z_ever, more_is_better=False
+        )
+        kept = float((played.kept_D < played.promoted_D).mean())
+        yield Row(case, "kept by then", kept)
+    for times, least in ((1, 1 / 1.2), (2, 2.0)):
+        for deployment in with_effect(times):
+            # What it was planned for, and its variances.
+            planned = one_look(
+                next(
+                    d
+                    for d, one in zip(with_effect(1), with_effect(times), strict=True)
+                    if one.name == deployment.name
+                )
+            )
+            played = play(deployment, count, at_most=int(GIVEN_UP * planned), until_decided=True)
+            decided_D = np.minimum(np.minimum(played.promoted_D, played.kept_D), GIVEN_UP * planned)
+            power = float((played.promoted_D <= played.kept_D).mean())
+            case = f"{times} x the effect: {deployment.name}"
+            yield Row(
+                case,
+                "sessions until a verdict, mean",
+                float(decided_D.mean()),
+                "z-test with one look",
+                planned,
+                target=round(least, 4),
+                more_is_better=False,
+            )
+            yield Row(case, "95 % have a verdict within", float(np.quantile(decided_D, 0.95)))
+            yield Row(case, "promoted", power, "planned power", deployment.plan.power, target=1.0)
+
+
+class Tree:
+    """Six decisions between two actions; a leaf has a chance of reward 1."""
+
+    def __init__(self) -> None:
+        random = np.random.default_rng(3)
+        self.leaves = np.array(list(product((0, 1), repeat=DECISIONS)))
+        self.places = np.array(
+            [[self._state(leaf[:t]) for t in range(DECISIONS)] for leaf in self.leaves]
+        )
+        self.chances = random.beta(0.7, 0.7, len(self.leaves))
+        self.logits = 0.5 * random.standard_normal(2**DECISIONS)
+
+    @staticmethod
+    def _state(actions: Array) -> int:
+        """Number of the state after some actions: those of one depth beside each other."""
+        return int("1" + "".join(map(str, actions)), 2) - 1
+
+    def log_probs(self, logits: Array) -> Array:
+        """Of each leaf, of each decision on its way."""
+        right = logits[self.places]
+        return -np.logaddexp(0, np.where(self.leaves == 1, -right, right))
+
+    def value(self, logits: Array) -> float:
+        return float(np.exp(self.log_probs(logits).sum(1)) @ self.chances)
+
+    def direction(self) -> Array:
+        """In which the value rises fastest; its largest part is 1."""
+        small = 1e-5
+        gradient = np.array(
+            [
+                self.value(self.logits + small * one) - self.value(self.logits - small * one)
+                for one in np.eye(len(self.logits))
+            ]
+        )
+        return gradient / np.abs(gradient).max()
+
+    def values(self, logits: Array) -> Array:
+        """Of each leaf the value of the state before each decision."""
+        chance = np.exp(self.log_probs(logits).sum(1))
+        found = np.empty((len(self.leaves), DECISIONS))
+        for t in range(DECISIONS):
+            state = self.places[:, t]
+            total = np.bincount(state, weights=chance, minlength=len(self.logits))
+            reward = np.bincount(state, weights=chance * self.chances, minlength=len(self.logits))
+            found[:, t] = reward[state] / total[state]
+        return found
+
+
+def logged(tree: Tree, moved: float, logs: int) -> Iterator[tuple[OffPolicy, OffPolicy]]:
+    """What logs say, without values of states and with those of the policy that logged."""
+    random, candidate = np.random.default_rng(11), tree.logits + moved * tree.direction()
+    chance, plan = np.exp(tree.log_probs(tree.logits).sum(1)), Plan(effect=0.05)
+    ratios = tree.log_probs(candidate) - tree.log_probs(tree.logits)
+    values = tree.values(tree.logits)
+    for _ in range(logs):
+        leaves = random.choice(len(chance), p=chance, size=SESSIONS)
+        rewards = (random.random(SESSIONS) < tree.chances[leaves]) * 1.0
+        sessions = [
+            LoggedSession(str(number), float(reward), tuple(ratios[leaf]), tuple(values[leaf]))
+            for number, (leaf, reward) in enumerate(zip(leaves, rewards, strict=True))
+        ]
+        plain = off_policy([replace(one, values=()) for one in sessions], plan)
+        yield plain, off_policy(sessions, plan)
+
+
+def from_logs(logs: int) -> Iterator[Row]:
+    """Intervals, estimates and refusals against how far the candidate has moved."""
+    tree = Tree()
+    serving = tree.value(tree.logits)
+    for moved in MOVED:
+        candidate = tree.logits + moved * tree.direction()
+        difference = tree.value(candidate) - serving
+        found = list(logged(tree, moved, logs))
+        distance = float(np.mean([plain.log_ratio for plain, _ in found]))
+        said = [(plain, robust) for plain, robust in found if plain.refused is None]
+        case = f"candidate + {difference:.3f}, KL {distance:.2g}"
+        share = float(np.mean([plain.effective_sessions for plain, _ in found])) / SESSIONS
+        yield Row(case, "effective sample size, of a session", share)
+        yield Row(case, "refused", 1 - len(said) / len(found))
+        if not said:
+            continue
+        yield Row(case, "interval, width", float(np.mean([p.upper - p.lower for p, _ in said])))
+        held = float(np.mean([p.lower <= difference <= p.upper for p, _ in said]))
+        yield Row(case, "interval holds the difference", held, "wanted", 0.95, target=1.0)
+        yield Row(case, "promoted", float(np.mean([p.verdict == "promote" for p, _ in said])))
+        truth = serving + difference
+
+        def off(estimates: list[float | None], truth: float = truth) -> float:
+            return float(np.sqrt(np.mean((np.array(estimates, float) - truth) ** 2)))
+
+        plain = off([p.plain for p, _ in said])
+        for name, estimates in (
+            ("self-normalised", [p.self_normalised for p, _ in said]),
+            ("clipped", [p.clipped for p, _ in said]),
+            ("doubly robust, mean of others", [p.doubly_robust for p, _ in said]),
+            ("doubly robust, values", [r.doubly_robust for _, r in said]),
+        ):
+            yield Row(
+                case,
+                f"{name}, off by",
+                off(estimates),
+                "plain weights",
+                plain,
+                more_is_better=False,
+            )
+
+
+def of_tiny_model(folder: str) -> Iterator[Row]:
+    """Later checkpoints of a short run from the sessions of an earlier one, and as they are."""
+    os.environ.setdefault("AGENTSCOPE_DISABLE_CONSOLE_OUTPUT", "true")
+    sys.path.insert(0, str(ROOT / "examples" / "gsm8k"))
+    import main as example
+
+    from tuner import evaluate, tune
+    from tuner.serving.logged import compare_logged
+
+    settings: dict[str, Any] = {
+        "config_path": ROOT / "config.yaml",
+        "overrides": [
+            f"checkpoint_root_dir={folder}",
+            f"buffer.total_steps={LATER[-1]}",
+            "trainer.save_interval=1",
+            f"explorer.eval_interval={LATER[-1]}",
+            "algorithm.optimizer.lr=1e-4",
+        ],
+    }
+    functions = example.run_react_agent, example.judge_function
+    run = tune(*functions, **settings).run_dir
+    checkpoints = {step: run / "checkpoints" / f"step_{step:06d}" for step in (2, *LATER)}
+    tried = evaluate(
+        *functions,
+        candidates=[str(path) for path in checkpoints.values()],
+        k=4,
+        temperature=1.0,
+        output=f"{folder}/tried",
+        **settings,
+    )
+    means = [one.sets["test"].reward.mean for one in tried.candidates]  # type: ignore[union-attr]
+    (traffic,) = Path(folder, "tried").glob("1-*")
+    for (step, path), mean in zip(list(checkpoints.items())[1:], means[1:], strict=True):
+        began = time.perf_counter()
+        found = compare_logged(traffic, path, Plan(effect=0.1), split="test").found
+        seconds = time.perf_counter() - began
+        case = f"tiny model, step {step} from sessions of step 2"
+        yield Row(
+            case, "effective sample size, of a session", found.effective_sessions / found.sessions
+        )
+        if found.refused is not None:
+            yield Row(case, "refused", 1.0, "difference when sampled", mean - means[0])
+            continue
+        yield Row(case, "difference", found.estimate, "when sampled", mean - means[0])
+        yield Row(case, "lower end", found.lower)
+        yield Row(case, "upper end", found.upper)
+        yield Row(case, "s for 800 sessions", seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--deployments", type=int, default=1000)
+    parser.add_argument("--logs", type=int, default=200)
+    parser.add_argument("--without-model", action="store_true", help="leave the tiny model out")
+    arguments = parser.parse_args()
+    rows = [*live(arguments.deployments), *from_logs(arguments.logs)]
+    if not arguments.without_model:
+        with tempfile.TemporaryDirectory() as folder:
+            rows += of_tiny_model(folder)
+    report("promotion", rows, ["numpy", "torch", "transformers"])
+
+
+if __name__ == "__main__":
+    main()
