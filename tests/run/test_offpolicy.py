@@ -68,7 +68,7 @@ def draw(random, logged, candidate, chances, sessions, of_task=1):
 
 def test_the_interval_holds_the_difference_and_finds_a_better_candidate():
     random = np.random.default_rng(0)
-    logged, chances = random.normal(0, 0.5, 8), random.random(8)
+    logged, chances = random.normal(0, 0.5, 8), 0.5 + random.random(8) / 2
     candidate = logged + random.normal(0, 0.7, 8)
     policies = [np.exp(log_probs(one).sum(1)) @ chances for one in (logged, candidate)]
     difference = policies[1] - policies[0]
