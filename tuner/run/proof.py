@@ -301,23 +301,24 @@ class Comparison:
         return int(np.searchsorted(grid_M, margin)), int(np.searchsorted(grid_M, effect))
 
     def _expected_more(self) -> int | None:
-        """Sessions until the first bet wins, if the difference is the estimate, drawn to the
-        planned effect while there are few."""
+        """Sessions until what is bet best wins, if the difference is the estimate, drawn to the
+        planned effect while there are few sessions; about right, and more rather than less."""
         plan, evidence = self.plan, self._evidence
         margin, effect = plan.margin / plan.range, plan.effect / plan.range
         spread, bets_B = float(evidence.spread_D[0]), evidence.bets_DB[0]
-        few = spread / (effect - margin) ** 2
+        few = spread / (effect - margin) ** 2 / 2
         likely = (float(evidence.scores_D[0]) + few * effect) / (evidence.sessions + few)
         found = []
-        at_margin, at_effect = self._places()
-        for side, place, gain, chance in (
-            (0, at_margin, likely - margin, plan.alpha),
-            (1, at_effect, effect - likely, 1 - plan.power),
+        for side, place, gain, chance in zip(
+            (0, 1),
+            self._places(),
+            (likely - margin, effect - likely),
+            (plan.alpha, 1 - plan.power),
+            strict=True,
         ):
-            growth_B = bets_B * gain - bets_B**2 * (spread + gain**2) / 2
-            grows_B = (growth_B > 0) & (evidence.wealth_DMSB[0, place, side] > 0)
-            missing_B = -np.log(chance * evidence.wealth_DMSB[0, place, side][grows_B])
-            found += (missing_B / growth_B[grows_B]).tolist()
+            missing = -math.log(chance * max(float(evidence.e_DMS[0, place, side]), 1e-300))
+            growth = float((bets_B * gain - bets_B**2 * (spread + gain**2) / 2).max())
+            found += [missing / growth] if growth > 0 else []
         return max(1, math.ceil(min(found))) if found else None
 
     def _text(
