@@ -161,7 +161,7 @@ def test_the_command_prints_estimates_or_refuses_and_says_what_is_missing(traine
         (("--candidate", "{checkpoint}", "--proof", "--effect", "0.1"), "name one run, no --proof"),
         (("--candidate", "{checkpoint}", "--effect", "2"), "effect 2.0 and margin 0.0"),
         (
-            ("--candidate", "{checkpoint}", "--effect", "0.1", "--rewards", "0.9", "1"),
+            ("--candidate", "{checkpoint}", "--effect", "0.05", "--rewards", "0.9", "1"),
             "range [0.9, 1]",
         ),
         (

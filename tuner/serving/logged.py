@@ -207,12 +207,12 @@ def _why_not(trace: Trace) -> str | None:
 
 def _unweighed(call: Call) -> str | None:
     """Why a call's weight is not known, or None; what is masked or excluded was sampled, too."""
+    if not call.prompt_ids or not call.completion_ids:
+        return "call_without_ids"
     if call.invalid is not None:
         return "invalid_call"
     if call.undelivered:
         return "undelivered_call"
-    if not call.prompt_ids or not call.completion_ids:
-        return "call_without_ids"
     if call.replayed:
         return "replayed_call"
     return "greedy_call" if call.sampling.temperature == 0 else None
