@@ -45,7 +45,7 @@ GIVEN_UP = 40.0  # the same, after which a deployment counts with what it took
 Z, FIRST_LOOK = 1.6449, 40  # of 5 %; before that a z-test means nothing
 DECISIONS, SESSIONS = 6, 500
 MOVED = (0.0, 0.3, 1.0, 2.0, 4.5, 10.0, 30.0, 100.0)
-LATER = (3, 4, 6, 8)  # checkpoints of the tiny model; the first that logs is that of step 2
+LATER = (3, 5, 8)  # checkpoints of the tiny model; the first that logs is that of step 2
 Array = NDArray[Any]
 Draw = Callable[[np.random.Generator, int, Array], Array]
 
@@ -419,7 +419,6 @@ def of_tiny_model(folder: str) -> Iterator[Row]:
             f"buffer.total_steps={LATER[-1]}",
             "trainer.save_interval=1",
             f"explorer.eval_interval={LATER[-1]}",
-            "algorithm.optimizer.lr=1e-4",
         ],
     }
     functions = example.run_react_agent, example.judge_function
@@ -429,6 +428,7 @@ def of_tiny_model(folder: str) -> Iterator[Row]:
         *functions,
         candidates=[str(path) for path in checkpoints.values()],
         k=4,
+        limit=100,
         temperature=1.0,
         output=f"{folder}/tried",
         **settings,
@@ -449,7 +449,7 @@ def of_tiny_model(folder: str) -> Iterator[Row]:
         yield Row(case, "difference", found.estimate, "when sampled", mean - means[0])
         yield Row(case, "lower end", found.lower)
         yield Row(case, "upper end", found.upper)
-        yield Row(case, "s for 800 sessions", seconds)
+        yield Row(case, "s for 400 sessions", seconds)
 
 
 def main() -> None:

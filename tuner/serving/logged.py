@@ -174,7 +174,7 @@ def _recorded(run: Path, split: str, steps: tuple[int, int] | None) -> Iterable[
 
 def _served(run: Path) -> list[Trace]:
     """The judged sessions of a server."""
-    from tuner.serving.store import ServingStore
+    from tuner.serving.serving_store import ServingStore
 
     store, found, after = ServingStore(run.expanduser() / STORE, readonly=True), [], ""
     while page := store.sessions(judged=True, after=after):
