@@ -13,7 +13,8 @@ from tuner.errors import ConfigError, ModelLoadError, ProofError
 from tuner.loop import run_local
 from tuner.run.directory import RunDirectory
 from tuner.run.proof import Plan
-from tuner.serving.logged import compare_logged, usable
+from tuner.serving.logged import STORE, compare_logged, usable
+from tuner.serving.serving_store import ServingStore
 from tuner.traces import Origin, Outcome, RolloutId, TraceStore, read_traces
 
 PLAN = Plan(effect=0.1)
@@ -124,6 +125,28 @@ def test_masked_and_excluded_tokens_were_sampled_and_count(trained, tmp_path):
         for store in stores
     )
     assert plain.found.mean_weight == pytest.approx(masked.found.mean_weight, rel=1e-12)
+
+
+def test_the_judged_sessions_of_a_server_are_traffic_and_one_without_a_group_is_alone(
+    trained, tmp_path
+):
+    recorded = list(read_traces(trained / "whole" / "traces" / "step_000002.jsonl"))
+    checkpoint = RunDirectory(trained / "whole").checkpoint(2)
+    store = ServingStore(tmp_path / STORE)
+    for number, one in enumerate([*recorded, recorded[0]]):
+        session, group = f"s-{number:04}", "same" if number < 3 else None
+        store.open(session, key=session.encode(), seed=1, group=group)
+        store.add_calls(session, one.calls)
+        if number < len(recorded):
+            store.reward(session, one.reward)
+    store.close()
+    served = compare_logged(tmp_path, checkpoint, PLAN, least_effective=1, device="cpu").found
+    run = compare_logged(
+        trained / "whole", checkpoint, PLAN, steps=(2, 2), least_effective=1, device="cpu"
+    ).found
+    assert (served.sessions, served.tasks) == (12, 10)
+    assert served.effective_sessions == pytest.approx(run.effective_sessions)
+    assert served.left_out == {}
 
 
 def test_the_command_prints_estimates_or_refuses_and_says_what_is_missing(trained, said):

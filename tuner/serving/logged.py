@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -176,10 +177,11 @@ def _served(run: Path) -> list[Trace]:
     """The judged sessions of a server."""
     from tuner.serving.serving_store import ServingStore
 
-    store, found, after = ServingStore(run.expanduser() / STORE, readonly=True), [], ""
-    while page := store.sessions(judged=True, after=after):
-        found += [store.trace(session.id) for session in page]
-        after = page[-1].id
+    found, after = list[Trace](), ""
+    with closing(ServingStore(run.expanduser() / STORE, readonly=True)) as store:
+        while page := store.sessions(judged=True, after=after):
+            found += [store.trace(session.id) for session in page]
+            after = page[-1].id
     return found
 
 
