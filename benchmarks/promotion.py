@@ -22,6 +22,7 @@ are logged, and later checkpoints judged from them, beside what these do when th
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import tempfile
@@ -71,13 +72,19 @@ class Deployment:
     paired: bool = False
 
 
+def drawn(random: np.random.Generator, chance_D: Array) -> Array:
+    """1 with such a chance, else 0."""
+    return np.where(random.random(len(chance_D)) < chance_D, 1.0, 0.0)
+
+
 def bernoulli(serving: float, candidate: float) -> tuple[Draw, tuple[float, float]]:
     """Rewards 0 and 1."""
 
     def draw(random: np.random.Generator, _: int, candidate_D: Array) -> Array:
-        return (random.random(len(candidate_D)) < np.where(candidate_D, candidate, serving)) * 1.0
+        chance_D = np.where(candidate_D, candidate, serving)
+        return drawn(random, chance_D)
 
-    return draw, tuple(float(np.sqrt(p * (1 - p))) for p in (serving, candidate))  # type: ignore[return-value]
+    return draw, (math.sqrt(serving * (1 - serving)), math.sqrt(candidate * (1 - candidate)))
 
 
 def drifting(effect: float) -> Draw:
@@ -85,7 +92,7 @@ def drifting(effect: float) -> Draw:
 
     def draw(random: np.random.Generator, session: int, candidate_D: Array) -> Array:
         level = 0.4 + 0.3 * np.sin(session / 150)
-        return (random.random(len(candidate_D)) < level + effect * candidate_D) * 1.0
+        return drawn(random, level + effect * candidate_D)
 
     return draw
 
@@ -211,11 +218,13 @@ class Playing:
 
     @property
     def won_D(self) -> Array:
-        return self.evidence.peak_DMS[:, 0, 0] >= 1 / self.deployment.plan.alpha
+        won_D: Array = self.evidence.peak_DMS[:, 0, 0] >= 1 / self.deployment.plan.alpha
+        return won_D
 
     @property
     def lost_D(self) -> Array:
-        return self.evidence.peak_DMS[:, 1, 1] >= 1 / (1 - self.deployment.plan.power)
+        lost_D: Array = self.evidence.peak_DMS[:, 1, 1] >= 1 / (1 - self.deployment.plan.power)
+        return lost_D
 
     def go_on_with(self, chosen_D: Array) -> None:
         """Only with some of them."""
@@ -260,10 +269,10 @@ def z_scores(sums_AD: Array, squares_AD: Array, counts_AD: Array, deployment: De
     counts_AD = np.maximum(counts_AD, 2)
     means_AD = sums_AD / counts_AD
     variances_AD = np.maximum(squares_AD / counts_AD - means_AD**2, 1e-9) / counts_AD
-    margin = deployment.plan.margin
-    if deployment.paired:
-        return (means_AD[0] - margin) / np.sqrt(variances_AD[0])
-    return (means_AD[1] - means_AD[0] - margin) / np.sqrt(variances_AD.sum(0))
+    difference_D = means_AD[0] if deployment.paired else means_AD[1] - means_AD[0]
+    variance_D = variances_AD[0] if deployment.paired else variances_AD.sum(0)
+    z_D: Array = (difference_D - deployment.plan.margin) / np.sqrt(variance_D)
+    return z_D
 
 
 def live(count: int) -> Iterator[Row]:
@@ -314,7 +323,8 @@ class Tree:
     def log_probs(self, logits: Array) -> Array:
         """Of each leaf, of each decision on its way."""
         right = logits[self.places]
-        return -np.logaddexp(0, np.where(self.leaves == 1, -right, right))
+        found: Array = -np.logaddexp(0, np.where(self.leaves == 1, -right, right))
+        return found
 
     def value(self, logits: Array) -> float:
         return float(np.exp(self.log_probs(logits).sum(1)) @ self.chances)
@@ -322,13 +332,14 @@ class Tree:
     def direction(self) -> Array:
         """In which the value rises fastest; its largest part is 1."""
         small = 1e-5
-        gradient = np.array(
+        gradient: Array = np.array(
             [
                 self.value(self.logits + small * one) - self.value(self.logits - small * one)
                 for one in np.eye(len(self.logits))
             ]
         )
-        return gradient / np.abs(gradient).max()
+        gradient /= np.abs(gradient).max()
+        return gradient
 
     def values(self, logits: Array) -> Array:
         """Of each leaf the value of the state before each decision."""
@@ -374,12 +385,13 @@ def from_logs(logs: int) -> Iterator[Row]:
         share = float(np.mean([plain.effective_sessions for plain, _ in found])) / SESSIONS
         yield Row(case, "effective sample size, of a session", share)
         yield Row(case, "refused", 1 - len(said) / len(found))
-        missed = sum(not p.lower <= difference <= p.upper for p, _ in said) / len(found)
+        ends = np.array([(p.lower, p.upper) for p, _ in said], float).reshape(-1, 2)
+        missed = float(((ends[:, 0] > difference) | (ends[:, 1] < difference)).sum()) / len(found)
         what = "intervals that miss the difference"
         yield Row(case, what, missed, "allowed", 0.05, target=1.0, more_is_better=False)
         if len(said) < len(found) / 2:
             continue
-        yield Row(case, "interval, width", float(np.mean([p.upper - p.lower for p, _ in said])))
+        yield Row(case, "interval, width", float(np.diff(ends).mean()))
         yield Row(case, "promoted", float(np.mean([p.verdict == "promote" for p, _ in said])))
         truth = serving + difference
 
@@ -446,9 +458,13 @@ def of_tiny_model(folder: str) -> Iterator[Row]:
         if found.refused is not None:
             yield Row(case, "refused", 1.0, "difference when sampled", mean - means[0])
             continue
-        yield Row(case, "difference", found.estimate, "when sampled", mean - means[0])
-        yield Row(case, "lower end", found.lower)
-        yield Row(case, "upper end", found.upper)
+        sampled = mean - means[0]
+        for what, value in (
+            ("difference", found.estimate),
+            ("lower end", found.lower),
+            ("upper end", found.upper),
+        ):
+            yield Row(case, what, float(value or 0.0), "when sampled", sampled)
         yield Row(case, "s for 400 sessions", seconds)
 
 

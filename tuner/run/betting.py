@@ -77,8 +77,8 @@ class Evidence:
     @property
     def bets_DB(self) -> Floats:
         """What is bet next, where the worst that may come allows it."""
-        kelly_D: Floats = self._target / self.spread_D
-        return kelly_D[:, None] * _BETS
+        bets_DB: Floats = (self._target / self.spread_D)[:, None] * _BETS
+        return bets_DB
 
     @property
     def spread_D(self) -> Floats:
