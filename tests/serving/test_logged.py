@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -46,20 +47,30 @@ def trained(random_model_path, tmp_path_factory):
     return root / "p"
 
 
+def elsewhere(run, folder):
+    """The traces of a run in a folder of their own: nobody knows what has learned from them."""
+    folder.mkdir(exist_ok=True)
+    shutil.copytree(run / "traces", folder / "traces")
+    shutil.copy(run / "config.yaml", folder)
+    return folder
+
+
 @pytest.mark.parametrize("name", ["whole", "adapter"])
-def test_the_weights_of_what_sampled_are_one_and_of_what_came_later_are_not(trained, name):
+def test_the_weights_of_what_sampled_are_one_and_of_what_came_later_are_not(
+    trained, name, tmp_path
+):
     """Step 2 was sampled by the checkpoint of step 1."""
     run = trained / name
     same, later = (
         compare_logged(
-            run,
+            folder,
             RunDirectory(run).checkpoint(step),
             PLAN,
             steps=(2, 2),
             least_effective=1,
             device="cpu",
         )
-        for step in (1, 2)
+        for folder, step in ((run, 1), (elsewhere(run, tmp_path), 2))
     )
     assert same.versions == later.versions == (1, 1)
     assert same.found.sessions == 12
@@ -69,6 +80,17 @@ def test_the_weights_of_what_sampled_are_one_and_of_what_came_later_are_not(trai
     assert same.found.estimate == pytest.approx(0, abs=1e-3)
     assert later.found.effective_sessions < 11.99
     assert later.candidate == f"{name} step 2"
+
+
+def test_what_the_candidate_has_learned_from_says_nothing_of_it(trained):
+    """Its own rewards made it: on them it looks better than it is."""
+    run = trained / "whole"
+    found = compare_logged(
+        run, RunDirectory(run).checkpoint(1), PLAN, least_effective=1, device="cpu"
+    ).found
+    assert (found.sessions, found.left_out) == (12, {"trained_the_candidate": 12})
+    with pytest.raises(ProofError, match=r"0 logged sessions .* 24 trained_the_candidate"):
+        compare_logged(run, run, PLAN, device="cpu")
 
 
 def test_a_candidates_log_probs_are_those_of_its_own_forward_pass(trained, tmp_path):
@@ -142,7 +164,12 @@ def test_the_judged_sessions_of_a_server_are_traffic_and_one_without_a_group_is_
     store.close()
     served = compare_logged(tmp_path, checkpoint, PLAN, least_effective=1, device="cpu").found
     run = compare_logged(
-        trained / "whole", checkpoint, PLAN, steps=(2, 2), least_effective=1, device="cpu"
+        elsewhere(trained / "whole", tmp_path / "run"),
+        checkpoint,
+        PLAN,
+        steps=(2, 2),
+        least_effective=1,
+        device="cpu",
     ).found
     assert (served.sessions, served.tasks) == (12, 10)
     assert served.effective_sessions == pytest.approx(run.effective_sessions)

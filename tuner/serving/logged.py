@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from tuner.training.forward.layouts import Forward
 
 STORE = "serving.sqlite"
+_LEARNED = ("train", "serve")
+"""Splits whose steps are the updates that learned from them; 0: none did."""
+_ALL = 10**9
 _TOKENS = 16_384
 """Tokens of one forward pass; fewer where there is no room for them."""
 
@@ -128,7 +131,8 @@ def compare_logged(
     chosen = find_candidate(candidate)
     served = (run.expanduser() / STORE).is_file()
     traces = _served(run) if served else list(_recorded(run, split, steps))
-    used, left_out = usable(traces)
+    own = chosen.run is not None and chosen.run.path.resolve() == run.expanduser().resolve()
+    used, left_out = usable(traces, trained_by=(chosen.step or _ALL) if own else 0)
     for trace in used:
         plan.scaled(trace.reward if trace.reward is not None else 0.0, f"session {trace.id}")
     check_enough(len(used), left_out)
@@ -160,7 +164,7 @@ def _recorded(run: Path, split: str, steps: tuple[int, int] | None) -> Iterable[
     """The traces of a run's steps, those of replaced attempts left out."""
     directory = RunDirectory(run.expanduser())
     prefix = "" if split == "train" else f"{split}_"
-    first, last = steps or (0, 10**9)
+    first, last = steps or (0, _ALL)
     paths = sorted(directory.traces.glob(f"{prefix}step_[0-9]*.jsonl"))
     chosen = [path for path in paths if first <= int(path.stem.rpartition("_")[2]) <= last]
     if not chosen:
@@ -185,11 +189,18 @@ def _served(run: Path) -> list[Trace]:
     return found
 
 
-def usable(traces: Iterable[Trace]) -> tuple[list[Trace], dict[str, int]]:
-    """The traces whose weight is known, and how many are left out by reason."""
+def usable(traces: Iterable[Trace], *, trained_by: int = 0) -> tuple[list[Trace], dict[str, int]]:
+    """The traces whose weight is known, and how many are left out by reason.
+
+    Args:
+        traces: In any order.
+        trained_by: The candidate has learned from the sessions of updates up to this one. Of what
+            it was made to do more often it would be said that it is good.
+    """
     used, reasons = [], Counter[str]()
     for trace in traces:
-        if (reason := _why_not(trace)) is None:
+        learned = trace.id.split in _LEARNED and 0 < trace.id.step <= trained_by
+        if (reason := "trained_the_candidate" if learned else _why_not(trace)) is None:
             used.append(trace)
         else:
             reasons[reason] += 1
