@@ -31,6 +31,7 @@ def config_of(folder: Path, *settings: str) -> Any:
         f"model.model_path={TINY_MODEL}",
         "model.max_model_len=512",
         "tuner.device=cpu",
+        "tuner.reasoning=keep",  # the tiny model thinks, and agents do not send that back
         "tuner.serving.log=false",
     ]
     return with_default_model(checked(read_layers(None, overrides=[*own, *settings])))
@@ -46,7 +47,10 @@ async def served(folder: Path, *settings: str) -> AsyncIterator[Asking]:
         assert server.door is not None
         root = server.door.base_url.removesuffix("/v1")
         async with httpx.AsyncClient(base_url=root, trust_env=False) as http:
-            yield Asking(http, root, server)
+            asking = Asking(http, root, server)
+            yield asking
+            for client in asking.clients:
+                await client.close()
 
 
 class Asking:
@@ -60,6 +64,7 @@ class Asking:
 
     def __init__(self, http: httpx.AsyncClient, root: str, server: Server) -> None:
         self.http, self.root, self.server = http, root, server
+        self.clients: list[openai.AsyncOpenAI] = []
 
     async def control(
         self, method: str, path: str, key: str | None = ADMIN, **rest: Any
@@ -85,7 +90,9 @@ class Asking:
     def client(self, key: str, **options: Any) -> openai.AsyncOpenAI:
         """OpenAI's client with a key."""
         options = {"max_retries": 0, **options}
-        return openai.AsyncOpenAI(base_url=f"{self.root}/v1", api_key=key, **options)
+        client = openai.AsyncOpenAI(base_url=f"{self.root}/v1", api_key=key, **options)
+        self.clients.append(client)
+        return client
 
     def calls(self, session: str) -> list[StoredCall]:
         """What is stored of a session."""
@@ -101,7 +108,7 @@ async def say(
 ) -> Any:
     """One turn: `messages` grow by what is said and answered; the raw response."""
     messages.append({"role": "user", "content": text})
-    asked = {"max_tokens": 12, **asked}
+    asked = {"max_tokens": 40, "temperature": 0, **asked}
     raw = await client.chat.completions.with_raw_response.create(
         model=MODEL, messages=list(messages), **asked
     )

@@ -21,15 +21,15 @@ async def test_a_session_is_opened_used_judged_and_ended(asking):
         "group": "g",
         "metadata": {"user": 7},
         "tags": ["a"],
-        "sampling": {"temperature": 0, "max_tokens": 9},
+        "sampling": {"temperature": 0.5, "max_tokens": 9},
     }
     id_, key = await asking.opened(**given)
     assert re.fullmatch(r"s-[0-9a-f]{24}", id_)
     assert key.startswith("sk-tuner-")
-    await say(asking.client(f"{key}.solver"), [], "2+40?", max_tokens=None)
+    await say(asking.client(f"{key}.solver"), [], "2+40?", max_tokens=None, temperature=None)
     (stored,) = asking.calls(id_)
     assert stored.call.role == "solver"
-    assert (stored.call.sampling.temperature, stored.call.sampling.max_tokens) == (0, 9)
+    assert (stored.call.sampling.temperature, stored.call.sampling.max_tokens) == (0.5, 9)
     path = f"/sessions/{id_}"
     calls = (await asking.control("GET", f"{path}/calls", key)).json()["calls"]
     assert [(one["id"], one["tokens"]) for one in calls] == [
@@ -301,8 +301,12 @@ async def test_answers_are_as_the_description_says(asking):
     assert tried == routes
 
 
-async def test_health_needs_no_key_and_metrics_no_key_on_this_machine(asking):
+async def test_health_needs_no_key_and_metrics_no_key_on_this_machine(asking, monkeypatch):
     assert (await asking.http.get("/healthz")).json() == {"status": "ok"}
+    engine = type(asking.server.stack.engine)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "failure", property(lambda _: RuntimeError("a test")))
+        assert (await asking.http.get("/healthz")).status_code == 503
     id_, key = await asking.opened()
     await say(asking.client(key), [], "hi")
     await asking.control("POST", f"/sessions/{id_}/reward", json={"reward": 1})

@@ -5,7 +5,7 @@ import asyncio
 import openai
 import pytest
 
-from tests.serving.served import MODEL, config_of, say, served, until
+from tests.serving.served import MODEL, QUESTION, config_of, say, served, until
 from tuner.errors import ConfigError
 from tuner.serving.callers import Rates, TooOften
 from tuner.serving.hosting import admin_key_for
@@ -109,21 +109,43 @@ async def test_what_is_cut_off_is_stored_as_undelivered(tmp_path):
     async with served(tmp_path) as asking:
         id_, key = await asking.opened()
         client = asking.client(key)
+        ends = asking.server.stack.gateway.renderer.turn_ends
         stream = await client.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": "hi"}], stream=True, max_tokens=400
+            model=MODEL,
+            messages=[{"role": "user", "content": "hi"}],
+            stream=True,
+            max_tokens=450,
+            logit_bias={str(end): -100 for end in ends},  # it goes on to the limit
         )
-        await anext(aiter(stream))
+        async for chunk in stream:
+            if chunk.choices[0].delta.content:
+                break
         await asking.control("POST", f"/sessions/{id_}/end")
         calls = asking.calls(id_)
         await stream.close()
-    assert [one.call.undelivered for one in calls] in ([True], [False])
+    assert [one.call.undelivered for one in calls] == [True]
+    assert calls[0].call.sampled_tokens > 0
+
+
+async def test_what_is_in_flight_ends_before_the_server_does(tmp_path):
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 60}
+    async with served(tmp_path) as asking:
+        id_, key = await asking.opened()
+        client = openai.AsyncOpenAI(base_url=f"{asking.root}/v1", api_key=key, max_retries=0)
+        answer = asyncio.ensure_future(client.chat.completions.create(**asked))
+        await until(lambda: asking.server.live.busy(id_) or answer.done())
+    tokens = (await answer).usage.completion_tokens
+    await client.close()
+    async with served(tmp_path) as asking:
+        (stored,) = asking.calls(id_)
+        assert (stored.call.undelivered, stored.call.sampled_tokens) == (False, tokens)
 
 
 async def test_sessions_that_rest_are_made_again(tmp_path, monkeypatch):
     async with served(tmp_path) as asking:
         id_, key = await asking.opened()
         talk = []
-        await say(asking.client(key), talk, "hi")
+        await say(asking.client(key), talk, QUESTION)
         monkeypatch.setattr("tuner.serving.routing.RESTING_SECONDS", -1)
         await asking.server.tidy()
         assert asking.server.live.count == 0

@@ -58,6 +58,17 @@ async def test_a_call_that_is_redacted_keeps_no_tokens_and_is_counted(tmp_path, 
             assert b"Tom" not in path.read_bytes(), path
 
 
+async def test_a_redacted_question_may_be_asked_again_after_a_restart(tmp_path, setting):
+    ids = []
+    for _ in range(3):
+        async with served(tmp_path, f"{setting}hide") as asking:
+            if not ids:
+                id_, key = await asking.opened()
+            await say(asking.client(key), [], "Tom has 5 pens")
+            ids = [one.call.id for one in asking.calls(id_)]
+    assert len(set(ids)) == 3
+
+
 async def test_what_has_nothing_to_redact_is_as_it_was(tmp_path, setting):
     async with served(tmp_path, f"{setting}hide") as asking:
         id_, key = await asking.opened()

@@ -14,7 +14,7 @@ import openai
 import pytest
 import yaml
 
-from tests.serving.served import ADMIN, MODEL, say, served
+from tests.serving.served import ADMIN, MODEL, QUESTION, say, served
 from tuner.serving.serving_store import ServingStore
 from tuner.tune import TINY_MODEL
 
@@ -33,7 +33,7 @@ class Process:
             "name": "run",
             "checkpoint_root_dir": str(folder),
             "model": {"model_path": str(TINY_MODEL), "max_model_len": 512},
-            "tuner": {"device": "cpu"},
+            "tuner": {"device": "cpu", "reasoning": "keep"},
         }
         (folder / "config.yaml").write_text(yaml.safe_dump(settings))
 
@@ -87,7 +87,7 @@ async def process(tmp_path):
 async def test_a_conversation_goes_on_with_the_sampled_ids_after_a_kill(process):
     opened = (await process.control("POST", "/sessions", {"task": {"q": 1}})).json()
     client, talk = process.client(opened["key"]), []
-    for text in ("hi", "why?"):
+    for text in (QUESTION, "why?"):
         await say(client, talk, text)
     process.end()
     before = process.stored(opened["id"])
@@ -161,11 +161,13 @@ async def test_limits_count_what_was_before_a_restart(tmp_path):
 async def test_a_response_is_gone_on_from_after_a_restart(tmp_path):
     async def answer(asking, key, text, **asked):
         client = asking.client(key)
-        return await client.responses.create(model=MODEL, input=text, max_output_tokens=16, **asked)
+        return await client.responses.create(
+            model=MODEL, input=text, max_output_tokens=40, temperature=0, **asked
+        )
 
     async with served(tmp_path) as asking:
         id_, key = await asking.opened()
-        first = await answer(asking, key, "hi")
+        first = await answer(asking, key, QUESTION)
     async with served(tmp_path) as asking:
         await answer(asking, key, "why?", previous_response_id=first.id)
         before, after = (one.call for one in asking.calls(id_))
@@ -209,7 +211,7 @@ async def test_an_application_goes_on_in_its_session_after_a_restart(tmp_path):
     talk = []
     async with served(tmp_path) as asking:
         key = await asking.application()
-        first = (await say(asking.client(key), talk, "hi")).headers["x-tuner-session"]
+        first = (await say(asking.client(key), talk, QUESTION)).headers["x-tuner-session"]
     async with served(tmp_path) as asking:
         then = (await say(asking.client(key), talk, "why?")).headers["x-tuner-session"]
         calls = [one.call for one in asking.calls(first)]

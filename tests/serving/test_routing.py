@@ -6,7 +6,7 @@ import itertools
 import anthropic
 import pytest
 
-from tests.serving.served import MODEL, say, served
+from tests.serving.served import MODEL, QUESTION, say, served
 
 HEADER = "x-tuner-session"
 
@@ -55,7 +55,7 @@ async def test_a_name_of_another_application_is_not_known(asking):
 
 async def test_a_conversation_goes_on_in_its_session(asking):
     client, talk = asking.client(await asking.application()), []
-    raws = [await say(client, talk, text) for text in ("hi", "why?", "so?")]
+    raws = [await say(client, talk, text) for text in (QUESTION, "why?", "so?")]
     assert len({session_of(raw) for raw in raws}) == 1
     calls = [one.call for one in asking.calls(session_of(raws[0]))]
     for before, after in itertools.pairwise(calls):
@@ -148,7 +148,8 @@ async def test_anthropics_client_with_an_applications_key(asking):
     talk = [{"role": "user", "content": "hi"}]
     asked = {"model": MODEL, "max_tokens": 12}
     first = await client.messages.with_raw_response.create(messages=talk, **asked)
-    said = [block.model_dump(include={"type", "text"}) for block in first.parse().content]
+    answer = await first.parse()
+    said = [block.model_dump(include={"type", "text"}) for block in answer.content]
     talk += [{"role": "assistant", "content": said}, {"role": "user", "content": "why?"}]
     async with client.messages.stream(messages=talk, **asked) as stream:
         await stream.get_final_message()
