@@ -48,8 +48,8 @@ def test_doubly_robust_has_no_bias_whatever_the_values(logged, candidate, chance
         values = tuple(of_states[state] for state in states)
         session = LoggedSession("t", 0.0, tuple(of_leaf), values)
         won = chances[LEAVES.index(leaf)]
-        mean += chance * won * _robust(replace(session, reward=1.0), 0.0)
-        mean += chance * (1 - won) * _robust(session, 0.0)
+        mean += chance * won * _robust(replace(session, reward=1.0))
+        mean += chance * (1 - won) * _robust(session)
     truth = float(np.exp(log_probs(candidate).sum(1)) @ np.array(chances))
     assert mean == pytest.approx(truth, abs=1e-9)
 
@@ -68,7 +68,7 @@ def draw(random, logged, candidate, chances, sessions, of_task=1):
 
 def test_the_interval_holds_the_difference_and_finds_a_better_candidate():
     random = np.random.default_rng(0)
-    logged, chances = random.normal(0, 0.5, 8), random.random(8)
+    logged, chances = random.normal(0, 0.5, 8), 0.5 + random.random(8) / 2
     candidate = logged + random.normal(0, 0.7, 8)
     policies = [np.exp(log_probs(one).sum(1)) @ chances for one in (logged, candidate)]
     difference = policies[1] - policies[0]
@@ -78,6 +78,20 @@ def test_the_interval_holds_the_difference_and_finds_a_better_candidate():
     assert np.mean([one.estimate for one in found]) == pytest.approx(difference, abs=0.01)
     plain = np.std([one.plain for one in found])
     assert np.std([one.doubly_robust for one in found]) < plain
+
+
+def test_one_value_for_all_states_is_a_baseline():
+    """What a session says with the mean of the others, and with that as its values."""
+    random = np.random.default_rng(1)
+    logged, chances = random.normal(0, 0.5, 8), random.random(8)
+    sessions = draw(random, logged, logged + 0.3, chances, 60, of_task=1)
+    rewards = np.array([one.reward for one in sessions])
+    others = (rewards.sum() - rewards) / 59
+    told = [
+        replace(one, values=(float(mean),) * DEPTH)
+        for one, mean in zip(sessions, others, strict=True)
+    ]
+    assert off_policy(told, PLAN).estimate == pytest.approx(off_policy(sessions, PLAN).estimate)
 
 
 def test_an_interval_of_heavy_weights_holds_too():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,8 @@ from tuner.errors import ConfigError, ModelLoadError, ProofError
 from tuner.loop import run_local
 from tuner.run.directory import RunDirectory
 from tuner.run.proof import Plan
-from tuner.serving.logged import compare_logged, usable
+from tuner.serving.logged import STORE, compare_logged, usable
+from tuner.serving.serving_store import ServingStore
 from tuner.traces import Origin, Outcome, RolloutId, TraceStore, read_traces
 
 PLAN = Plan(effect=0.1)
@@ -45,20 +47,30 @@ def trained(random_model_path, tmp_path_factory):
     return root / "p"
 
 
+def elsewhere(run, folder):
+    """The traces of a run in a folder of their own: nobody knows what has learned from them."""
+    folder.mkdir(exist_ok=True)
+    shutil.copytree(run / "traces", folder / "traces")
+    shutil.copy(run / "config.yaml", folder)
+    return folder
+
+
 @pytest.mark.parametrize("name", ["whole", "adapter"])
-def test_the_weights_of_what_sampled_are_one_and_of_what_came_later_are_not(trained, name):
+def test_the_weights_of_what_sampled_are_one_and_of_what_came_later_are_not(
+    trained, name, tmp_path
+):
     """Step 2 was sampled by the checkpoint of step 1."""
     run = trained / name
     same, later = (
         compare_logged(
-            run,
+            folder,
             RunDirectory(run).checkpoint(step),
             PLAN,
             steps=(2, 2),
             least_effective=1,
             device="cpu",
         )
-        for step in (1, 2)
+        for folder, step in ((run, 1), (elsewhere(run, tmp_path), 2))
     )
     assert same.versions == later.versions == (1, 1)
     assert same.found.sessions == 12
@@ -68,6 +80,17 @@ def test_the_weights_of_what_sampled_are_one_and_of_what_came_later_are_not(trai
     assert same.found.estimate == pytest.approx(0, abs=1e-3)
     assert later.found.effective_sessions < 11.99
     assert later.candidate == f"{name} step 2"
+
+
+def test_what_the_candidate_has_learned_from_says_nothing_of_it(trained):
+    """Its own rewards made it: on them it looks better than it is."""
+    run = trained / "whole"
+    found = compare_logged(
+        run, RunDirectory(run).checkpoint(1), PLAN, least_effective=1, device="cpu"
+    ).found
+    assert (found.sessions, found.left_out) == (12, {"trained_the_candidate": 12})
+    with pytest.raises(ProofError, match=r"0 logged sessions .* 24 trained_the_candidate"):
+        compare_logged(run, run, PLAN, device="cpu")
 
 
 def test_a_candidates_log_probs_are_those_of_its_own_forward_pass(trained, tmp_path):
@@ -126,6 +149,33 @@ def test_masked_and_excluded_tokens_were_sampled_and_count(trained, tmp_path):
     assert plain.found.mean_weight == pytest.approx(masked.found.mean_weight, rel=1e-12)
 
 
+def test_the_judged_sessions_of_a_server_are_traffic_and_one_without_a_group_is_alone(
+    trained, tmp_path
+):
+    recorded = list(read_traces(trained / "whole" / "traces" / "step_000002.jsonl"))
+    checkpoint = RunDirectory(trained / "whole").checkpoint(2)
+    store = ServingStore(tmp_path / STORE)
+    for number, one in enumerate([*recorded, recorded[0]]):
+        session, group = f"s-{number:04}", "same" if number < 3 else None
+        store.open(session, key=session.encode(), seed=1, group=group)
+        store.add_calls(session, one.calls)
+        if number < len(recorded):
+            store.reward(session, one.reward)
+    store.close()
+    served = compare_logged(tmp_path, checkpoint, PLAN, least_effective=1, device="cpu").found
+    run = compare_logged(
+        elsewhere(trained / "whole", tmp_path / "run"),
+        checkpoint,
+        PLAN,
+        steps=(2, 2),
+        least_effective=1,
+        device="cpu",
+    ).found
+    assert (served.sessions, served.tasks) == (12, 10)
+    assert served.effective_sessions == pytest.approx(run.effective_sessions)
+    assert served.left_out == {}
+
+
 def test_the_command_prints_estimates_or_refuses_and_says_what_is_missing(trained, said):
     run = trained / "whole"
     checkpoint = RunDirectory(run).checkpoint(1)
@@ -161,7 +211,7 @@ def test_the_command_prints_estimates_or_refuses_and_says_what_is_missing(traine
         (("--candidate", "{checkpoint}", "--proof", "--effect", "0.1"), "name one run, no --proof"),
         (("--candidate", "{checkpoint}", "--effect", "2"), "effect 2.0 and margin 0.0"),
         (
-            ("--candidate", "{checkpoint}", "--effect", "0.1", "--rewards", "0.9", "1"),
+            ("--candidate", "{checkpoint}", "--effect", "0.05", "--rewards", "0.9", "1"),
             "range [0.9, 1]",
         ),
         (

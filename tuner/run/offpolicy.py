@@ -224,9 +224,10 @@ def _estimated(
     """The estimates and the interval, where weights say something."""
     clipped_N = np.minimum(weights_N, clip)
     baselines_N = _others(rewards_N, tasks_N)
-    robust_N = np.array(
-        [_robust(one, baseline) for one, baseline in zip(sessions, baselines_N, strict=True)]
-    )
+    robust_N = baselines_N + weights_N * (rewards_N - baselines_N)
+    for place, session in enumerate(sessions):
+        if session.values:
+            robust_N[place] = _robust(session)
     estimate = float(parts_N @ (robust_N - rewards_N))
     lower, upper = interval(weights_N, rewards_N, tasks_N, plan)
     verdict: Verdict = "not yet"
@@ -251,9 +252,10 @@ def _estimated(
     return found.model_copy(update={"text": _text(found, plan)})
 
 
-def _robust(session: LoggedSession, baseline: float) -> float:
-    """v_1 + sum_t w_1..t (v_t+1 - v_t), with the reward as the last value."""
-    values = [*(session.values or [baseline] * len(session.log_ratios)), session.reward]
+def _robust(session: LoggedSession) -> float:
+    """v_1 + sum_t rho_1..t (v_t+1 - v_t), with the reward as the last value; where the values are
+    one value v it is v + w (R - v)."""
+    values = [*session.values, session.reward]
     weights = np.exp(np.clip(np.cumsum(session.log_ratios), -_FARTHEST, _FARTHEST))
     return float(values[0] + weights @ np.diff(values))
 

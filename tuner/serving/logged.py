@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from tuner.training.forward.layouts import Forward
 
 STORE = "serving.sqlite"
+_LEARNED = ("train", "serve")
+"""Splits whose steps are the updates that learned from them; 0: none did."""
+_ALL = 10**9
 _TOKENS = 16_384
 """Tokens of one forward pass; fewer where there is no room for them."""
 
@@ -127,7 +131,8 @@ def compare_logged(
     chosen = find_candidate(candidate)
     served = (run.expanduser() / STORE).is_file()
     traces = _served(run) if served else list(_recorded(run, split, steps))
-    used, left_out = usable(traces)
+    own = chosen.run is not None and chosen.run.path.resolve() == run.expanduser().resolve()
+    used, left_out = usable(traces, trained_by=(chosen.step or _ALL) if own else 0)
     for trace in used:
         plan.scaled(trace.reward if trace.reward is not None else 0.0, f"session {trace.id}")
     check_enough(len(used), left_out)
@@ -159,7 +164,7 @@ def _recorded(run: Path, split: str, steps: tuple[int, int] | None) -> Iterable[
     """The traces of a run's steps, those of replaced attempts left out."""
     directory = RunDirectory(run.expanduser())
     prefix = "" if split == "train" else f"{split}_"
-    first, last = steps or (0, 10**9)
+    first, last = steps or (0, _ALL)
     paths = sorted(directory.traces.glob(f"{prefix}step_[0-9]*.jsonl"))
     chosen = [path for path in paths if first <= int(path.stem.rpartition("_")[2]) <= last]
     if not chosen:
@@ -174,20 +179,28 @@ def _recorded(run: Path, split: str, steps: tuple[int, int] | None) -> Iterable[
 
 def _served(run: Path) -> list[Trace]:
     """The judged sessions of a server."""
-    from tuner.serving.store import ServingStore
+    from tuner.serving.serving_store import ServingStore
 
-    store, found, after = ServingStore(run.expanduser() / STORE, readonly=True), [], ""
-    while page := store.sessions(judged=True, after=after):
-        found += [store.trace(session.id) for session in page]
-        after = page[-1].id
+    found, after = list[Trace](), ""
+    with closing(ServingStore(run.expanduser() / STORE, readonly=True)) as store:
+        while page := store.sessions(judged=True, after=after):
+            found += [store.trace(session.id) for session in page]
+            after = page[-1].id
     return found
 
 
-def usable(traces: Iterable[Trace]) -> tuple[list[Trace], dict[str, int]]:
-    """The traces whose weight is known, and how many are left out by reason."""
+def usable(traces: Iterable[Trace], *, trained_by: int = 0) -> tuple[list[Trace], dict[str, int]]:
+    """The traces whose weight is known, and how many are left out by reason.
+
+    Args:
+        traces: In any order.
+        trained_by: The candidate has learned from the sessions of updates up to this one. Of what
+            it was made to do more often it would be said that it is good.
+    """
     used, reasons = [], Counter[str]()
     for trace in traces:
-        if (reason := _why_not(trace)) is None:
+        learned = trace.id.split in _LEARNED and 0 < trace.id.step <= trained_by
+        if (reason := "trained_the_candidate" if learned else _why_not(trace)) is None:
             used.append(trace)
         else:
             reasons[reason] += 1
@@ -207,12 +220,12 @@ def _why_not(trace: Trace) -> str | None:
 
 def _unweighed(call: Call) -> str | None:
     """Why a call's weight is not known, or None; what is masked or excluded was sampled, too."""
+    if not call.prompt_ids or not call.completion_ids:
+        return "call_without_ids"
     if call.invalid is not None:
         return "invalid_call"
     if call.undelivered:
         return "undelivered_call"
-    if not call.prompt_ids or not call.completion_ids:
-        return "call_without_ids"
     if call.replayed:
         return "replayed_call"
     return "greedy_call" if call.sampling.temperature == 0 else None
