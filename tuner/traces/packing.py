@@ -35,23 +35,9 @@ def pack(trace: dict[str, Any], text: Callable[[Any], str]) -> dict[str, Any]:
         trace: What `tuner.traces.plain.to_plain` gives for a trace.
         text: A message, or a list of tools, as JSON.
     """
-    messages, tools = _Distinct(text), _Distinct(text)
-    ids, talks = _Earlier(), _Earlier()
-    calls = []
-    for call in trace["calls"]:
-        sent = tuple(messages.number(message) for message in call["messages"])
-        response = messages.number(call["response"])
-        calls.append(
-            {
-                **call,
-                "prompt_ids": ids.refer(tuple(call["prompt_ids"]), tuple(call["completion_ids"])),
-                "messages": talks.refer(sent, (response,)),
-                "response": response,
-                "tools": tools.number(call["tools"]),
-            }
-        )
-    distinct = {"messages": messages.items, "tools": tools.items}
-    return {"format": FORMAT, **trace, "distinct": distinct, "calls": calls}
+    packer = Packer(text)
+    calls = [packer.call(call) for call in trace["calls"]]
+    return {"format": FORMAT, **trace, "distinct": packer.distinct, "calls": calls}
 
 
 def unpack(data: dict[str, Any]) -> dict[str, Any]:
@@ -112,6 +98,36 @@ def is_one_path(data: dict[str, Any]) -> bool:
 def _resolve(reference: Reference, earlier: Sequence[list[int]]) -> list[int]:
     call, shared, new = reference
     return [*earlier[call][:shared], *new] if shared else list(new)
+
+
+class Packer:
+    """Packs the calls of one trace, as they come.
+
+    Args:
+        text: A message, or a list of tools, as JSON.
+
+    Attributes:
+        distinct: The messages and lists of tools that were new in calls so far; it grows at its
+            ends.
+    """
+
+    def __init__(self, text: Callable[[Any], str]) -> None:
+        self._messages, self._tools = _Distinct(text), _Distinct(text)
+        self._ids, self._talks = _Earlier(), _Earlier()
+        self.distinct = {"messages": self._messages.items, "tools": self._tools.items}
+
+    def call(self, call: dict[str, Any]) -> dict[str, Any]:
+        """The next call of a trace of format 1 in the stored form."""
+        sent = tuple(self._messages.number(message) for message in call["messages"])
+        response = self._messages.number(call["response"])
+        begin, end = tuple(call["prompt_ids"]), tuple(call["completion_ids"])
+        return {
+            **call,
+            "prompt_ids": self._ids.refer(begin, end),
+            "messages": self._talks.refer(sent, (response,)),
+            "response": response,
+            "tools": self._tools.number(call["tools"]),
+        }
 
 
 class _Distinct:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.errors import TunerError
-from tuner.traces.packing import pack, unpack
+from tuner.traces.packing import Packer, pack, unpack
 from tuner.traces.plain import from_plain, to_plain
 from tuner.traces.trace import RolloutId, Trace
 
@@ -104,6 +104,11 @@ def trace_from_json(data: dict[str, Any]) -> Trace:
         ValueError, LookupError, TypeError: It is not a trace.
     """
     return from_plain(Trace, unpack(data))
+
+
+def call_packer() -> Packer:
+    """What packs the calls of one trace, as they come."""
+    return Packer(_AS_ASCII)
 
 
 def trace_line(data: dict[str, Any]) -> bytes:

@@ -1,0 +1,171 @@
+"""The file of a server: its tables, transactions, and who may read beside the writer.
+
+SQLite in WAL mode with `synchronous = NORMAL`: what was committed outlives the process, however it
+ends. A machine that loses power may lose the last moments, and the file stays whole.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+from tuner.errors import TunerError
+
+VERSION = 1
+BUSY_SECONDS = 10.0
+
+_SCHEMA = """
+CREATE TABLE applications (name TEXT PRIMARY KEY, key BLOB NOT NULL UNIQUE, made REAL NOT NULL);
+-- Numbers are not used again, so that the ids of traces stay unique where sessions are deleted.
+CREATE TABLE groups (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, application TEXT NOT NULL, name TEXT,
+    members INTEGER NOT NULL DEFAULT 1, UNIQUE (application, name)
+);
+CREATE TABLE sessions (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, key BLOB NOT NULL UNIQUE,
+    opening BLOB, application TEXT, "group" TEXT, seed INTEGER NOT NULL,
+    task TEXT NOT NULL DEFAULT '{}', metadata TEXT NOT NULL DEFAULT '{}',
+    tags TEXT NOT NULL DEFAULT '[]', limits TEXT NOT NULL DEFAULT '{}',
+    sampling TEXT NOT NULL DEFAULT '{}',
+    task_number INTEGER NOT NULL, rollout INTEGER NOT NULL,
+    opened REAL NOT NULL, last_call REAL, ended REAL,
+    calls INTEGER NOT NULL DEFAULT 0, sampled_tokens INTEGER NOT NULL DEFAULT 0,
+    redacted INTEGER NOT NULL DEFAULT 0, lowest INTEGER, highest INTEGER,
+    reward REAL, feedback TEXT, judged INTEGER NOT NULL DEFAULT 0, trained INTEGER
+);
+CREATE INDEX of_group ON sessions ("group", application);
+CREATE INDEX of_application ON sessions (application, id);
+CREATE INDEX unjudged ON sessions (id) WHERE NOT judged;
+CREATE INDEX untrained ON sessions (id) WHERE judged AND trained IS NULL;
+CREATE INDEX open_sessions ON sessions (last_call) WHERE ended IS NULL;
+CREATE INDEX ended_sessions ON sessions (ended) WHERE ended IS NOT NULL;
+CREATE TABLE calls (
+    number INTEGER PRIMARY KEY, session INTEGER NOT NULL REFERENCES sessions ON DELETE CASCADE,
+    id TEXT NOT NULL, request TEXT, undelivered INTEGER NOT NULL, redacted INTEGER NOT NULL,
+    talk BLOB, continued INTEGER NOT NULL DEFAULT 0, reward REAL, data BLOB NOT NULL,
+    UNIQUE (session, id)
+);
+CREATE INDEX of_request ON calls (request, session) WHERE request IS NOT NULL;
+CREATE INDEX of_talk ON calls (talk) WHERE talk IS NOT NULL;
+CREATE TABLE rewards (
+    number INTEGER PRIMARY KEY, session INTEGER NOT NULL REFERENCES sessions ON DELETE CASCADE,
+    call TEXT, reward REAL, feedback TEXT, given REAL NOT NULL
+);
+CREATE INDEX of_session ON rewards (session);
+CREATE TABLE replies (
+    number INTEGER PRIMARY KEY, session INTEGER NOT NULL REFERENCES sessions ON DELETE CASCADE,
+    key TEXT NOT NULL, request BLOB NOT NULL, body BLOB NOT NULL, content_type TEXT NOT NULL,
+    given REAL NOT NULL, UNIQUE (session, key)
+);
+CREATE INDEX of_time ON replies (given);
+CREATE TABLE responses (
+    id TEXT PRIMARY KEY, session INTEGER NOT NULL REFERENCES sessions ON DELETE CASCADE,
+    data TEXT NOT NULL
+);
+CREATE INDEX of_response ON responses (session);
+"""
+
+
+class Tables:
+    """A file of tables: one process writes, in one thread, and any thread may read.
+
+    Args:
+        path: The file; made for its owner alone where it is not there.
+        readonly: Change nothing, as who reads beside the writer.
+
+    Raises:
+        TunerError: The file is no database of this version, or cannot be opened.
+    """
+
+    def __init__(self, path: Path, *, readonly: bool = False) -> None:
+        self.path = path
+        self._writing = False
+        if not readonly and not path.exists():
+            os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
+        try:
+            self._connection = sqlite3.connect(
+                f"{path.resolve().as_uri()}?mode={'ro' if readonly else 'rw'}",
+                uri=True,
+                timeout=BUSY_SECONDS,
+                isolation_level=None,
+                check_same_thread=False,
+            )
+            self._prepare(readonly)
+        except sqlite3.DatabaseError as error:
+            raise TunerError(
+                f"{path} cannot be opened as the store of a server ({error}): give the run another "
+                "`name`, or put the file back as a server left it"
+            ) from error
+
+    def _prepare(self, readonly: bool) -> None:
+        execute = self._connection.execute
+        execute("PRAGMA trusted_schema = OFF")
+        execute("PRAGMA foreign_keys = ON")
+        if not readonly:
+            execute("PRAGMA journal_mode = WAL")
+            execute("PRAGMA synchronous = NORMAL")
+            execute("PRAGMA wal_autocheckpoint = 0")  # it waits for the disk: see `checkpoint`
+        (found,) = execute("PRAGMA user_version").fetchone()
+        if not found and not readonly:
+            self._connection.executescript(f"BEGIN;{_SCHEMA}PRAGMA user_version={VERSION};COMMIT;")
+        elif found != VERSION:
+            raise TunerError(
+                f"{self.path} is of version {found}, and this is version {VERSION} of the store: "
+                "use the tuner that wrote it, or give the run another `name`"
+            )
+
+    def close(self) -> None:
+        self._connection.close()
+
+    @contextmanager
+    def reader(self) -> Iterator[Self]:
+        """The same, to read from in any thread, on a connection of its own."""
+        own = type(self)(self.path, readonly=True)
+        try:
+            yield own
+        finally:
+            own.close()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """The block is one transaction, which is committed at its end, or nothing of it is; a block
+        inside of another belongs to that."""
+        if self._writing:
+            yield
+            return
+        self._connection.execute("BEGIN IMMEDIATE")
+        self._writing = True
+        try:
+            yield
+            self._connection.execute("COMMIT")
+        except BaseException:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            self._rolled_back()
+            raise
+        finally:
+            self._writing = False
+
+    def _rolled_back(self) -> None:
+        """What was written is not there."""
+
+    def checkpoint(self) -> None:
+        """Move what is in the log into the file, which waits for the disk; in any thread."""
+        connection = sqlite3.connect(self.path, timeout=BUSY_SECONDS)
+        try:
+            connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        finally:
+            connection.close()
+
+    def ask(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        """The rows of a query."""
+        return self._connection.execute(query, values).fetchall()
+
+    def change(self, statement: str, *values: Any) -> sqlite3.Cursor:
+        """Change something, in a transaction of its own if there is none."""
+        with self.writing():
+            return self._connection.execute(statement, values)
