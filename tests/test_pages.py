@@ -63,7 +63,14 @@ def test_the_reference_has_everything_that_is_public():
     told = set(re.findall(r"^::: (\S+)$", (ROOT / "docs/reference.md").read_text(), re.MULTILINE))
     values = [
         getattr(import_module(name), known)
-        for name in ("tuner", "tuner.traces", "tuner.rewards", "tuner.testing", "tuner.areal")
+        for name in (
+            "tuner",
+            "tuner.traces",
+            "tuner.rewards",
+            "tuner.serving",
+            "tuner.testing",
+            "tuner.areal",
+        )
         for known in import_module(name).__all__
         if known != "TrinityChatModel"  # depends on what is installed
     ]

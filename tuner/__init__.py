@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         FunctionError,
         MissingDependencyError,
         ModelLoadError,
+        ServingError,
         TrainingError,
         TunerError,
     )
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from tuner.prompts.tuning import tune_prompt
     from tuner.result import TuneResult
     from tuner.rewards.consumption import avg_time_judge, avg_token_consumption_judge
+    from tuner.serving.client import AsyncClient, Client
     from tuner.settings import (
         AlgorithmConfig,
         PromptTuneConfig,
@@ -71,6 +73,7 @@ _MODULES = {
     "tuner.prompts.tuning": ("tune_prompt",),
     "tuner.result": ("TuneResult",),
     "tuner.rewards.consumption": ("avg_time_judge", "avg_token_consumption_judge"),
+    "tuner.serving.client": ("AsyncClient", "Client"),
     "tuner.settings": ("AlgorithmConfig", "PromptTuneConfig", "TinkerConfig", "TunerModelConfig"),
     "tuner.tune": ("tune",),
 }
@@ -78,6 +81,8 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 
 __all__ = [
     "AlgorithmConfig",
+    "AsyncClient",
+    "Client",
     "ConfigError",
     "ContextLengthError",
     "Dataset",
@@ -93,6 +98,7 @@ __all__ = [
     "Rejected",
     "RemoteModel",
     "RunConfig",
+    "ServingError",
     "TinkerConfig",
     "TrainingError",
     "TrinityChatModel",

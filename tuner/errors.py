@@ -50,3 +50,19 @@ class RewardTimeout(RewardError):
 
 class TrainingError(TunerError, RuntimeError):
     """Training cannot go on; the message is the diagnosis."""
+
+
+class ServingError(TunerError, RuntimeError):
+    """A server of `tuner serve` refused a request of a client, or could not be reached.
+
+    Attributes:
+        message: The sentence for a person; the server's, where it answered.
+        status: HTTP status; None where no answer came, or nothing was asked.
+        code: A word for programs ("unreachable", "invalid_api_key"), or None.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.code = code

@@ -236,7 +236,13 @@ PATHS_OR_NAMES = (
     "buffer.trainer_input.experience_buffer.path",
 )
 # `path/file.py:function`, or `package.module:function`, which is no path.
-FUNCTIONS = ("tuner.workflow", "tuner.judge", "tuner.agent.type", "tuner.environment.type")
+FUNCTIONS = (
+    "tuner.workflow",
+    "tuner.judge",
+    "tuner.agent.type",
+    "tuner.environment.type",
+    "tuner.serving.redact",
+)
 # `path/file.py`, or `package.module`, which is no path.
 MODULES = ("tuner.imports", "tuner.imports.*")
 

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 from tuner.config.algorithm import AlgorithmExtras, CriticSection
 from tuner.config.explorer import BranchingSection, EngineSection
 from tuner.config.section import Arguments, Section, null_is
+from tuner.config.serving import ServingSection
 from tuner.errors import ConfigError
 
 
@@ -227,6 +228,7 @@ class TunerSection(Section):
         "below.",
     )
     trinity: TrinitySection = TrinitySection()
+    serving: ServingSection = ServingSection()
 
     @field_validator("on_failure", mode="before")
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 from collections.abc import AsyncGenerator, Callable
@@ -49,8 +50,14 @@ async def once(
     kind: type[Exchange], session: Session, role: str | None, body: bytes, key: str
 ) -> Reply | StreamReply:
     """The answer to a request with an idempotency key: sampled once, then replayed."""
-    while (known := session.replays.get(key)) is not None:
-        if known.request != body:
+    digest, sink = hashlib.sha256(body).digest(), session.sink
+
+    def kept() -> Replay | None:
+        known = session.replays.get(key)
+        return known if known is not None or sink is None else sink.begin(key)
+
+    while (known := kept()) is not None:
+        if known.request != digest:
             raise FieldError(
                 f"the idempotency key {key!r} was used for another request before: send each "
                 "request with a key of its own",
@@ -59,16 +66,21 @@ async def once(
         if known.answer is not None:
             return known.answer
         await known.done.wait()  # a retry that overtook the first attempt
-    replay = session.replays[key] = Replay(body)
+    replay = session.replays[key] = Replay(digest)
 
     def settle() -> None:
-        if replay.answer is None:
-            session.replays.pop(key, None)
+        if replay.done.is_set():
+            return
         replay.done.set()
+        if replay.answer is None or sink is not None:
+            session.replays.pop(key, None)
+        if replay.answer is not None and sink is not None:
+            sink.replied(key, replay)
 
     reply: Reply | StreamReply | None = None
     try:
         exchange = kind(session, role, body)
+        exchange.completion.key = key
         reply = await complete(exchange)
         if isinstance(reply, Reply):
             replay.answer = reply

@@ -29,10 +29,10 @@ from tuner.gateway.fields import check_settings
 from tuner.gateway.model.message_stream import MessageStream
 from tuner.gateway.model.parsing import Delta, ParsedMessage
 from tuner.gateway.pending import Pending
-from tuner.gateway.request_error import RequestError, too_long
+from tuner.gateway.request_error import RequestError, has_diverged, has_ended, too_long
 from tuner.gateway.script import Script
 from tuner.gateway.service import in_turn
-from tuner.gateway.sessions import Session, has_diverged, has_ended
+from tuner.gateway.sessions import Session
 from tuner.traces import Call, Dialect
 
 
@@ -50,12 +50,14 @@ class Completion:
         id: The id of the response, once it has begun.
         committed: Whether its calls are in the trace.
         started: Unix time, seconds.
+        key: The idempotency key that it came with, or None.
 
     Raises:
         RequestError: It is for another model.
     """
 
     id: str
+    key: str | None = None
 
     def __init__(
         self,
@@ -72,10 +74,8 @@ class Completion:
         self.request = request
         self._role = role
         self._dialect: Dialect = dialect
-        self._prefix = prefix
-        self.committed = False
-        self._arrived = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
+        self._prefix, self.committed = prefix, False
+        self._arrived, self._loop = asyncio.Event(), asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self.started = time.time()
         self._clock = time.perf_counter()
@@ -326,7 +326,7 @@ class Completion:
             )
             for choice in choices
         ]
-        self.session.commit(calls)
+        self.session.commit(calls, self.key)
         self.committed = True
         if self.request.prompts is None:
             for call, sampled in zip(calls, self._sampled, strict=True):

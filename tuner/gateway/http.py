@@ -1,4 +1,4 @@
-"""The door for everything else: the gateway as an ASGI app on a loopback port."""
+"""The door for everything else: the gateway as an ASGI app on a port, of loopback unless asked."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import re
 import socket
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from tuner.gateway.request_error import RequestError, shown
-from tuner.gateway.service import EVENT_STREAM, Answers, Events, Reply, StreamReply
+from tuner.gateway.service import EVENT_STREAM, Answers, Reply, StreamReply
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 STALLED_SECONDS = 60
@@ -26,30 +27,68 @@ MAX_CONNECTIONS = 16384
 """Connections at the same time; never more than half of the files that the process may open."""
 # Who asks under another name was sent here by that name's DNS (DNS rebinding): a web page.
 _LOOPBACK = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d*)?", re.IGNORECASE)
+_PORT = re.compile(r":\d*$")
+
+
+@dataclass(frozen=True)
+class Opening:
+    """Where a door is, and whom it lets in.
+
+    Attributes:
+        host: Address to listen at, or a name of it.
+        port: 0 takes a free one.
+        names: What requests may give as `Host` besides the names of loopback, without a port.
+        max_body_bytes: Larger bodies are refused; None is `MAX_BODY_BYTES`.
+        beside: An application for every path that does not begin with "/v1/", or None.
+        patience: Seconds that requests in flight have to end when it closes.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    names: frozenset[str] = frozenset()
+    max_body_bytes: int | None = None
+    beside: ASGIApp | None = None
+    patience: int = 1
 
 
 class HttpDoor:
-    """Serves `gateway` on a loopback port of its own choice, as a task of `loop`.
+    """Serves `gateway` on a port, as a task of `loop`.
 
     The port is bound at once, so that `base_url` can be used from code that does not await:
     what arrives before the server runs waits in the socket's queue.
+
+    Raises:
+        OSError: The port cannot be bound.
     """
 
-    def __init__(self, gateway: Answers, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, gateway: Answers, loop: asyncio.AbstractEventLoop, opening: Opening | None = None
+    ) -> None:
+        opening = opening or Opening()
+        family, *_, address = socket.getaddrinfo(
+            opening.host, opening.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         # asyncio turns Nagle's algorithm off only for sockets that say they are TCP; with it on,
         # answers wait 40 ms for the client's delayed acknowledgement.
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        self._socket.bind(("127.0.0.1", 0))
-        self._socket.listen(2048)
-        self.base_url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
+        self._socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        # A server that is started again finds connections of the one before, which end slowly.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(opening.port != 0))
+        try:
+            self._socket.bind(address)
+            self._socket.listen(2048)
+        except OSError:
+            self._socket.close()
+            raise
+        host, self.port = self._socket.getsockname()[:2]
+        self.base_url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/v1"
         config = uvicorn.Config(
-            _Endpoint(gateway),
+            _Endpoint(gateway, opening),
             http=_Connection,
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
-            timeout_graceful_shutdown=1,
+            timeout_graceful_shutdown=opening.patience,
             # uvicorn's 5 s are httpx's too: what a client sends as both let go is lost.
             timeout_keep_alive=STALLED_SECONDS,
         )
@@ -63,7 +102,7 @@ class HttpDoor:
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
         """While the block runs a thread accepts connections, too: the loop is kept from it."""
-        endpoint = _Endpoint(self._gateway)
+        endpoint = _Endpoint(self._gateway, Opening())
         server = _Server(
             uvicorn.Config(endpoint, http=_Connection, ws="none", lifespan="off", log_config=None)
         )
@@ -144,8 +183,9 @@ def _most_connections() -> int:
 class _Endpoint:
     """`Gateway.handle` as an ASGI application; a client that goes away cancels its request."""
 
-    def __init__(self, gateway: Answers) -> None:
+    def __init__(self, gateway: Answers, opening: Opening) -> None:
         self._gateway = gateway
+        self._opening = opening
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {
@@ -153,13 +193,16 @@ class _Endpoint:
             for name, value in scope["headers"]
         }
         try:
-            _check_door(headers)
-            body = await _body(receive)
+            _check_door(headers, self._opening.names)
+            body = await _body(receive, self._opening.max_body_bytes or MAX_BODY_BYTES)
             self._gateway.check_not_stuck(headers)
         except RequestError as error:
             await _send(self._gateway.refusal(scope["path"], headers, error), scope, receive, send)
             return
         if body is None:
+            return
+        if self._opening.beside is not None and not scope["path"].startswith("/v1/"):
+            await self._opening.beside(scope, _received(body, receive), send)
             return
         answer = asyncio.ensure_future(
             self._gateway.handle(scope["method"], scope["path"], headers, body)
@@ -170,7 +213,7 @@ class _Endpoint:
             if answer.done():
                 reply = answer.result()
                 if isinstance(reply, StreamReply):
-                    await _send_events(reply.events, gone, send)
+                    await _send_events(reply, gone, send)
                 else:
                     await _send(reply, scope, receive, send)
         finally:
@@ -178,18 +221,27 @@ class _Endpoint:
             gone.cancel()
 
 
-def _check_door(headers: Mapping[str, str]) -> None:
-    """Refuse a name that is not this machine's own, and WebSockets."""
+def _check_door(headers: Mapping[str, str], names: frozenset[str]) -> None:
+    """Refuse a name that is neither this machine's own nor one of `names`, and WebSockets."""
     host = headers.get("host", "localhost")
-    if not _LOOPBACK.fullmatch(host):
-        raise RequestError(
-            f"the Host header is {shown(host)}: ask 127.0.0.1, localhost or [::1]", status=421
-        )
+    if not _LOOPBACK.fullmatch(host) and _PORT.sub("", host).lower() not in names:
+        known = ", ".join(("127.0.0.1", "localhost", *sorted(names)))
+        raise RequestError(f"the Host header is {shown(host)}: ask {known} or [::1]", status=421)
     if headers.get("upgrade", "").lower() == "websocket":
         raise RequestError("WebSockets are not served: send an HTTP request", status=400)
 
 
-async def _body(receive: Receive) -> bytes | None:
+def _received(body: bytes, receive: Receive) -> Receive:
+    """What an application receives of a request whose body was read."""
+    events: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def next_event() -> Message:
+        return events.pop() if events else await receive()
+
+    return next_event
+
+
+async def _body(receive: Receive, limit: int) -> bytes | None:
     """The request's body, or None if the client left before its end."""
     chunks: list[bytes] = []
     size = 0
@@ -206,9 +258,9 @@ async def _body(receive: Receive) -> bytes | None:
             return None
         chunk = event.get("body", b"")
         size += len(chunk)
-        if size > MAX_BODY_BYTES:
+        if size > limit:
             raise RequestError(
-                f"the body is larger than {MAX_BODY_BYTES} bytes: send fewer or shorter messages",
+                f"the body is larger than {limit} bytes: send fewer or shorter messages",
                 status=413,
             )
         chunks.append(chunk)
@@ -222,16 +274,20 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def _send(reply: Reply, scope: Scope, receive: Receive, send: Send) -> None:
-    response = Response(reply.body, status_code=reply.status, media_type=reply.content_type)
+    response = Response(
+        reply.body, reply.status, dict(reply.headers), media_type=reply.content_type
+    )
     await response(scope, receive, send)
 
 
-async def _send_events(events: Events, gone: asyncio.Future[None], send: Send) -> None:
+async def _send_events(reply: StreamReply, gone: asyncio.Future[None], send: Send) -> None:
     """Send a stream's events; a client that goes away, or stops reading, ends it.
 
     Generation does not wait for the client: only what is written does.
     """
-    headers = [(b"content-type", EVENT_STREAM.encode()), (b"cache-control", b"no-cache")]
+    own = ("content-type", EVENT_STREAM), ("cache-control", "no-cache")
+    headers = [(name.encode(), value.encode("latin-1")) for name, value in own + reply.headers]
+    events = reply.events
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     try:
         while True:

@@ -22,11 +22,11 @@ from tuner.gateway.dialects import Exchange
 from tuner.gateway.dialects.chat import ChatExchange
 from tuner.gateway.model.parsing import Delta, ParsedMessage, ParsedToolCall
 from tuner.gateway.relay import CHAT, read_body, sampling_said
-from tuner.gateway.request_error import RequestError
+from tuner.gateway.request_error import RequestError, has_diverged
 from tuner.gateway.routes import EXCHANGES, IDEMPOTENCY_HEADER, Gateway
 from tuner.gateway.script import Recorded, Script, others
 from tuner.gateway.service import Reply, StreamReply
-from tuner.gateway.sessions import Session, has_diverged
+from tuner.gateway.sessions import Session
 from tuner.traces import Call, Trace, Usage
 
 _MANY = 2**31 - 1

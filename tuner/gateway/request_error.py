@@ -122,3 +122,26 @@ def too_long(found: str) -> RequestError:
         path=("messages",),
         code="context_length_exceeded",
     )
+
+
+def has_ended(session_id: str) -> RequestError:
+    """What a request to a session that was sealed gets."""
+    return RequestError(
+        f"this key's rollout ({session_id}) has ended: its session takes no more calls",
+        status=401,
+        code="session_sealed",
+    )
+
+
+def has_diverged(session_id: str, where: str) -> RequestError:
+    """What a request gets that is not in the script of its session, if that ends there."""
+    return RequestError(
+        f"this key's rollout ({session_id}) repeats a recorded one and has left it {where}",
+        status=409,
+        code="diverged",
+    )
+
+
+def over_limit(found: str) -> RequestError:
+    """The refusal of a call that a session may not make any more."""
+    return RequestError(f"{found}: end the rollout here", status=403, code="rollout_limit")

@@ -16,10 +16,10 @@ from tuner.gateway.dialects import Exchange, anthropic, chat
 from tuner.gateway.dialects.responses import ResponsesExchange
 from tuner.gateway.dialects.text import TextExchange
 from tuner.gateway.model.renderer import ChatRenderer
-from tuner.gateway.request_error import RequestError
+from tuner.gateway.request_error import RequestError, has_ended
 from tuner.gateway.script import Script
-from tuner.gateway.service import Events, Reply, Service, StreamReply, in_loop
-from tuner.gateway.sessions import ROLE, SamplingDefaults, Session, SessionLimits, has_ended
+from tuner.gateway.service import CallSink, Events, Reply, Service, StreamReply, in_loop
+from tuner.gateway.sessions import ROLE, SamplingDefaults, Session, SessionLimits
 from tuner.traces import ReasoningPolicy
 
 if TYPE_CHECKING:
@@ -98,6 +98,8 @@ class Gateway:
         defaults: SamplingDefaults | None = None,
         limits: SessionLimits | None = None,
         script: Script | None = None,
+        key: str | None = None,
+        sink: CallSink | None = None,
     ) -> Session:
         """A new session with a key of its own, open until it is sealed.
 
@@ -108,6 +110,8 @@ class Gateway:
             defaults: What a request that does not say is sampled with.
             limits: What it may ask for; None is anything.
             script: The recorded rollout that it is answered from, as far as that goes.
+            key: Its key, where it has one already; without a dot.
+            sink: Gets its calls before they are answered, and the replies.
         """
         session = Session(
             self.service,
@@ -118,6 +122,8 @@ class Gateway:
             defaults=defaults or SamplingDefaults(),
             limits=limits or SessionLimits(),
             script=script,
+            key=key,
+            sink=sink,
         )
         self._sessions[session.key] = session
         return session
@@ -168,7 +174,7 @@ class Gateway:
         home = self.home()
         reply = await in_loop(home, self._answer(method, path, headers, body))
         if isinstance(reply, StreamReply) and asyncio.get_running_loop() is not home:
-            return StreamReply(_from_elsewhere(reply.events, home))
+            return StreamReply(_from_elsewhere(reply.events, home), reply.headers)
         return reply
 
     def refusal(self, path: str, headers: Mapping[str, str], error: RequestError) -> Reply:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from tuner.engines.base import Engine
 from tuner.errors import ConfigError
 from tuner.gateway.model.renderer import ChatRenderer
 from tuner.gateway.request_error import RequestError
-from tuner.traces import ReasoningPolicy
+from tuner.traces import Call, ReasoningPolicy
 
 T = TypeVar("T")
 
@@ -58,11 +58,12 @@ class Events(Protocol):
 
 @dataclass(frozen=True)
 class Reply:
-    """An HTTP response, wherever it goes."""
+    """An HTTP response, wherever it goes; `headers` are those beside its length and type."""
 
     status: int
     body: bytes
     content_type: str = "application/json"
+    headers: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,15 +74,42 @@ class StreamReply:
     """
 
     events: Events
+    headers: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass
 class Replay:
-    """What an idempotency key stands for: the request, and its answer once there is one."""
+    """What an idempotency key stands for: the SHA-256 of the request's body, and its answer once
+    there is one."""
 
     request: bytes
     answer: Reply | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class CallSink(Protocol):
+    """What keeps a session's calls and replies beyond the process; each method is done when it
+    returns, and what it raises is a failure of the request."""
+
+    def add(self, calls: Sequence[Call], request: str | None) -> None:
+        """Keep calls, all or none, before anything of their end is sent.
+
+        Args:
+            request: The idempotency key of their request, or None.
+        """
+        ...
+
+    def begin(self, request: str) -> Replay | None:
+        """The kept answer to a request with this idempotency key, which is given again.
+
+        None: it is sampled now. Had it been before, nobody saw the end: those calls are undelivered
+        from now on.
+        """
+        ...
+
+    def replied(self, request: str, replay: Replay) -> None:
+        """Keep the answer to a request with an idempotency key."""
+        ...
 
 
 class Answers(Protocol):

@@ -9,7 +9,7 @@ import re
 import secrets
 from array import array
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,10 +18,10 @@ from tuner.gateway.conversations import Conversations
 from tuner.gateway.credit import Credits, RecordedCall
 from tuner.gateway.in_flight import InFlight
 from tuner.gateway.model.template import Message
-from tuner.gateway.request_error import RequestError
+from tuner.gateway.request_error import RequestError, has_ended, over_limit
 from tuner.gateway.results import Results
 from tuner.gateway.script import Script
-from tuner.gateway.service import Host, Replay, Service, in_loop
+from tuner.gateway.service import CallSink, Host, Replay, Service, in_loop
 from tuner.traces import Call
 
 if TYPE_CHECKING:
@@ -50,24 +50,6 @@ class SamplingDefaults:
     top_p: float = 1.0
     top_k: int = -1
     max_tokens: int | None = None
-
-
-def has_ended(session_id: str) -> RequestError:
-    """What a request to a session that was sealed gets."""
-    return RequestError(
-        f"this key's rollout ({session_id}) has ended: its session takes no more calls",
-        status=401,
-        code="session_sealed",
-    )
-
-
-def has_diverged(session_id: str, where: str) -> RequestError:
-    """What a request gets that is not in the script of its session, if that ends there."""
-    return RequestError(
-        f"this key's rollout ({session_id}) repeats a recorded one and has left it {where}",
-        status=409,
-        code="diverged",
-    )
 
 
 @dataclass(frozen=True)
@@ -102,11 +84,17 @@ class Recording:
 
     Args:
         kept: Whether calls are kept; False for models that are not trained.
+        sink: Gets the calls too, before anything of them is sent; kept or not.
+
+    Attributes:
+        tokens: Sampled tokens of all calls, of an earlier process too.
     """
 
-    def __init__(self, session_id: str, *, kept: bool) -> None:
+    def __init__(self, session_id: str, *, kept: bool, sink: CallSink | None = None) -> None:
         self._credits = Credits(session_id)
         self.kept = kept
+        self.tokens = 0
+        self._sink = sink
         self._calls: list[Call] = []
         self.carried: list[Callable[[], list[Call]]] = []
 
@@ -120,17 +108,15 @@ class Recording:
         """How many calls there are."""
         return len(self._calls)
 
-    @property
-    def tokens(self) -> int:
-        """Sampled tokens of all calls."""
-        return sum(call.usage.output_tokens for call in self._calls)
-
     def for_workflow(self) -> list[RecordedCall]:
         """The calls so far that were delivered."""
         return [RecordedCall(self._credits, call) for call in self._calls if not call.undelivered]
 
-    def add(self, calls: list[Call]) -> None:
-        """Keep calls, all or none."""
+    def add(self, calls: list[Call], request: str | None = None) -> None:
+        """Keep calls, all or none, of a request that may have an idempotency key."""
+        if calls and self._sink is not None:
+            self._sink.add(calls, request)
+        self.tokens += sum(call.usage.output_tokens for call in calls)
         if self.kept:
             self._calls.extend(calls)
 
@@ -171,6 +157,7 @@ class Session:
         defaults: What a request that does not say is sampled with.
         limits: What it may ask for.
         script: What it is answered from before anything is sampled, or None.
+        sink: What keeps its calls and replies beyond this process, or None.
         other_names: What requests may give as `model` besides the gateway's name for it.
         errors: What went wrong inside its calls that was not the caller's fault.
         sealed: Whether it has ended.
@@ -194,23 +181,26 @@ class Session:
         defaults: SamplingDefaults,
         limits: SessionLimits,
         script: Script | None = None,
+        key: str | None = None,
+        sink: CallSink | None = None,
     ) -> None:
         self.service = service
         self.host = host
         self.id = session_id
-        self.key = f"sk-tuner-{secrets.token_urlsafe(24)}"
+        self.key = key or f"sk-tuner-{secrets.token_urlsafe(24)}"
         self.seed = seed
         self.defaults = defaults
         self.limits = limits
         self.script = script
+        self.sink = sink
         self.other_names: tuple[str, ...] = ()
         self.errors: list[Exception] = []
-        self.recording = Recording(session_id, kept=recorded)
+        self.recording = Recording(session_id, kept=recorded, sink=sink)
         self.results = Results(script, lambda: self.recording.committed)
         self.in_flight = InFlight()
         self.conversations = Conversations(service.renderer, service.reasoning)
         self.turns = asyncio.Lock()
-        self.responses: dict[str, KeptResponse] = {}
+        self.responses: MutableMapping[str, KeptResponse] = {}
         self.replays: dict[str, Replay] = {}
         self._admitted = 0
         self._asked: Counter[bytes] = Counter()
@@ -286,7 +276,7 @@ class Session:
             self.sealed = True
             self.host.forget(self.key, self.id)
             self.conversations = Conversations(self.service.renderer, self.service.reasoning)
-            self.responses.clear()
+            self.responses = {}
             self.replays.clear()
             self.in_flight.cancel()
         return self.calls
@@ -328,7 +318,7 @@ class Session:
         choices = len(prompts) * n
         limits, budget = self.limits, None
         if limits.calls is not None and self._admitted + choices > limits.calls:
-            raise _limit(
+            raise over_limit(
                 f"this rollout ({self.id}) has asked for {self._admitted} completions and may ask "
                 f"for {limits.calls} (tuner.max_calls)"
             )
@@ -336,20 +326,27 @@ class Session:
             sampled = self.recording.tokens
             budget = (limits.tokens - sampled) // choices
             if budget < 1:
-                raise _limit(
+                raise over_limit(
                     f"this rollout ({self.id}) has sampled {sampled} tokens and may sample "
                     f"{limits.tokens} (tuner.max_tokens)"
                 )
         self._admitted += choices
         asked, seeds = [], []
         for prompt in prompts:
-            digest = hashlib.blake2b(array("q", prompt).tobytes(), digest_size=16).digest()
+            digest = _digest(prompt)
             before = self._asked[digest]  # equal prompts are separate samples
             self._asked[digest] += 1
             asked.append((digest, before))
             drawn = (self.digest("seed", digest, before, choice) for choice in range(n))
             seeds += [int.from_bytes(seed[:8], "big") for seed in drawn]
         return self.digest("id", self.id, *asked).hex()[:24], budget, seeds
+
+    def resume(self, calls: Iterable[Call]) -> None:
+        """Count the calls of an earlier process, so that no id and no seed comes again."""
+        for call in calls:  # one request for each, which is enough
+            self._admitted += 1
+            self._asked[_digest(call.prompt_ids)] += 1
+            self.recording.tokens += call.usage.output_tokens
 
     def digest(self, *parts: object) -> bytes:
         """32 bytes that depend on the session's seed and `parts` alone: equal runs, equal bytes."""
@@ -372,16 +369,16 @@ class Session:
                 raise has_ended(self.id) from None
             raise
 
-    def commit(self, calls: list[Call]) -> None:
-        """Add completed calls to the trace, all or none.
+    def commit(self, calls: list[Call], request: str | None = None) -> None:
+        """Add completed calls to the trace, all or none; `request` is their idempotency key.
 
         Raises:
             RequestError: 401: the session was sealed meanwhile.
         """
         if self.sealed:
             raise has_ended(self.id)
-        self.recording.add(calls)
+        self.recording.add(calls, request)
 
 
-def _limit(found: str) -> RequestError:
-    return RequestError(f"{found}: end the rollout here", status=403, code="rollout_limit")
+def _digest(prompt: tuple[int, ...]) -> bytes:
+    return hashlib.blake2b(array("q", prompt).tobytes(), digest_size=16).digest()

@@ -52,6 +52,7 @@ MAY_CHANGE_HERE = (  # on the local backend
     "tuner.max_tool_seconds",
     "tuner.pass_reward",
     "tuner.placement",
+    "tuner.serving",
     "tuner.signal_patience",
     "tuner.trinity",
 )

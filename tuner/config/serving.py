@@ -1,0 +1,66 @@
+"""`tuner.serving.*`: read by `tuner serve` alone."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, field_validator
+
+from tuner.config.section import Section, null_is
+
+
+class ServingSection(Section):
+    """`tuner.serving.*`: a server's keys, limits and what it keeps."""
+
+    admin_key_env: str = Field(
+        default="TUNER_ADMIN_KEY",
+        min_length=1,
+        description="Environment variable that holds the admin key. Where it is not set one is "
+        "made for this start and printed, on loopback only.",
+    )
+    allowed_hosts: Annotated[tuple[str, ...], null_is(tuple)] = Field(
+        default=(),
+        description="Names that requests may have in `Host` besides those of loopback, without a "
+        "port: those of the reverse proxy, or of the machine.",
+    )
+    session_header: str = Field(
+        default="x-tuner-session",
+        pattern=r"^[A-Za-z0-9-]+$",
+        description="Header in which an application's requests may name their session (a name of "
+        "its own for each conversation), and in which answers say its id.",
+    )
+    max_body_bytes: int = Field(
+        default=32 * 1024 * 1024, ge=1024, description="Bytes of a request's body."
+    )
+    requests_per_minute: int | None = Field(
+        default=None,
+        ge=1,
+        description="Requests with one key in a minute, as many at once as in ten seconds; more "
+        "get 429 with `Retry-After`. Not set: any number.",
+    )
+    idle_minutes: float | None = Field(
+        default=None,
+        gt=0,
+        description="Minutes after which a session without a call ends by itself. Not set: never.",
+    )
+    keep_days: float | None = Field(
+        default=None,
+        gt=0,
+        description="Days after which ended sessions are deleted. Not set: never.",
+    )
+    redact: str | None = Field(
+        default=None,
+        description="What is not to be stored: `package.module:function` or "
+        "`path/file.py:function`, which takes a list of messages and returns the list as it is "
+        "stored. A call that it changes is stored without token ids, and never trained.",
+    )
+    log: bool = Field(
+        default=True,
+        description="Write a line of JSON for each request to the standard error, without contents "
+        "and keys.",
+    )
+
+    @field_validator("allowed_hosts", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value

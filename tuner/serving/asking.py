@@ -1,0 +1,220 @@
+"""What can be asked of the control API, and when it is asked again; clients send it."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypedDict, TypeVar
+from urllib.parse import quote
+
+import httpx
+
+from tuner.errors import ServingError
+from tuner.serving.api_types import (
+    ApplicationKey,
+    CallInfo,
+    Calls,
+    Opened,
+    Page,
+    ServedModels,
+    SessionInfo,
+)
+
+T = TypeVar("T")
+
+IDEMPOTENCY_HEADER = "Idempotency-Key"
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 4.0
+_UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+_BUSY = {429, 502, 503, 504}
+
+Outcome = httpx.Response | httpx.TransportError
+
+
+class Opening(TypedDict, total=False):
+    """What a session may be opened with; `Client.open` says what each is."""
+
+    task: Any
+    group: str | None
+    metadata: Mapping[str, Any] | None
+    tags: list[str] | None
+    limits: Mapping[str, int] | None
+    sampling: Mapping[str, float] | None
+
+
+class Filters(TypedDict, total=False):
+    """Which sessions are listed; `Client.sessions` says what each is."""
+
+    state: Literal["open", "ended"] | None
+    judged: bool | None
+    group: str | None
+    application: str | None
+    tag: str | None
+    after: str | None
+
+
+@dataclass(frozen=True)
+class Asked(Generic[T]):
+    """One request.
+
+    Attributes:
+        read: Makes the result of the answer's body.
+        repeatable: Whether it may be sent again where nobody knows if it arrived.
+    """
+
+    method: str
+    path: str
+    read: Callable[[Any], T]
+    body: Mapping[str, Any] | None = None
+    params: Mapping[str, Any] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    repeatable: bool = True
+
+    def result(self, outcome: Outcome) -> T:
+        """What came of it.
+
+        Raises:
+            ServingError: No answer came, it is a refusal, or it is none of this API.
+        """
+        if isinstance(outcome, httpx.TransportError):
+            raise ServingError(
+                f"{self.method} {outcome.request.url}: no answer came ({type(outcome).__name__}: "
+                f"{outcome}): is `tuner serve` running there?",
+                code="unreachable",
+            ) from outcome
+        if not outcome.is_success:
+            raise _refusal(outcome)
+        try:
+            return self.read(outcome.json() if outcome.content else None)
+        except ValueError as error:  # pydantic's, too
+            raise ServingError(
+                f"{self.method} {outcome.url} was answered with something else than this version's "
+                f"API says: is it a server of `tuner serve`? ({error})",
+                status=outcome.status_code,
+                code="not_this_api",
+            ) from error
+
+
+def _refusal(response: httpx.Response) -> ServingError:
+    try:
+        error = response.json()["error"]
+        message, code = str(error["message"]), error.get("code")
+    except (ValueError, KeyError, TypeError, AttributeError):  # a proxy's page, say
+        said = response.text[:200] or "nothing"
+        message, code = f"{response.url} answered {response.status_code} and {said}", None
+    return ServingError(message, status=response.status_code, code=code)
+
+
+class Patience:
+    """When a request is sent again: soon at first, then less and less often, until `seconds` are
+    over. A server that starts again is away for as long as its model takes to load."""
+
+    def __init__(self, seconds: float, *, repeatable: bool) -> None:
+        self._until = time.monotonic() + seconds
+        self._pause = _FIRST_PAUSE
+        self._repeatable = repeatable
+
+    def after(self, outcome: Outcome) -> float | None:
+        """Seconds to wait before the next try; None where this is the outcome."""
+        if not self._again(outcome):
+            return None
+        pause = _retry_after(outcome) or random.uniform(self._pause / 2, self._pause)
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        return pause if time.monotonic() + pause <= self._until else None
+
+    def _again(self, outcome: Outcome) -> bool:
+        if isinstance(outcome, httpx.TransportError):
+            return self._repeatable or isinstance(outcome, _UNSENT)
+        return outcome.status_code in (_BUSY if self._repeatable else {429})
+
+
+def _retry_after(outcome: Outcome) -> float:
+    if not isinstance(outcome, httpx.Response):
+        return 0.0
+    try:
+        return max(0.0, float(outcome.headers.get("retry-after", 0)))
+    except ValueError:  # a date: proxies send some
+        return 0.0
+
+
+# What can be asked. Values of None are not sent.
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def opening(asked: Opening) -> Asked[Opened]:
+    key = {IDEMPOTENCY_HEADER: uuid.uuid4().hex}
+    return Asked("POST", "/sessions", Opened.model_validate, _given(asked), headers=key)
+
+
+def page(filters: Filters) -> Asked[Page]:
+    # httpx writes booleans in lower case, as the API reads them.
+    return Asked("GET", "/sessions", Page.model_validate, params=_given(filters))
+
+
+def session(id_: str) -> Asked[SessionInfo]:
+    return Asked("GET", f"/sessions/{quote(id_, safe='')}", SessionInfo.model_validate)
+
+
+def calls(id_: str) -> Asked[list[CallInfo]]:
+    return Asked(
+        "GET",
+        f"/sessions/{quote(id_, safe='')}/calls",
+        lambda body: Calls.model_validate(body).calls,
+    )
+
+
+def reward(
+    id_: str, value: float | None, feedback: str | None, call: str | None
+) -> Asked[SessionInfo]:
+    if value is not None and not math.isfinite(value):
+        raise ServingError(
+            f"the reward of session {id_} is {value}: give a finite number, or none and say why "
+            "in feedback",
+            code="invalid_reward",
+        )
+    number = None if value is None else float(value)
+    body = _given({"reward": number, "feedback": feedback, "call": call})
+    return Asked(
+        "POST", f"/sessions/{quote(id_, safe='')}/reward", SessionInfo.model_validate, body
+    )
+
+
+def end(id_: str) -> Asked[SessionInfo]:
+    return Asked("POST", f"/sessions/{quote(id_, safe='')}/end", SessionInfo.model_validate)
+
+
+def export(id_: str) -> Asked[dict[str, Any]]:
+    return Asked("GET", f"/sessions/{quote(id_, safe='')}/export", dict)
+
+
+def deletion(id_: str) -> Asked[None]:
+    return Asked("DELETE", f"/sessions/{quote(id_, safe='')}", _nothing)
+
+
+def application(name: str) -> Asked[ApplicationKey]:
+    # A second one is refused, where the first arrived, and its key is told once.
+    read = ApplicationKey.model_validate
+    return Asked("POST", "/applications", read, {"name": name}, repeatable=False)
+
+
+def removal(name: str) -> Asked[None]:
+    return Asked("DELETE", f"/applications/{quote(name, safe='')}", _nothing)
+
+
+def models() -> Asked[ServedModels]:
+    return Asked("GET", "/models", ServedModels.model_validate)
+
+
+def rollback() -> Asked[ServedModels]:
+    # Twice would be two steps back.
+    return Asked("POST", "/rollback", ServedModels.model_validate, repeatable=False)
+
+
+def _nothing(body: Any) -> None:
+    return None

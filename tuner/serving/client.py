@@ -1,0 +1,364 @@
+"""Clients of the control API of `tuner serve`: sessions, their rewards, what serves now.
+
+What is asked, how the answer is read and when it is asked again is `tuner/serving/asking.py`'s; the
+two clients only send, one waiting and one awaiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+
+import httpx
+
+from tuner.serving import asking
+from tuner.serving.agent_clients import Handle, keyed
+from tuner.serving.api_types import ApplicationKey, CallInfo, ServedModels, SessionInfo
+from tuner.serving.asking import Asked, Filters, Opening, Outcome, Patience
+
+if TYPE_CHECKING:
+    from anthropic import Anthropic, AsyncAnthropic
+    from openai import AsyncOpenAI, OpenAI
+
+T = TypeVar("T")
+
+DEFAULT_URL = "http://127.0.0.1:8700"
+
+
+@dataclass(frozen=True)
+class ServedSession(Handle):
+    """One conversation, task or user at a server, as `Client.open` gives it.
+
+    Attributes:
+        id: Its name.
+        key: The API key of the agent that calls in it; None where this client was not told.
+        base_url: Where the agent finds the model, ending in "/v1".
+    """
+
+    _client: Client = field(repr=False)
+
+    def openai(self, role: str | None = None, **options: Any) -> OpenAI:
+        """A client of the openai library for this session.
+
+        It retries for as long as a server takes to start again, and marks its retries, so that
+        none is sampled twice.
+
+        Args:
+            role: The agent that calls, where there are several: letters, digits, "_" and "-".
+            options: The library's, such as `max_retries` and `timeout`.
+
+        Raises:
+            ServingError: The session's key is not known here.
+        """
+        made: OpenAI = keyed("openai", "OpenAI")(**self.client_options(role, options, "/v1"))
+        return made
+
+    def anthropic(self, role: str | None = None, **options: Any) -> Anthropic:
+        """As `openai`, of Anthropic's library.
+
+        Raises:
+            ServingError: The session's key is not known here.
+            MissingDependencyError: The anthropic package is not installed.
+        """
+        made: Anthropic
+        made = keyed("anthropic", "Anthropic")(**self.client_options(role, options, ""))
+        return made
+
+    def reward(
+        self, value: float | None = None, *, feedback: str | None = None, call: str | None = None
+    ) -> SessionInfo:
+        """Say what came of it: now or days later, in any order. The last one counts.
+
+        Args:
+            value: Finite; None where there are only words.
+            feedback: Why.
+            call: The call that it is for; None is the whole session.
+
+        Raises:
+            ServingError: It was refused, or the server cannot be reached.
+        """
+        return self._client._send(asking.reward(self.id, value, feedback, call))
+
+    def end(self) -> SessionInfo:
+        """Take no more calls; rewards may still come. Again is fine."""
+        return self._client._send(asking.end(self.id))
+
+    def info(self) -> SessionInfo:
+        """What the server knows of it."""
+        return self._client._send(asking.session(self.id))
+
+    def calls(self) -> list[CallInfo]:
+        """What was asked and answered in it."""
+        return self._client._send(asking.calls(self.id))
+
+    def export(self) -> dict[str, Any]:
+        """Its trace as stored, with token ids and log-probs; not with the session's own key."""
+        return self._client._send(asking.export(self.id))
+
+    def delete(self) -> None:
+        """Let the server forget it, with calls and rewards; not with the session's own key."""
+        self._client._send(asking.deletion(self.id))
+
+
+@dataclass(frozen=True)
+class AsyncServedSession(Handle):
+    """As `ServedSession`, of an `AsyncClient`."""
+
+    _client: AsyncClient = field(repr=False)
+
+    def openai(self, role: str | None = None, **options: Any) -> AsyncOpenAI:
+        """As `ServedSession.openai`."""
+        made: AsyncOpenAI
+        made = keyed("openai", "AsyncOpenAI")(**self.client_options(role, options, "/v1"))
+        return made
+
+    def anthropic(self, role: str | None = None, **options: Any) -> AsyncAnthropic:
+        """As `ServedSession.anthropic`."""
+        made: AsyncAnthropic
+        made = keyed("anthropic", "AsyncAnthropic")(**self.client_options(role, options, ""))
+        return made
+
+    async def reward(
+        self, value: float | None = None, *, feedback: str | None = None, call: str | None = None
+    ) -> SessionInfo:
+        """As `ServedSession.reward`."""
+        return await self._client._send(asking.reward(self.id, value, feedback, call))
+
+    async def end(self) -> SessionInfo:
+        """As `ServedSession.end`."""
+        return await self._client._send(asking.end(self.id))
+
+    async def info(self) -> SessionInfo:
+        """As `ServedSession.info`."""
+        return await self._client._send(asking.session(self.id))
+
+    async def calls(self) -> list[CallInfo]:
+        """As `ServedSession.calls`."""
+        return await self._client._send(asking.calls(self.id))
+
+    async def export(self) -> dict[str, Any]:
+        """As `ServedSession.export`."""
+        return await self._client._send(asking.export(self.id))
+
+    async def delete(self) -> None:
+        """As `ServedSession.delete`."""
+        await self._client._send(asking.deletion(self.id))
+
+
+class _Connection:
+    """What both clients have: whom they ask, and with which key."""
+
+    def __init__(self, base_url: str, key: str, timeout: float, patience: float) -> None:
+        self.base_url = base_url.rstrip("/").removesuffix("/v1")
+        self._key = key
+        self._timeout = timeout
+        self._patience = patience
+
+    def _request(self, asked: Asked[Any]) -> dict[str, Any]:
+        """A request as httpx takes it."""
+        return {
+            "method": asked.method,
+            "url": f"{self.base_url}/tuner/v1{asked.path}",
+            "json": asked.body,
+            "params": asked.params,
+            "headers": {"authorization": f"Bearer {self._key}", **asked.headers},
+            "timeout": self._timeout,
+        }
+
+    def _session_key(self, key: str | None) -> str | None:
+        return self._key if key is None and self._key.startswith("sk-tuner-") else key
+
+
+class Client(_Connection):
+    """Opens sessions at a server of `tuner serve`, gives rewards, and asks what became of them.
+
+    Args:
+        base_url: Where the server is; a "/v1" at its end is left out.
+        key: The admin key, an application's, or a session's, for what that one may do.
+        timeout: Seconds that one try may take.
+        patience: For so many seconds a request is tried again where the server cannot be reached,
+            breaks off, or says that it is busy. Opening is answered once, however often it is sent.
+        http_client: A client of httpx with settings of its own: certificates, proxies. It is closed
+            with this one.
+    """
+
+    def __init__(
+        self,
+        base_url: str = DEFAULT_URL,
+        *,
+        key: str,
+        timeout: float = 60.0,
+        patience: float = 60.0,
+        http_client: httpx.Client | None = None,
+    ) -> None:
+        super().__init__(base_url, key, timeout, patience)
+        self._http = http_client or httpx.Client()
+
+    def open(self, **asked: Unpack[Opening]) -> ServedSession:
+        """A new session with a key of its own.
+
+        Args:
+            task: What it is about, as a row of a dataset has it; JSON.
+            group: Sessions with one task and one group are compared with each other in training.
+            metadata: Anything that is to be found again with it; JSON.
+            tags: What lists can be filtered by.
+            limits: What it may ask for: `calls`, `tokens`.
+            sampling: What requests are sampled with that do not say: `temperature`, `top_p`,
+                `top_k`, `max_tokens`.
+
+        Raises:
+            ServingError: It was refused, or the server cannot be reached.
+        """
+        opened = self._send(asking.opening(asked))
+        return ServedSession(opened.id, opened.key, opened.base_url, self)
+
+    def session(self, id: str, key: str | None = None) -> ServedSession:
+        """One that was opened before; nothing is asked.
+
+        Args:
+            id: Its name.
+            key: Its key, for `openai` and `anthropic`; where this client has a session's, that.
+        """
+        return ServedSession(id, self._session_key(key), f"{self.base_url}/v1", self)
+
+    def sessions(self, **filters: Unpack[Filters]) -> Iterator[SessionInfo]:
+        """The sessions that fit, the oldest first, page by page as they are taken.
+
+        Args:
+            state: "open" or "ended".
+            judged: Whether they have a reward.
+            group: Of this group.
+            application: Of this application.
+            tag: With this tag.
+            after: Those after this id.
+        """
+        while True:
+            page = self._send(asking.page(filters))
+            yield from page.sessions
+            if page.next is None:
+                return
+            filters["after"] = page.next
+
+    def application(self, name: str) -> ApplicationKey:
+        """A new application and its key. Only the admin may.
+
+        Raises:
+            ServingError: 409: there is one of this name.
+        """
+        return self._send(asking.application(name))
+
+    def remove_application(self, name: str) -> None:
+        """Let an application's key open nothing any more; its sessions stay. Only the admin may."""
+        self._send(asking.removal(name))
+
+    def models(self) -> ServedModels:
+        """Which weights serve, and what was decided. Only the admin may."""
+        return self._send(asking.models())
+
+    def rollback(self) -> ServedModels:
+        """Serve the weights before the last promotion again. Only the admin may.
+
+        Raises:
+            ServingError: 409: nothing was promoted.
+        """
+        return self._send(asking.rollback())
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _send(self, asked: Asked[T]) -> T:
+        patience = Patience(self._patience, repeatable=asked.repeatable)
+        while (pause := patience.after(outcome := self._try(asked))) is not None:
+            time.sleep(pause)
+        return asked.result(outcome)
+
+    def _try(self, asked: Asked[Any]) -> Outcome:
+        try:
+            return self._http.request(**self._request(asked))
+        except httpx.TransportError as error:
+            return error
+
+
+class AsyncClient(_Connection):
+    """As `Client`, to be awaited; `http_client` is an `httpx.AsyncClient`."""
+
+    def __init__(
+        self,
+        base_url: str = DEFAULT_URL,
+        *,
+        key: str,
+        timeout: float = 60.0,
+        patience: float = 60.0,
+        http_client: httpx.AsyncClient | None = None,
+    ) -> None:
+        super().__init__(base_url, key, timeout, patience)
+        self._http = http_client or httpx.AsyncClient()
+
+    async def open(self, **asked: Unpack[Opening]) -> AsyncServedSession:
+        """As `Client.open`."""
+        opened = await self._send(asking.opening(asked))
+        return AsyncServedSession(opened.id, opened.key, opened.base_url, self)
+
+    def session(self, id: str, key: str | None = None) -> AsyncServedSession:
+        """As `Client.session`."""
+        return AsyncServedSession(id, self._session_key(key), f"{self.base_url}/v1", self)
+
+    async def sessions(self, **filters: Unpack[Filters]) -> AsyncIterator[SessionInfo]:
+        """As `Client.sessions`, for `async for`."""
+        while True:
+            page = await self._send(asking.page(filters))
+            for session in page.sessions:
+                yield session
+            if page.next is None:
+                return
+            filters["after"] = page.next
+
+    async def application(self, name: str) -> ApplicationKey:
+        """As `Client.application`."""
+        return await self._send(asking.application(name))
+
+    async def remove_application(self, name: str) -> None:
+        """As `Client.remove_application`."""
+        await self._send(asking.removal(name))
+
+    async def models(self) -> ServedModels:
+        """As `Client.models`."""
+        return await self._send(asking.models())
+
+    async def rollback(self) -> ServedModels:
+        """As `Client.rollback`."""
+        return await self._send(asking.rollback())
+
+    async def aclose(self) -> None:
+        """Let go of the connections."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def _send(self, asked: Asked[T]) -> T:
+        patience = Patience(self._patience, repeatable=asked.repeatable)
+        outcome = await self._try(asked)
+        while (pause := patience.after(outcome)) is not None:  # a time, no event
+            await asyncio.sleep(pause)
+            outcome = await self._try(asked)
+        return asked.result(outcome)
+
+    async def _try(self, asked: Asked[Any]) -> Outcome:
+        try:
+            return await self._http.request(**self._request(asked))
+        except httpx.TransportError as error:
+            return error
