@@ -178,12 +178,12 @@ async def _steps(
         if found.batch.rows:
             async with stack.training():
                 with timeline.span("training", version=trainer.step + 1):
-                    update = await aside(partial(_update, trainer, found.batch))
+                    changed = await aside(partial(update, trainer, found.batch))
                 trained = time.perf_counter()
                 with timeline.span("weights", version=trainer.step):
                     await stack.publish(trainer)
             sync = time.perf_counter() - trained
-            metrics |= {f"train/{name}": value for name, value in update.items()}
+            metrics |= {f"train/{name}": value for name, value in changed.items()}
 
         metrics |= source.advance(step)
         training = time.perf_counter() - started - idle - sync
@@ -203,7 +203,7 @@ async def _steps(
             raise TrainingError(reason)
 
 
-def _update(trainer: PolicyTrainer, batch: Batch | RecordedBatch) -> dict[str, float]:
+def update(trainer: PolicyTrainer, batch: Batch | RecordedBatch) -> dict[str, float]:
     """What the trainer does with a batch of rollouts, or of recorded data."""
     if isinstance(batch, RecordedBatch):
         metrics = recorded_update(trainer, batch)

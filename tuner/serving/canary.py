@@ -1,0 +1,127 @@
+"""Live sessions for a candidate: each new session gets an arm, and keeps it while the trial lasts.
+
+    candidate   `tuner.serving.canary` of the new sessions, on an engine with the candidate's weights
+    serving     the others
+
+Only sessions that were opened during the trial are compared, by the reward that they have when they
+are first found ended and judged. The trial over, the candidate's sessions go on with what serves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from tuner.gateway import Session
+from tuner.gateway.service import Service
+from tuner.serving.ledger import Arm, Judgement, Ledger
+from tuner.serving.proof import Comparison, Decision
+from tuner.serving.store import ServingStore
+from tuner.serving.versions import Versions
+
+
+class Canary:
+    """The trial that goes on, if one does.
+
+    Args:
+        ledger, store: Of the server.
+        versions: Puts the candidate's weights where they are used.
+        service: What serves.
+        share: Of new sessions, that the candidate gets.
+        comparison: Makes a comparison without rewards.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        store: ServingStore,
+        versions: Versions,
+        service: Service,
+        *,
+        share: float,
+        comparison: Callable[[], Comparison],
+    ) -> None:
+        self._ledger = ledger
+        self._store = store
+        self._versions = versions
+        self._service = service
+        self._share = share
+        self._comparison = comparison
+        self._live: Comparison | None = None
+        self._given: dict[str, Session] = {}  # to the candidate, by id
+        self.candidate: int | None = None
+
+    async def begin(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Let a version have its share; what was counted of its trial before counts."""
+        await self._versions.try_out(version, tensors)
+        self._live = self._comparison()
+        for one in self._ledger.counted(version):
+            self._live.add(one.arm, one.reward)
+        self.candidate = version
+
+    def end(self) -> None:
+        """Let the candidate's sessions go on with what serves."""
+        self._live = self.candidate = None
+        for session in self._given.values():
+            session.service = self._service
+        self._given.clear()
+
+    def opened(self, session: Session) -> None:
+        """Give a new session its arm, if there is a trial."""
+        if self.candidate is not None:
+            arm: Arm = "candidate" if _place(session.id) < self._share else "serving"
+            self._ledger.assign(session.id, self.candidate, arm)
+            self._give(session, arm)
+
+    def restored(self, session: Session) -> None:
+        """Give a session of an earlier start the arm that it had, if that trial goes on."""
+        found = self._ledger.arm(session.id)
+        if found is not None and found[0] == self.candidate:
+            self._give(session, found[1])
+
+    def _give(self, session: Session, arm: Arm) -> None:
+        if arm == "candidate":
+            assert self._versions.canary is not None, "begin() makes it"
+            session.service = replace(self._service, engine=self._versions.canary)
+            self._given[session.id] = session
+
+    def sealed(self, session_id: str) -> None:
+        """A session takes no more calls."""
+        self._given.pop(session_id, None)
+
+    def look(self) -> Decision | None:
+        """Count what was judged since, once each; what it comes to, if anything was."""
+        if self._live is None or self.candidate is None:
+            return None
+        found = self._judged(self.candidate)
+        if not found:
+            return None
+        self._ledger.count(found)
+        for one in found:
+            self._live.add(one.arm, one.reward)
+        return self._live.decision()
+
+    @property
+    def decision(self) -> Decision | None:
+        """What was counted comes to, if there is a trial."""
+        return None if self._live is None else self._live.decision()
+
+    def _judged(self, candidate: int) -> list[Judgement]:
+        found = []
+        for id_, arm in self._ledger.uncounted(candidate).items():
+            try:
+                session = self._store.session(id_)
+            except LookupError:  # it was deleted
+                continue
+            if session.ended is not None and session.reward is not None:
+                found.append(Judgement(id_, arm, session.reward))
+        return found
+
+
+def _place(session_id: str) -> float:
+    """A number in [0, 1) that a session's id stands for, spread evenly."""
+    digest = hashlib.blake2b(session_id.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
