@@ -48,6 +48,10 @@ class RewardTimeout(RewardError):
     """A reward function took longer than it may. The rollout is a `judge_timeout`."""
 
 
+class ProofError(TunerError, ValueError):
+    """No proof can be had: of such a plan, rewards outside of it, or weights that say nothing."""
+
+
 class TrainingError(TunerError, RuntimeError):
     """Training cannot go on; the message is the diagnosis."""
 

@@ -1,0 +1,165 @@
+"""Bets against hypotheses about a difference: what is won is the evidence against them.
+
+Of a series of scores with mean mu, each hypothesis "mu <= m" has a gambler who bets against it
+(Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting", JRSS-B 86(1),
+2024, arXiv 2010.09686):
+
+    K_t(m) = sum_k w_k prod_{i<=t} (1 + lambda_ik (score_i - m)),      lambda_ik >= 0
+
+where lambda_ik depends on nothing but earlier scores. Where the hypothesis is true this is a
+supermartingale that begins at 1, so it ever reaches 1 / alpha with a chance of alpha at most
+(Ville's inequality): K is an e-value at every look. The m that were ever refuted end at a lower
+bound that holds at every look; bets on the other side give the upper one.
+
+The score of a session that a coin of chance p gave to the candidate (else to what serves) is
+
+    score_i = (reward_i - c_i) * (1 / p  if the candidate's, else  -1 / (1 - p))
+
+with c_i the mean reward of all earlier sessions of both arms (the augmented inverse-probability
+score with a predictable baseline: Waudby-Smith, Wu, Ramdas, Karampatziakis and Mineiro,
+"Anytime-valid off-policy inference for contextual bandits", arXiv 2210.10768). Its mean is
+candidate - serving whatever c is, and its variance is that of the difference of the arms' means,
+times the sessions: nothing is lost to a test that compares the means.
+
+What is bet is lambda_k = k * target / E[score^2]: with k = 1, the bet that grows fastest if the
+target is the difference, as in Wald's sequential probability ratio test; smaller and larger k with
+a part of the wealth each are there for a target that was wrong.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+_BETS = np.array([0.25, 0.5, 1.0, 2.0, 4.0])
+_WEIGHTS = np.array([0.05, 0.15, 0.5, 0.2, 0.1])
+"""Multiples of the bet that the plan asks for, and the wealth that begins with each."""
+_MOST = 0.8
+"""Of its wealth a gambler never bets more than this against the worst that may come."""
+_BELIEVED = 4
+"""For as many sessions the score's spread counts as the largest that is usual."""
+_HALVINGS = 24
+"""Of the range in which a bound is looked for."""
+
+
+class Evidence:
+    """The wealth of the bets against M hypotheses in D comparisons at once.
+
+    Axes: D comparisons, M hypotheses, S sides (0: the difference is at most m; 1: at least m),
+    B bets. Rewards and differences are parts of the range.
+
+    Args:
+        hypotheses_M: The m.
+        target: The distance of the mean from a hypothesis that bets are made for.
+        spread: The mean square of scores that is usual at most, for the first bets.
+        comparisons: D.
+    """
+
+    def __init__(
+        self, hypotheses_M: Floats, *, target: float, spread: float, comparisons: int = 1
+    ) -> None:
+        shape = comparisons, len(hypotheses_M), 2
+        self.hypotheses_M = hypotheses_M
+        self.log_wealth_DMSB = np.broadcast_to(np.log(_WEIGHTS), (*shape, len(_BETS))).copy()
+        self.peak_DMS = np.zeros(shape)
+        self.sessions = 0
+        self.rewards_D = np.full(comparisons, 0.5)  # with one session in the middle of the range
+        self.scores_D = np.zeros(comparisons)
+        self.squares_D = np.full(comparisons, _BELIEVED * spread)
+        self._target = target
+
+    @property
+    def bets_DB(self) -> Floats:
+        """What is bet next, where the worst that may come allows it."""
+        kelly_D: Floats = self._target / self.spread_D
+        return kelly_D[:, None] * _BETS
+
+    @property
+    def spread_D(self) -> Floats:
+        """The mean square of the scores."""
+        spread: Floats = self.squares_D / (_BELIEVED + self.sessions)
+        return spread
+
+    @property
+    def log_e_DMS(self) -> Floats:
+        """Logarithm of the e-value against each hypothesis, now."""
+        log_e: Floats = np.logaddexp.reduce(self.log_wealth_DMSB, axis=-1)
+        return log_e
+
+    def add_sessions(self, candidate_D: NDArray[np.bool_], reward_D: Floats, share: float) -> None:
+        """One session of each comparison.
+
+        Args:
+            candidate_D: Whether it was the candidate's.
+            reward_D: Its reward.
+            share: The chance that it would be.
+        """
+        centre_D = self.rewards_D / (1 + self.sessions)
+        score_D = (reward_D - centre_D) * np.where(candidate_D, 1 / share, -1 / (1 - share))
+        self.rewards_D += reward_D
+        # Of the candidate's rewards 0 and 1, and of those of what serves.
+        lowest_D = -np.maximum(centre_D / share, (1 - centre_D) / (1 - share))
+        highest_D = np.maximum((1 - centre_D) / share, centre_D / (1 - share))
+        self._add(score_D, lowest_D, highest_D)
+
+    def add_pairs(self, difference_D: Floats) -> None:
+        """One pair of each comparison: the candidate's reward less that of what serves."""
+        self._add(difference_D, np.full_like(difference_D, -1.0), np.ones_like(difference_D))
+
+    def _add(self, score_D: Floats, lowest_D: Floats, highest_D: Floats) -> None:
+        gain_DM = score_D[:, None] - self.hypotheses_M
+        gain_DMS = np.stack([gain_DM, -gain_DM], axis=-1)
+        loss_DMS = np.stack(
+            [
+                self.hypotheses_M - lowest_D[:, None],
+                highest_D[:, None] - self.hypotheses_M,
+            ],
+            axis=-1,
+        )
+        most_DMS = _MOST / np.maximum(loss_DMS, 1e-12)
+        bets_DMSB = np.minimum(self.bets_DB[:, None, None, :], most_DMS[..., None])
+        self.log_wealth_DMSB += np.log1p(bets_DMSB * gain_DMS[..., None])
+        np.maximum(self.peak_DMS, self.log_e_DMS, out=self.peak_DMS)
+        self.scores_D += score_D
+        self.squares_D += score_D**2
+        self.sessions += 1
+
+
+def lower_bounds(scores_DN: Floats, *, alpha: float) -> Floats:
+    """Bounds that the means of scores are above, each with a chance of alpha to be wrong.
+
+    Scores are never below -1 and may be as large as they like: a gambler who bets on large ones
+    loses no more than what the smallest one takes. What is bet is k * sqrt(2 log(1 / alpha) /
+    (N E[score^2])), which is best for N of them (Waudby-Smith and Ramdas, section 3.2).
+
+    Args:
+        scores_DN: N scores of each of D series, in an order that has nothing to do with them.
+
+    Returns:
+        D bounds, between -1 and 1.
+    """
+    count, number = scores_DN.shape
+    squares_DN = np.cumsum(scores_DN**2, axis=1) - scores_DN**2  # of earlier ones
+    spread_DN = (0.25 + squares_DN) / np.arange(1, number + 1)
+    bets_DN = np.sqrt(2 * np.log(1 / alpha) / (number * spread_DN))
+    below_D, above_D = np.full(count, -1.0), np.ones(count)
+    for _ in range(_HALVINGS):
+        m_D = (below_D + above_D) / 2
+        refuted_D = _most_won(scores_DN, bets_DN, m_D) >= -np.log(alpha)
+        below_D = np.where(refuted_D, m_D, below_D)
+        above_D = np.where(refuted_D, above_D, m_D)
+    return below_D
+
+
+def _most_won(scores_DN: Floats, bets_DN: Floats, m_D: Floats) -> Floats:
+    """Logarithm of the most that was ever won against "the mean is at most m"."""
+    most_D = _MOST / (m_D + 1)
+    log_wealth_DN = np.full(scores_DN.shape, -np.inf)
+    for multiple, weight in zip(_BETS, _WEIGHTS, strict=True):
+        bet_DN = np.minimum(multiple * bets_DN, most_D[:, None])
+        won_DN = np.cumsum(np.log1p(bet_DN * (scores_DN - m_D[:, None])), axis=1)
+        np.logaddexp(log_wealth_DN, np.log(weight) + won_DN, out=log_wealth_DN)
+    won_D: Floats = log_wealth_DN.max(axis=1)
+    return won_D

@@ -1,0 +1,362 @@
+"""Is a candidate better than what serves? A decision that holds however often one looks.
+
+Bets (`tuner.run.betting`) against "the candidate is not better than by the margin" and against "it
+is better by the effect that is worth finding" decide, session by session: promote, keep what
+serves, or not yet.
+
+What is assumed: rewards within the stated range; the arm of a session is drawn by a coin of known
+chance before anything of the session is known, and the chance may change from session to session;
+the difference stays what it is, while the rewards of both arms may drift together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from statistics import NormalDist
+from typing import Any, Literal
+
+import numpy as np
+
+from tuner.errors import ProofError
+from tuner.run.betting import Evidence, Floats
+
+Arm = Literal["serving", "candidate"]
+Verdict = Literal["promote", "keep", "not yet"]
+
+_FINE, _REACH, _COARSE = 12, 5, 40
+"""Grid of the bounds: so many points an effect, so many effects around, and over the range."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be proven, and how surely.
+
+    Attributes:
+        effect: The difference in reward that is worth finding: where it is true, the candidate is
+            promoted with a chance of `power`.
+        low, high: Between these lies every reward.
+        alpha: The chance of a promotion that is wrong is at most this, however often one looks.
+        power: The chance to keep what serves although the candidate is better by `effect` is at
+            most 1 - power.
+        margin: A promotion needs a difference above this; negative: the candidate may be so much
+            worse (it is cheaper, say).
+        share: The chance that a session is the candidate's.
+    """
+
+    effect: float
+    low: float = 0.0
+    high: float = 1.0
+    alpha: float = 0.05
+    power: float = 0.8
+    margin: float = 0.0
+    share: float = 0.5
+
+    def __post_init__(self) -> None:
+        numbers = asdict(self)
+        if wrong := [name for name, value in numbers.items() if not math.isfinite(value)]:
+            raise ProofError(f"plan: {wrong[0]} is {numbers[wrong[0]]}; give a finite number")
+        if self.low >= self.high:
+            raise ProofError(f"plan: low {self.low} is not below high {self.high}")
+        if not 0 < self.alpha < 0.5:
+            raise ProofError(f"plan: alpha {self.alpha} is not between 0 and 0.5, as 0.05")
+        if not 0.5 <= self.power < 1:
+            raise ProofError(f"plan: power {self.power} is not between 0.5 and 1, as 0.8")
+        if not 0 < self.share < 1:
+            raise ProofError(f"plan: share {self.share} is not between 0 and 1, as 0.5")
+        if not -self.range < self.margin < self.effect < self.range:
+            raise ProofError(
+                f"plan: effect {self.effect} and margin {self.margin} do not go together: margin "
+                f"is below effect, and both are differences of rewards in "
+                f"[{self.low:g}, {self.high:g}], of less than {self.range:g}"
+            )
+
+    @property
+    def range(self) -> float:
+        return self.high - self.low
+
+    def scaled(self, reward: float, arm: str) -> float:
+        """A reward as a part of the range.
+
+        Raises:
+            ProofError: It is outside.
+        """
+        if not self.low <= reward <= self.high:  # nan included
+            raise ProofError(
+                f"reward {reward} of the {arm} is outside of the plan's range [{self.low:g}, "
+                f"{self.high:g}]: the proof holds for rewards within a range that is stated "
+                "before; state one that holds all rewards that can come"
+            )
+        return (reward - self.low) / self.range
+
+    def fixed_horizon(self, serving_sd: float, candidate_sd: float) -> int:
+        """Sessions of both arms that a test with one look needs: the one-sided two-sample z-test.
+
+        Args:
+            serving_sd, candidate_sd: Standard deviations of the arms' rewards, which it must know.
+        """
+        spread = candidate_sd**2 / self.share + serving_sd**2 / (1 - self.share)
+        z = NormalDist().inv_cdf(1 - self.alpha) + NormalDist().inv_cdf(self.power)
+        return math.ceil(z**2 * spread / (self.effect - self.margin) ** 2)
+
+
+def evidence_of(
+    plan: Plan, hypotheses_M: Floats, *, comparisons: int = 1, paired: bool = False
+) -> Evidence:
+    """No evidence yet: the bets that a plan asks for.
+
+    Args:
+        hypotheses_M: Differences, as parts of the range.
+        comparisons: How many are watched at once.
+        paired: Whether they are of pairs.
+    """
+    arms = 1 / plan.share + 1 / (1 - plan.share)
+    return Evidence(
+        hypotheses_M,
+        target=(plan.effect - plan.margin) / plan.range,
+        spread=0.5 if paired else arms / 4,
+        comparisons=comparisons,
+    )
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is proven so far.
+
+    Attributes:
+        verdict: "promote": the difference is above the margin. "keep": it is below the effect that
+            is worth finding, or the candidate is worse. Else "not yet".
+        estimate: The difference, candidate less serving; the mean score, which has no bias
+            although the chance of the arms, or the rewards of both, change in the meantime.
+        lower: The difference is above this, with a chance of alpha to be wrong at any look.
+        upper: And below this, with a chance of 1 - power to be wrong at any look.
+        sessions: How many there are, of both arms; pairs of an evaluation.
+        expected_more: How many more a verdict takes if the difference is as it looks now; 0 where
+            there is one, None where none is in sight.
+        text: The same in a sentence.
+        e_value: Wealth of the bets against "not above the margin": it is above E with a chance of
+            1 / E at most where that is true.
+        p_value: A p-value that holds at every look: 1 / the largest e-value so far.
+    """
+
+    verdict: Verdict
+    estimate: float
+    lower: float
+    upper: float
+    sessions: int
+    expected_more: int | None
+    text: str
+    e_value: float
+    p_value: float
+
+
+class Comparison:
+    """A candidate and what serves, session by session.
+
+        comparison = Comparison(Plan(effect=0.05))
+        comparison.add("candidate", 1.0)
+        comparison.add("serving", 0.0)
+        comparison.decision().verdict
+
+    Args:
+        plan: What is to be proven.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._paired: bool | None = None
+        self._evidence = evidence_of(plan, _grid(plan))
+        self._of_arms = {"serving": [0.0, 0.0], "candidate": [0.0, 0.0]}
+
+    def add(self, arm: Arm, reward: float, *, share: float | None = None) -> None:
+        """A session that was judged.
+
+        Args:
+            arm: Whose it was, by a coin that was thrown before it began.
+            reward: Its reward.
+            share: The chance that it would be the candidate's; the plan's if not given.
+
+        Raises:
+            ProofError: The reward is outside of the plan's range, the share no chance, the arm none
+                of the two, or there are pairs.
+        """
+        if arm not in self._of_arms:
+            raise ProofError(f"arm {arm!r} is neither 'serving' nor 'candidate'")
+        chance = self.plan.share if share is None else share
+        if not 0 < chance < 1:
+            raise ProofError(f"share {chance} is not between 0 and 1")
+        scaled = self.plan.scaled(reward, arm)
+        self._is_paired(False)
+        self._evidence.add_sessions(np.array([arm == "candidate"]), np.array([scaled]), chance)
+        self._count(arm, reward)
+
+    def add_pair(self, serving: float, candidate: float) -> None:
+        """The rewards of both on one task, or their means over its rollouts.
+
+        Tasks come in an order that has nothing to do with their rewards.
+
+        Raises:
+            ProofError: A reward is outside of the plan's range, or there are single sessions.
+        """
+        scaled = self.plan.scaled(candidate, "candidate") - self.plan.scaled(serving, "serving")
+        self._is_paired(True)
+        self._evidence.add_pairs(np.array([scaled]))
+        self._count("serving", serving)
+        self._count("candidate", candidate)
+
+    def decision(self) -> Decision:
+        """What the sessions so far prove."""
+        plan, evidence = self.plan, self._evidence
+        lower, upper = self._bounds()
+        at_margin, at_effect = self._places()
+        verdict: Verdict = "not yet"
+        if evidence.peak_DMS[0, at_margin, 0] >= -math.log(plan.alpha):
+            verdict = "promote"
+        elif evidence.peak_DMS[0, at_effect, 1] >= -math.log(1 - plan.power):
+            verdict = "keep"
+        estimate = float(evidence.scores_D[0]) / max(1, evidence.sessions) * plan.range
+        more = 0 if verdict != "not yet" else self._expected_more()
+        return Decision(
+            verdict=verdict,
+            estimate=estimate,
+            lower=lower,
+            upper=upper,
+            sessions=evidence.sessions,
+            expected_more=more,
+            text=self._text(verdict, estimate, (lower, upper), more),
+            e_value=_exp(float(evidence.log_e_DMS[0, at_margin, 0])),
+            p_value=_exp(-float(evidence.peak_DMS[0, at_margin, 0])),
+        )
+
+    def state(self) -> dict[str, Any]:
+        """All that is known, as JSON."""
+        evidence = self._evidence
+        return {
+            "plan": asdict(self.plan),
+            "paired": self._paired,
+            "of_arms": self._of_arms,
+            "sessions": evidence.sessions,
+            "rewards": evidence.rewards_D.tolist(),
+            "scores": evidence.scores_D.tolist(),
+            "squares": evidence.squares_D.tolist(),
+            "log_wealth": evidence.log_wealth_DMSB.tolist(),
+            "peak": evidence.peak_DMS.tolist(),
+        }
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any]) -> Comparison:
+        """A comparison as it was when `state` was asked for.
+
+        Raises:
+            ProofError: That was not by this version.
+        """
+        comparison = cls(Plan(**state["plan"]))
+        if state["paired"] is not None:
+            comparison._is_paired(state["paired"])
+        comparison._of_arms = {arm: list(counts) for arm, counts in state["of_arms"].items()}
+        evidence = comparison._evidence
+        log_wealth_DMSB = np.array(state["log_wealth"])
+        if log_wealth_DMSB.shape != evidence.log_wealth_DMSB.shape:
+            raise ProofError(
+                "the comparison was stored by another version of tuner, which bet otherwise: "
+                "begin it anew"
+            )
+        evidence.log_wealth_DMSB, evidence.peak_DMS = log_wealth_DMSB, np.array(state["peak"])
+        evidence.sessions = int(state["sessions"])
+        evidence.rewards_D = np.array(state["rewards"])
+        evidence.scores_D = np.array(state["scores"])
+        evidence.squares_D = np.array(state["squares"])
+        return comparison
+
+    def _is_paired(self, paired: bool) -> None:
+        if self._paired is None:
+            self._paired = paired
+            self._evidence = evidence_of(self.plan, _grid(self.plan), paired=paired)
+        elif self._paired != paired:
+            raise ProofError(
+                "a comparison is of pairs (add_pair) or of single sessions (add), and this one has "
+                f"{'pairs' if self._paired else 'sessions'}: make another one"
+            )
+
+    def _count(self, arm: str, reward: float) -> None:
+        self._of_arms[arm][0] += 1
+        self._of_arms[arm][1] += reward
+
+    def _bounds(self) -> tuple[float, float]:
+        """The largest refuted m of "at most m" and the smallest of "at least m", in rewards."""
+        plan, grid_M = self.plan, self._evidence.hypotheses_M
+        refuted_M = self._evidence.peak_DMS[0, :, 0] >= -math.log(plan.alpha)
+        missed_M = self._evidence.peak_DMS[0, :, 1] >= -math.log(1 - plan.power)
+        lower = grid_M[refuted_M].max(initial=-1.0) * plan.range
+        upper = grid_M[missed_M].min(initial=1.0) * plan.range
+        return float(lower), float(upper)
+
+    def _places(self) -> tuple[int, int]:
+        """Where margin and effect are among the hypotheses."""
+        plan, grid_M = self.plan, self._evidence.hypotheses_M
+        margin, effect = plan.margin / plan.range, plan.effect / plan.range
+        return int(np.searchsorted(grid_M, margin)), int(np.searchsorted(grid_M, effect))
+
+    def _expected_more(self) -> int | None:
+        """Sessions until the first bet wins, if the difference is the estimate, drawn to the
+        planned effect while there are few."""
+        plan, evidence = self.plan, self._evidence
+        margin, effect = plan.margin / plan.range, plan.effect / plan.range
+        spread, bets_B = float(evidence.spread_D[0]), evidence.bets_DB[0]
+        few = spread / (effect - margin) ** 2
+        likely = (float(evidence.scores_D[0]) + few * effect) / (evidence.sessions + few)
+        found = []
+        at_margin, at_effect = self._places()
+        for side, place, gain, chance in (
+            (0, at_margin, likely - margin, plan.alpha),
+            (1, at_effect, effect - likely, 1 - plan.power),
+        ):
+            missing_B = -math.log(chance) - evidence.log_wealth_DMSB[0, place, side]
+            growth_B = bets_B * gain - bets_B**2 * (spread + gain**2) / 2
+            found += [one / rate for one, rate in zip(missing_B, growth_B, strict=True) if rate > 0]
+        return max(1, math.ceil(min(found))) if found else None
+
+    def _text(
+        self, verdict: Verdict, estimate: float, bounds: tuple[float, float], more: int | None
+    ) -> str:
+        plan, (lower, upper) = self.plan, bounds
+        count = self._evidence.sessions
+        if self._paired:
+            seen = f"{count} pairs"
+        else:
+            seen = f"{count} sessions, {int(self._of_arms['candidate'][0])} of the candidate"
+        means = ", ".join(
+            f"{arm} {total / number:.3f}"
+            for arm, (number, total) in self._of_arms.items()
+            if number
+        )
+        said = {
+            "promote": f"the candidate is better by more than {plan.margin:g}",
+            "keep": "the candidate is worse"
+            if upper <= 0
+            else f"the candidate is not better by {plan.effect:g}",
+            "not yet": "nothing is proven"
+            + (f"; about {more} more would do" if more else "; no end is in sight"),
+        }[verdict]
+        return (
+            f"{verdict}: {said}. Difference {estimate:+.4f}, above {lower:+.4f} "
+            f"({1 - plan.alpha:.0%} sure at every look) and below {upper:+.4f} ({plan.power:.0%}); "
+            f"{seen}{f' ({means})' if means else ''}"
+        )
+
+
+def _grid(plan: Plan) -> Floats:
+    """The m, as parts of the range, in order; margin and effect are among them."""
+    margin, effect = plan.margin / plan.range, plan.effect / plan.range
+    near = np.arange(-_REACH * _FINE, (_REACH + 1) * _FINE + 1) / _FINE
+    fine = margin + (effect - margin) * near
+    all_M = np.concatenate([fine, np.linspace(-1, 1, _COARSE + 1)])
+    apart = (np.abs(all_M - margin) > 1e-9) & (np.abs(all_M - effect) > 1e-9)
+    inside = all_M[apart & (np.abs(all_M) <= 1)]
+    return np.unique(np.concatenate([inside, [margin, effect]]))
+
+
+def _exp(value: float) -> float:
+    """exp without overflow."""
+    return math.exp(min(value, 700.0))
