@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from tuner.config.section import Section, null_is
 
@@ -28,7 +28,7 @@ class PromotionSection(Section):
     level: float = Field(
         default=0.05,
         gt=0,
-        lt=1,
+        lt=0.5,
         description="Probability with which a candidate that is not better is promoted, at most, "
         "however often one looks.",
     )
@@ -49,6 +49,16 @@ class PromotionSection(Section):
         if not value[0] < value[1]:
             raise ValueError("Input should be two numbers, the smaller one first")
         return value
+
+    @model_validator(mode="after")
+    def _go_together(self) -> PromotionSection:
+        width = self.reward_range[1] - self.reward_range[0]
+        if not -width < self.margin < self.effect < width:
+            raise ValueError(
+                f"margin {self.margin:g} should be below effect {self.effect:g}, and both "
+                f"differences of rewards in reward_range, of less than {width:g}"
+            )
+        return self
 
 
 class ServingSection(Section):

@@ -1,6 +1,6 @@
 """Live sessions for a candidate: each new session gets an arm, and keeps it while the trial lasts.
 
-    candidate   `tuner.serving.canary` of the new sessions, on an engine with the candidate's weights
+    candidate   as many as `tuner.serving.canary` says, on an engine with the candidate's weights
     serving     the others
 
 Only sessions that were opened during the trial are compared, by the reward that they have when they
@@ -10,15 +10,16 @@ are first found ended and judged. The trial over, the candidate's sessions go on
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import Tensor
 
+from tuner.config.serving import PromotionSection
 from tuner.gateway import Session
 from tuner.gateway.service import Service
-from tuner.serving.ledger import Arm, Judgement, Ledger
-from tuner.serving.proof import Comparison, Decision
+from tuner.run.proof import Arm, Comparison, Decision, Plan
+from tuner.serving.ledger import Judgement, Ledger
 from tuner.serving.store import ServingStore
 from tuner.serving.versions import Versions
 
@@ -30,8 +31,8 @@ class Canary:
         ledger, store: Of the server.
         versions: Puts the candidate's weights where they are used.
         service: What serves.
+        rules: What a proof is.
         share: Of new sessions, that the candidate gets.
-        comparison: Makes a comparison without rewards.
     """
 
     def __init__(
@@ -40,16 +41,16 @@ class Canary:
         store: ServingStore,
         versions: Versions,
         service: Service,
+        rules: PromotionSection,
         *,
         share: float,
-        comparison: Callable[[], Comparison],
     ) -> None:
         self._ledger = ledger
         self._store = store
         self._versions = versions
         self._service = service
         self._share = share
-        self._comparison = comparison
+        self._rules = rules
         self._live: Comparison | None = None
         self._given: dict[str, Session] = {}  # to the candidate, by id
         self.candidate: int | None = None
@@ -57,7 +58,7 @@ class Canary:
     async def begin(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Let a version have its share; what was counted of its trial before counts."""
         await self._versions.try_out(version, tensors)
-        self._live = self._comparison()
+        self._live = comparison_of(self._rules, share=self._share)
         for one in self._ledger.counted(version):
             self._live.add(one.arm, one.reward)
         self.candidate = version
@@ -119,6 +120,26 @@ class Canary:
             if session.ended is not None and session.reward is not None:
                 found.append(Judgement(id_, arm, session.reward))
         return found
+
+
+def comparison_of(rules: PromotionSection, *, share: float = 0.5) -> Comparison:
+    """A comparison of a candidate with what serves, without rewards yet.
+
+    Args:
+        rules: What a proof is.
+        share: Of the sessions, that are the candidate's.
+    """
+    low, high = rules.reward_range
+    return Comparison(
+        Plan(
+            effect=rules.effect,
+            low=low,
+            high=high,
+            alpha=rules.level,
+            margin=rules.margin,
+            share=share,
+        )
+    )
 
 
 def _place(session_id: str) -> float:

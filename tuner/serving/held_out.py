@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -11,6 +12,7 @@ from rich.console import Console
 
 from tuner.assembly.stack import Stack
 from tuner.config import RunConfig
+from tuner.config.serving import PromotionSection
 from tuner.engines import TrainingEngine
 from tuner.errors import TrainingError
 from tuner.gateway import Gateway
@@ -19,6 +21,8 @@ from tuner.rollout import RolloutRunner, Rollouts
 from tuner.run.console import ConsoleMonitor
 from tuner.run.directory import RunDirectory
 from tuner.run.metrics import evaluation_metrics
+from tuner.run.proof import Decision
+from tuner.serving.canary import comparison_of
 from tuner.traces import Trace, TraceStore
 
 
@@ -37,16 +41,20 @@ class Pairs:
     failed: tuple[int, int]
     metrics: Mapping[str, float]
 
-    @property
-    def why_not(self) -> str | None:
-        """Why a candidate cannot be promoted whatever its rewards are, or None."""
-        before, now = self.failed
-        if now <= before:
-            return None
-        return (
-            f"rollouts of {now} held-out tasks failed with the candidate, and of {before} with "
-            "what serves"
-        )
+    def decision(self, rules: PromotionSection) -> Decision:
+        """What they prove. A candidate with which more tasks fail is not promoted whatever its
+        rewards on the others are: a failure has no reward that could count against it."""
+        comparison = comparison_of(rules)
+        # The order of the rows may say how hard they are.
+        for serving, candidate in random.Random(len(self.rewards)).sample(
+            list(self.rewards), len(self.rewards)
+        ):
+            comparison.add_pair(serving, candidate)
+        found, (before, now) = comparison.decision(), self.failed
+        if found.verdict != "promote" or now <= before:
+            return found
+        why = f"not yet: {now} held-out tasks failed with the candidate, {before} with what serves"
+        return replace(found, verdict="not yet", text=f"{why}; else {found.text}")
 
 
 class HeldOut:

@@ -192,9 +192,7 @@ class JudgedSource(Source):
             await self.news(1.0)
         return self.taken(groups, step=step, version=version)
 
-    def taken(
-        self, groups: Sequence[Sequence[StoredSession]], *, step: int, version: int
-    ) -> Taken:
+    def taken(self, groups: Sequence[Sequence[StoredSession]], *, step: int, version: int) -> Taken:
         """What an update trains on: `groups`, as `ready` gives them; the others as of `take`."""
         config = self._config
         stale = [one for one in self._judged() if self._is_stale(one)]

@@ -24,7 +24,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -32,17 +31,16 @@ from torch import Tensor
 
 from tuner.assembly.stack import Stack
 from tuner.config import RunConfig
-from tuner.config.serving import PromotionSection
 from tuner.errors import ConfigError, TunerError
 from tuner.gateway import Session
 from tuner.loop import update
 from tuner.run.directory import RunDirectory, read_metrics
 from tuner.run.monitors import JsonlMonitor
+from tuner.run.proof import Decision
 from tuner.serving.canary import Canary
-from tuner.serving.held_out import HeldOut, Pairs
+from tuner.serving.held_out import HeldOut
 from tuner.serving.judged import JudgedSource, Taken
-from tuner.serving.ledger import Kind, Ledger
-from tuner.serving.proof import Comparison, Decision
+from tuner.serving.ledger import Kind, Ledger, numbers
 from tuner.serving.store import ServingStore
 from tuner.serving.versions import Learned, Versions
 from tuner.training import PolicyTrainer
@@ -93,8 +91,8 @@ class Learner:
             store,
             self.versions,
             stack.gateway.service,
+            self._rules,
             share=config.tuner.serving.canary,
-            comparison=partial(comparison_of, self._rules),
         )
         self.failure: str | None = None
         self._thread = ThreadPoolExecutor(1, "tuner-training")
@@ -227,9 +225,7 @@ class Learner:
     async def _train_from_serving(self) -> None:
         version = self.versions.serving
         tensors = await self._aside(partial(self.versions.tensors, version))
-        await self._aside(
-            partial(self.versions.train_from, version, tensors, step=self._kept)
-        )
+        await self._aside(partial(self.versions.train_from, version, tensors, step=self._kept))
 
     # Proofs
 
@@ -238,11 +234,11 @@ class Learner:
         the metrics of their evaluation."""
         before = self._rollbacks
         if self._rules.by == "always":
-            await self._promote(step, _ALWAYS, {}, as_of=before)
+            await self._promote(step, _ALWAYS, as_of=before)
         elif self._canary.candidate is not None:
             pass  # an earlier candidate is tried, which is decided first
         elif self._rules.by == "live":
-            await self._begin_trial(step, _SHARE, {}, as_of=before)
+            await self._begin_trial(step, _SHARE, as_of=before)
         else:
             return await self._try_held_out(step, as_of=before)
         return {}
@@ -255,9 +251,9 @@ class Learner:
         if self._rollbacks != as_of:  # nobody knows which weights served in the middle of it
             self._held_out.forget(serving)
             return dict(pairs.metrics)
-        decision = decision_of(self._rules, pairs)
+        decision = pairs.decision(self._rules)
         if decision.verdict == "promote" and self._rules.by == "both":
-            await self._begin_trial(step, decision.text, numbers(decision), as_of=as_of)
+            await self._begin_trial(step, decision.text, decision, as_of=as_of)
         else:
             await self._act(step, decision, as_of=as_of)
         return dict(pairs.metrics)
@@ -273,40 +269,40 @@ class Learner:
     async def _act(self, version: int, decision: Decision, *, as_of: int) -> None:
         """Do what a proof says of a candidate, unless there was a rollback in between."""
         if decision.verdict == "promote":
-            await self._promote(version, decision.text, numbers(decision), as_of=as_of)
+            await self._promote(version, decision.text, decision, as_of=as_of)
             return
         async with self._deciding:
             if self._rollbacks != as_of:
                 return
             kept = decision.verdict == "keep"
-            worse = kept and decision.upper < 0
+            worse = kept and decision.upper <= 0
             kind: Kind = "keep" if kept else "not yet"
-            self._decide(kind, version, decision.text, numbers(decision), reset=worse)
+            self._decide(kind, version, decision.text, decision, reset=worse)
             if kept:
                 self._canary.end()
             if worse:
                 await self._train_from_serving()
 
     async def _promote(
-        self, version: int, why: str, data: Mapping[str, Any], *, as_of: int
+        self, version: int, why: str, proof: Decision | None = None, *, as_of: int
     ) -> None:
         async with self._deciding:
             if self._rollbacks != as_of:
                 return
             tensors = await self._aside(partial(self.versions.tensors, version))
-            self._decide("promote", version, why, data)
+            self._decide("promote", version, why, proof)
             await self.versions.serve(version, tensors)
             self._canary.end()
 
     async def _begin_trial(
-        self, version: int, why: str, data: Mapping[str, Any], *, as_of: int
+        self, version: int, why: str, proof: Decision | None = None, *, as_of: int
     ) -> None:
         async with self._deciding:
             if self._rollbacks != as_of:
                 return
             tensors: Mapping[str, Tensor]
             tensors = await self._aside(partial(self.versions.tensors, version))
-            self._decide("trial", version, why, data)
+            self._decide("trial", version, why, proof)
             await self._canary.begin(version, tensors)
 
     async def rollback(self) -> int:
@@ -326,7 +322,7 @@ class Learner:
                 )
             tensors = await asyncio.to_thread(self.versions.tensors, line[-2])
             self._rollbacks += 1
-            self._decide("rollback", line[-2], f"version {line[-1]} was taken back", {}, reset=True)
+            self._decide("rollback", line[-2], f"version {line[-1]} was taken back", reset=True)
             await self.versions.serve(line[-2], tensors)
             self._canary.end()
             if not self._busy:
@@ -334,11 +330,17 @@ class Learner:
             return line[-2]
 
     def _decide(
-        self, kind: Kind, version: int, why: str, data: Mapping[str, Any], *, reset: bool = False
+        self,
+        kind: Kind,
+        version: int,
+        why: str,
+        proof: Decision | None = None,
+        *,
+        reset: bool = False,
     ) -> None:
-        serving = self.versions.serving
+        serving, step = self.versions.serving, self._kept
         self.ledger.add(
-            kind, version, serving=serving, step=self._kept, why=why, reset=reset, **data
+            kind, version, serving=serving, step=step, why=why, reset=reset, proof=proof
         )
         logger.info("%s, version %d beside %d: %s", kind, version, serving, why)
 
@@ -375,9 +377,7 @@ class Learner:
             "serving": {"version": self.versions.serving, "since": since},
             "candidate": candidate,
             "history": [one.shown() for one in decisions],
-            "learning": {
-                "updates": self._kept, "failure": self.failure, **self.source.waiting
-            },
+            "learning": {"updates": self._kept, "failure": self.failure, **self.source.waiting},
         }
 
     async def aclose(self) -> None:
@@ -393,25 +393,3 @@ _ALWAYS = "every update is promoted (tuner.serving.promotion.by is always)"
 _SHARE = "new sessions are given to it, as many as tuner.serving.canary says"
 _SERVES = ("start", "promote", "rollback")
 _SHOWN = ("reward/mean", "sessions/taken", "tokens/trained", "sessions/unjudged", "time/training")
-
-
-def comparison_of(rules: PromotionSection) -> Comparison:
-    """A comparison of what serves with a candidate, without rewards yet."""
-    raise NotImplementedError
-
-
-def decision_of(rules: PromotionSection, pairs: Pairs) -> Decision:
-    """What the held-out tasks say of a candidate."""
-    comparison = comparison_of(rules)
-    for serving, candidate in pairs.rewards:
-        comparison.add_pair(serving, candidate)
-    decision = comparison.decision()
-    if decision.verdict == "promote" and (why_not := pairs.why_not) is not None:
-        return replace(decision, verdict="not yet", text=f"not yet: {why_not}")
-    return decision
-
-
-def numbers(decision: Decision) -> dict[str, Any]:
-    """What a decision was made by."""
-    names = ("estimate", "lower", "upper", "sessions", "expected_more")
-    return {name: getattr(decision, name) for name in names}

@@ -15,8 +15,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from tuner.run.proof import Arm, Decision
+
 Kind = Literal["start", "trial", "promote", "keep", "not yet", "rollback"]
-Arm = Literal["serving", "candidate"]
+_NUMBERS = ("estimate", "lower", "upper", "sessions", "expected_more")
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS decisions (
@@ -83,6 +85,11 @@ class Decided:
         return {"decision": self.kind, **{n: getattr(self, n) for n in names}, **self.data}
 
 
+def numbers(proof: Decision | None) -> dict[str, Any]:
+    """What a comparison came to, without its sentence."""
+    return {} if proof is None else {name: getattr(proof, name) for name in _NUMBERS}
+
+
 @dataclass(frozen=True)
 class Judgement:
     """A session of a trial that can be counted."""
@@ -114,9 +121,13 @@ class Ledger:
         step: int,
         why: str,
         reset: bool = False,
-        **data: Any,
+        proof: Decision | None = None,
     ) -> None:
-        """Add a decision, which is on disk when this returns; as `Decided`."""
+        """Add a decision, which is on disk when this returns; as `Decided`.
+
+        Args:
+            proof: What it was decided by.
+        """
         self._tables.change(
             "INSERT INTO decisions (at, kind, version, serving, step, reset, why, data) "
             "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
@@ -127,7 +138,7 @@ class Ledger:
             step,
             int(reset),
             why,
-            json.dumps(data),
+            json.dumps(numbers(proof)),
         )
 
     def decisions(self) -> list[Decided]:
@@ -180,7 +191,8 @@ class Ledger:
     def uncounted(self, candidate: int) -> dict[str, Arm]:
         """The sessions of a trial whose rewards were not counted yet, with their arms."""
         rows = self._tables.ask(
-            "SELECT session, arm FROM arms WHERE candidate = ? AND counted IS NULL ORDER BY session",
+            "SELECT session, arm FROM arms WHERE candidate = ? AND counted IS NULL "
+            "ORDER BY session",
             candidate,
         )
         return dict(rows)
