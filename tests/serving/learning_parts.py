@@ -71,7 +71,7 @@ class Server:
                     temperature=model.temperature, max_tokens=model.max_response_tokens
                 ),
             )
-            self.learner.opened(session)
+        self.learner.placed(session, new=True)
         return session
 
     async def ask(self, session, text):
@@ -84,12 +84,13 @@ class Server:
     def end(self, session):
         """Seal a session, and keep what it did."""
         self.store.add_calls(session.id, session.seal())
+        self.learner.noted(session.id)
         self.store.end(session.id)
         self.learner.sealed(session.id)
 
     def judge_session(self, session_id, reward, call=None):
         self.store.reward(session_id, reward, call=call)
-        self.learner.judged(session_id)
+        self.learner.judged()
 
     async def talk(self, text, reward=None, *, group=None):
         """A session with one call, ended, and judged if there is a reward; its id."""

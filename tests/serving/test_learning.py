@@ -292,8 +292,8 @@ def test_where_only_calls_are_judged_the_others_of_the_session_are_not_trained(
 def rewards_for(server, *, better):
     """What the users of a trial would say if the candidate were better, or worse."""
     for one in server.store.sessions(judged=False):
-        _, arm = server.learner.ledger.arm(one.id)
-        server.judge_session(one.id, float((arm == "candidate") == better))
+        if (found := server.learner.ledger.arm(one.id)) is not None:
+            server.judge_session(one.id, float((found[1] == "candidate") == better))
 
 
 @pytest.mark.parametrize("better", [True, False])
@@ -323,8 +323,9 @@ def test_live_sessions_promote_a_better_candidate_and_leave_a_worse_one(
                 candidate, arm = learner.ledger.arm(id_)
                 assert server.store.session(id_).highest == (1 if arm == "candidate" else 0)
                 assert candidate == 1
-            held = server.open()
-            arm = learner.ledger.arm(held.id)[1]
+            held = [server.open() for _ in range(8)]
+            services = {id(session.service) for session in held}
+            assert len(services) == 2
             rewards_for(server, better=better)
             await learner.turn()
             assert learner.ledger.trial is None
@@ -336,7 +337,8 @@ def test_live_sessions_promote_a_better_candidate_and_leave_a_worse_one(
                 assert same(begin, server.weights())
                 assert same(begin, server.weights("trained"))
                 assert learner.models()["history"][-1]["decision"] == "keep"
-            assert held.service is server.stack.gateway.service, arm
+            service = server.stack.gateway.service
+            assert all(session.service is service for session in held)
 
     run(work())
 
@@ -356,8 +358,8 @@ def test_a_trial_goes_on_after_a_restart_with_its_arms_and_what_was_counted(
             for number in range(6):
                 await server.talk(f"live {number}", reward=1.0)
             await server.learner.turn()
-            decision = server.learner._canary.decision
-            return decision, server.open().id, server.open().id
+            ids = [await server.talk(f"not judged yet {number}") for number in range(4)]
+            return server.learner._canary.decision, *ids
 
     async def after(decision, ids):
         async with Server(settings) as server:
@@ -365,7 +367,7 @@ def test_a_trial_goes_on_after_a_restart_with_its_arms_and_what_was_counted(
             assert decision.sessions == 6
             for id_ in ids:
                 session = server.stack.gateway.open_session(id_)
-                server.learner.restored(session)
+                server.learner.placed(session, new=False)
                 candidate = server.learner.ledger.arm(id_)[1] == "candidate"
                 version = session.service.engine.version
                 assert version == (1 if candidate else 0)

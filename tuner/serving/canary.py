@@ -53,6 +53,7 @@ class Canary:
         self._rules = rules
         self._live: Comparison | None = None
         self._given: dict[str, Session] = {}  # to the candidate, by id
+        self._unsaid: dict[str, tuple[int, Arm]] = {}  # arms of sessions without a call
         self.candidate: int | None = None
 
     async def begin(self, version: int, tensors: Mapping[str, Tensor]) -> None:
@@ -69,29 +70,33 @@ class Canary:
         for session in self._given.values():
             session.service = self._service
         self._given.clear()
+        self._unsaid.clear()
 
-    def opened(self, session: Session) -> None:
-        """Give a new session its arm, if there is a trial."""
-        if self.candidate is not None:
-            arm: Arm = "candidate" if _place(session.id) < self._share else "serving"
-            self._ledger.assign(session.id, self.candidate, arm)
-            self._give(session, arm)
+    def placed(self, session: Session, *, new: bool) -> None:
+        """Give a session its arm, before its first call or when it is made again.
 
-    def restored(self, session: Session) -> None:
-        """Give a session of an earlier start the arm that it had, if that trial goes on."""
+        Args:
+            new: Whether it has no call yet; one that began before the trial is in no arm.
+        """
         found = self._ledger.arm(session.id)
-        if found is not None and found[0] == self.candidate:
-            self._give(session, found[1])
-
-    def _give(self, session: Session, arm: Arm) -> None:
-        if arm == "candidate":
+        if found is None and new and self.candidate is not None:
+            arm: Arm = "candidate" if _place(session.id) < self._share else "serving"
+            found = self._unsaid[session.id] = self.candidate, arm
+        if found == (self.candidate, "candidate"):
             assert self._versions.canary is not None, "begin() makes it"
             session.service = replace(self._service, engine=self._versions.canary)
             self._given[session.id] = session
 
+    def noted(self, session_id: str) -> None:
+        """A call of a session is in the store; with its first one its arm is, too."""
+        found = self._unsaid.pop(session_id, None)
+        if found is not None and found[0] == self.candidate:
+            self._ledger.assign(session_id, *found)
+
     def sealed(self, session_id: str) -> None:
-        """A session takes no more calls."""
+        """A session takes no more calls, or is let go of until it is asked for again."""
         self._given.pop(session_id, None)
+        self._unsaid.pop(session_id, None)
 
     def look(self) -> Decision | None:
         """Count what was judged since, once each; what it comes to, if anything was."""

@@ -346,15 +346,15 @@ class Learner:
 
     # What the server tells
 
-    def opened(self, session: Session) -> None:
-        """A session was opened, which may be one of the candidate's."""
-        self._canary.opened(session)
+    def placed(self, session: Session, *, new: bool) -> None:
+        """A session was made, which may be one of the candidate's; see `Canary.placed`."""
+        self._canary.placed(session, new=new)
 
-    def restored(self, session: Session) -> None:
-        """A session of an earlier start goes on."""
-        self._canary.restored(session)
+    def noted(self, session_id: str) -> None:
+        """A call of a session was stored."""
+        self._canary.noted(session_id)
 
-    def judged(self, session_id: str) -> None:
+    def judged(self) -> None:
         """A session was judged."""
         self.source.told()
 
