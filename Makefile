@@ -7,7 +7,7 @@
 # make test-trinity   the tests that run Trinity-RFT on Ray, in an environment of their own (7 GB)
 # make test-vllm   the tests that run vLLM on a CPU, in an environment of their own (3.6 GB)
 # make test-models   every causal LM of transformers, tiny: docs/models.md is what it finds
-# make test-chaos   kills, a fault at each file operation, wrong requests, sessions, a soak of half an hour
+# make test-chaos   kills, a fault at each file operation, wrong requests, sessions, a killed server, a soak of half an hour
 # make test-nightly   all of these, and in them what CI has no time for
 # make test-sglang   the tests that run SGLang's server on a CPU, in an environment of its own (11 GB)
 # make dist   sdist and wheel in dist/, as PyPI takes them
@@ -125,6 +125,8 @@ CHAOS_KILLS := 200
 CHAOS_EVERY := 1
 CHAOS_BODIES := 100000
 CHAOS_SESSIONS := 10000
+CHAOS_SERVED := 1000
+CHAOS_SERVER_KILLS := 20
 CHAOS_MINUTES := 30
 CHAOS := OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos
 
@@ -136,6 +138,7 @@ test-chaos: $(VENV)/.installed-dev
 	$(CHAOS).preload tests.chaos.faults --every $(CHAOS_EVERY) $(ARGS) || failed=1; \
 	$(CHAOS).bodies --count $(CHAOS_BODIES) $(ARGS) || failed=1; \
 	$(CHAOS).sessions --count $(CHAOS_SESSIONS) $(ARGS) || failed=1; \
+	$(CHAOS).serving --sessions $(CHAOS_SERVED) --kills $(CHAOS_SERVER_KILLS) $(ARGS) || failed=1; \
 	wait $$soak || failed=1; \
 	cat $$log; rm $$log; \
 	exit $$failed

@@ -47,6 +47,7 @@ IN_PROCESS = "in-process", "in-process-own-way"
 GOAL_MS = {False: 0.3, True: 2.0}
 """In process, of an answer and of a stream of 33 events."""
 GOAL_RATE = 1500
+LITELLM_KEY = "sk-benchmark"
 TOOL = {
     "type": "function",
     "function": {
@@ -78,14 +79,19 @@ REQUEST: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "tools": [TOOL
 
 
 class StubEngine:
-    """Samples the same 32 tokens, at once or, for streams, one in each turn of the loop."""
+    """Samples the same 32 tokens, at once or, for streams, one in each turn of the loop.
+
+    Args:
+        seconds: How long it takes for the first.
+    """
 
     version = 0
     capabilities = EngineCapabilities(max_model_len=4096)
 
-    def __init__(self, ids: Sequence[int], *, one_by_one: bool) -> None:
+    def __init__(self, ids: Sequence[int], *, one_by_one: bool, seconds: float = 0.0) -> None:
         self._ids = tuple(ids)
         self._one_by_one = one_by_one
+        self._seconds = seconds
 
     async def generate(
         self,
@@ -95,6 +101,8 @@ class StubEngine:
         sink: TokenSink | None = None,
         so_far: Generation | None = None,
     ) -> Generation:
+        if self._seconds:
+            await asyncio.sleep(self._seconds)
         for id_ in self._ids:
             if sink is not None:
                 sink.push(id_, -0.5, 0)
@@ -110,14 +118,20 @@ class StubEngine:
     async def close(self) -> None: ...
 
 
-def make_gateway(*, streamed: bool) -> Gateway:
+def make_parts(*, streamed: bool, seconds: float = 0.0) -> tuple[StubEngine, ChatRenderer]:
+    """The stub and what renders its prompts."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(MODEL)
     text = "The sum of the two numbers is 50, as I worked it out. " * 4
     ids = tokenizer.encode(text, add_special_tokens=False)[: TOKENS - 1]
-    engine = StubEngine([*ids, tokenizer.eos_token_id], one_by_one=streamed)
-    return Gateway(engine, ChatRenderer(tokenizer), model_name="tiny")
+    ids.append(tokenizer.eos_token_id)
+    engine = StubEngine(ids, one_by_one=streamed, seconds=seconds)
+    return engine, ChatRenderer(tokenizer)
+
+
+def make_gateway(*, streamed: bool) -> Gateway:
+    return Gateway(*make_parts(streamed=streamed), model_name="tiny")
 
 
 # What is measured, each in a process of its own on one core.
@@ -186,8 +200,12 @@ async def serve_gateway(streamed: bool) -> None:
         print(session.key, flush=True)
 
 
-def serve_stub(port: int) -> None:
-    """The stub as a server that speaks OpenAI, for LiteLLM to forward to."""
+def serve_stub(port: int, seconds: float) -> None:
+    """The stub as a server that speaks OpenAI, for LiteLLM to forward to.
+
+    Args:
+        seconds: How long it takes for an answer, or until a stream begins.
+    """
     import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request
@@ -229,7 +247,10 @@ def serve_stub(port: int) -> None:
         yield "data: [DONE]\n\n"
 
     async def answer(request: Request) -> Response:
-        if (await request.json()).get("stream"):
+        body = await request.json()
+        if seconds:
+            await asyncio.sleep(seconds)
+        if body.get("stream"):
             return StreamingResponse(events(), media_type="text/event-stream")
         return Response(whole, media_type="application/json")
 
@@ -358,6 +379,18 @@ def run_gateway(streamed: bool, calls: int, core: int) -> dict[str, float]:
 def run_litellm(
     executable: str, streamed: bool, calls: int, core: int, load_core: int
 ) -> dict[str, float]:
+    async def key() -> str:
+        return LITELLM_KEY
+
+    with litellm_proxy(executable, core, load_core) as port:
+        return asyncio.run(measure_server(port, key, streamed, calls))
+
+
+@contextlib.contextmanager
+def litellm_proxy(
+    executable: str, core: int, stub_core: int, seconds: float = 0.0
+) -> Iterator[int]:
+    """The port of LiteLLM's proxy, before a stub that takes so many seconds for an answer."""
     stub_port, port = free_port(), free_port()
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"
@@ -369,7 +402,7 @@ def run_litellm(
             f"      api_base: http://127.0.0.1:{stub_port}/v1\n"
             "      api_key: none\n"
             "general_settings:\n"
-            "  master_key: sk-benchmark\n"
+            f"  master_key: {LITELLM_KEY}\n"
         )
         environment = {
             **os.environ,
@@ -377,20 +410,16 @@ def run_litellm(
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
             "LITELLM_TELEMETRY": "False",
         }
-        stub = this_script("--part", "stub", "--port", str(stub_port))
+        stub = this_script("--part", "stub", "--port", str(stub_port), "--seconds", str(seconds))
         command = [executable, "--config", str(config), "--port", str(port)]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         with (
-            process(stub, load_core, **quiet),
+            process(stub, stub_core, **quiet),
             process([*command, "--host", "127.0.0.1"], core, env=environment, **quiet),
         ):
             wait_for(stub_port)
             wait_for(port)
-
-            async def key() -> str:
-                return "sk-benchmark"
-
-            return asyncio.run(measure_server(port, key, streamed, calls))
+            yield port
 
 
 def free_port() -> int:
@@ -420,6 +449,7 @@ def main() -> None:
     parser.add_argument("--part", choices=[*IN_PROCESS, "gateway", "stub"], help=argparse.SUPPRESS)
     parser.add_argument("--streamed", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=0.0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part in IN_PROCESS:
         own_way = options.part == IN_PROCESS[1]
@@ -427,7 +457,7 @@ def main() -> None:
     elif options.part == "gateway":
         asyncio.run(serve_gateway(options.streamed))
     elif options.part == "stub":
-        serve_stub(options.port)
+        serve_stub(options.port, options.seconds)
     else:
         compare(options.rounds, options.calls, options.litellm)
 

@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -60,16 +60,19 @@ def run(function: Callable[..., object], *arguments: Any) -> int:
     return process.exitcode
 
 
-def script(path: Path, *arguments: str) -> str:
+def script(path: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> str:
     """What `python <path> <arguments>`, run in its folder, prints."""
     output = path.with_suffix(".out")
-    code = run(_run_script, path, arguments, output)
+    code = run(_run_script, path, arguments, output, environment or {})
     printed = output.read_text(encoding="utf-8")
     assert code == 0, printed
     return printed
 
 
-def _run_script(path: Path, arguments: tuple[str, ...], output: Path) -> None:
+def _run_script(
+    path: Path, arguments: tuple[str, ...], output: Path, environment: Mapping[str, str]
+) -> None:
+    os.environ.update(environment)
     with output.open("wb") as printed:
         os.dup2(printed.fileno(), 1)
         os.dup2(printed.fileno(), 2)

@@ -104,6 +104,7 @@ ELSEWHERE = {
     "frameworks.md": "tests/integration/frameworks/test_docs.py",
     "not_python.md": "tests/test_pages.py",
     "prompts.md": "tests/prompts/test_tuning.py",
+    "serving.md": "tests/serving/test_page.py",
     "testing_agents.md": "tests/test_testing.py",
     "trinity.md": "tests/integration/trinity/test_examples.py",
 }

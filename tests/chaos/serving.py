@@ -28,7 +28,6 @@ import random
 import re
 import select
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -45,12 +44,12 @@ import yaml
 
 from tests.chaos.runs import PATIENCE, Begun, begin, end
 from tests.golden.recipes import make_model
+from tests.serving.server import ADMIN_KEY, free_port, serve
 from tuner import AsyncClient, Client, ServingError
 from tuner.serving import AsyncServedSession, CallInfo, SessionInfo
 from tuner.traces import Trace
 from tuner.traces.store import trace_from_json
 
-ADMIN_KEY = "sk-admin-of-the-chaos"
 AT_ONCE = 4
 """Sessions at the same time in each process."""
 TOKENS = 8
@@ -309,21 +308,6 @@ def configuration(folder: Path, model: Path) -> Path:
     return path
 
 
-def serve(config: Path, port: int, folder: Path) -> None:
-    """`tuner serve` in a process that has imported all it needs."""
-    from tuner import cli
-
-    os.environ["TUNER_ADMIN_KEY"] = ADMIN_KEY
-    sys.argv = ["tuner", "serve", str(config), "--port", str(port)]
-    cli.main()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @dataclass
 class Server:
     """The server's process, started again after each kill."""
@@ -335,8 +319,8 @@ class Server:
     process: Begun | None = None
 
     def start(self) -> None:
-        start = partial(serve, self.folder / "config.yaml", self.port)
-        self.process = begin(start, self.folder / "server")
+        config = self.folder / "config.yaml"
+        self.process = begin(lambda _: serve(config, self.port), self.folder / "server")
         self.starts += 1
 
     def kill(self) -> None:

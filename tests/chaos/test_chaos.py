@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,3 +33,16 @@ async def test_sessions_leave_nothing_behind():
     calls, held = await sessions.open_many(200, seed=0)
     assert calls > 200
     assert sessions.grown(held, memory=20) == []
+
+
+def test_a_server_that_is_killed_loses_nothing():
+    # In a process of its own: it forks, which one with threads cannot do safely.
+    small = ["--sessions", "30", "--processes", "3", "--kills", "3"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.chaos.serving", *small],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-5000:]

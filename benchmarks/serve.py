@@ -1,0 +1,183 @@
+"""Calls per second and added latency of `tuner serve`, recording on disk, beside LiteLLM's proxy.
+
+    python benchmarks/serve.py [--rounds 3] [--litellm .venv-litellm/bin/litellm]
+
+The same stub answers behind both, 32 tokens without a model; it and the request are those of
+`benchmarks/gateway.py`. What is measured runs in a process of its own on one core, the load on
+another, through plain sockets: one connection for each session, whose requests come one after the
+other. Ours writes every call to its SQLite file before it answers; LiteLLM's proxy, which forwards
+requests to a server that speaks OpenAI on the load's core, records nothing.
+
+- `calls/s`: the stub answers at once.
+- `added latency`: the stub takes 0.25 s for an answer, and what a request took beyond that is
+  added. So 16 sessions ask 64 times a second, and 256 a thousand times, as agents do that wait for
+  a model; where a server cannot keep up, the waiting is in the number.
+
+All take turns in every round; numbers are medians of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from _report import Row, report
+from gateway import (
+    LITELLM_KEY,
+    free_port,
+    litellm_proxy,
+    litellm_version,
+    load,
+    make_parts,  # noqa: F401
+    percentiles,
+    process,
+    wait_for,
+)
+
+SECONDS = 0.25
+"""What the stub takes for an answer where latency is measured."""
+SESSIONS = (1, 16, 256, 1000)
+GOAL_RATIO = 10
+GOAL_MS = 2.0
+"""Added, the median, with 16 sessions."""
+ADMIN_KEY = "sk-admin-of-the-benchmark"
+
+Keys = Callable[[int], Sequence[str]]
+"""So many keys, each of a session of its own."""
+
+
+def calls_of(sessions: int, seconds: float) -> int:
+    """How many calls each session makes: enough in all, and not for too long."""
+    if seconds:
+        return 60 if sessions <= 16 else 16 if sessions <= 256 else 4
+    return max(3, 2000 // sessions)
+
+
+async def measure(port: int, keys: Sequence[str], seconds: float) -> dict[str, float]:
+    """Calls per second, and what was added to `seconds` in milliseconds."""
+    count, rng = calls_of(len(keys), seconds), random.Random(0)
+
+    async def ask(key: str) -> list[float]:
+        await asyncio.sleep(rng.uniform(0, seconds))  # not all at one moment, again and again
+        return await load(port, key, False, count)
+
+    began = time.perf_counter()
+    took = await asyncio.gather(*map(ask, keys))
+    elapsed = time.perf_counter() - began
+    added = [one - seconds for each in took for one in each]
+    return {**percentiles(added), "rate": len(added) / elapsed}
+
+
+@contextlib.contextmanager
+def ours(seconds: float, core: int, folder: Path) -> Iterator[tuple[int, Keys]]:
+    """The port of our server, and what opens sessions there."""
+    from tuner import Client
+
+    port = free_port()
+    command = [sys.executable, __file__, "--part", "server", "--port", str(port)]
+    command += ["--seconds", str(seconds), "--folder", str(folder)]
+    with process(command, core, env={**os.environ, "TUNER_ADMIN_KEY": ADMIN_KEY}):
+        wait_for(port)
+        with Client(f"http://127.0.0.1:{port}", key=ADMIN_KEY) as client:
+            yield port, lambda count: [client.open().key or "" for _ in range(count)]
+
+
+@contextlib.contextmanager
+def theirs(
+    executable: str, seconds: float, core: int, load_core: int
+) -> Iterator[tuple[int, Keys]]:
+    """The port of LiteLLM's proxy, and its key as often as it is asked for."""
+    with litellm_proxy(executable, core, load_core, seconds) as port:
+        yield port, lambda count: [LITELLM_KEY] * count
+
+
+def serve(port: int, seconds: float, folder: Path) -> None:
+    """Our server, with the stub in the engine's place."""
+    raise NotImplementedError
+
+
+Found = dict[tuple[str, int, str], list[float]]
+"""What was found in each round: by who, how many sessions, and what."""
+
+
+def measure_all(rounds: int, litellm: str) -> tuple[Found, float]:
+    """Measure everything in turn; and the bytes that a call takes on disk."""
+    load_core, core = sorted(os.sched_getaffinity(0))[:2]
+    os.sched_setaffinity(0, {load_core})
+    found: Found = {}
+    stored: list[float] = []
+    for _ in range(rounds):
+        for seconds in (0.0, SECONDS):
+            with tempfile.TemporaryDirectory() as folder:
+                with ours(seconds, core, Path(folder)) as (port, keys):
+                    count = measure_one("ours", port, keys, seconds, found)
+                size = sum(p.stat().st_size for p in Path(folder).rglob("serving.sqlite*"))
+                stored.append(size / count)
+            with theirs(litellm, seconds, core, load_core) as (port, keys):
+                measure_one("LiteLLM", port, keys, seconds, found)
+    return found, statistics.median(stored)
+
+
+def measure_one(who: str, port: int, keys: Keys, seconds: float, found: Found) -> int:
+    """Measure one server with each number of sessions; how many calls it answered."""
+    asyncio.run(measure(port, keys(4), 0.0))  # what is done when it is used first
+    count = 4 * calls_of(4, 0.0)
+    for sessions in SESSIONS:
+        got = asyncio.run(measure(port, keys(sessions), seconds))
+        count += sessions * calls_of(sessions, seconds)
+        for metric in ("p50", "p99") if seconds else ("rate",):
+            found.setdefault((who, sessions, metric), []).append(got[metric])
+    return count
+
+
+def compare(rounds: int, litellm: str) -> None:
+    """Measure everything, and report."""
+    if not Path(litellm).exists():
+        raise SystemExit(
+            f"{litellm} does not exist: install 'litellm[proxy]' in an environment of its own and "
+            "name its executable with --litellm (`make bench` does)"
+        )
+    found, stored = measure_all(rounds, litellm)
+    medians = {what: statistics.median(values) for what, values in found.items()}
+    rows, peer = [], "LiteLLM proxy"
+    for sessions in SESSIONS:
+        case = f"{sessions:,} session{'s' * (sessions > 1)}"
+        mine, other = (medians[who, sessions, "rate"] for who in ("ours", "LiteLLM"))
+        rows.append(Row(case, "calls/s", mine, peer, other, target=GOAL_RATIO))
+        for metric in ("p50", "p99"):
+            mine, other = (medians[who, sessions, metric] for who in ("ours", "LiteLLM"))
+            name = f"added latency, {metric}, ms"
+            rows.append(Row(case, name, mine, peer, other, more_is_better=False))
+    goal = ("added latency, p50, ms", medians["ours", 16, "p50"], f"{GOAL_MS} ms", GOAL_MS)
+    rows.append(Row("16 sessions", *goal, target=1, more_is_better=False))
+    rows.append(Row("on disk", "bytes per call", stored))
+    packages = ["agentscope-tuner", "uvicorn", "starlette", "fastapi"]
+    report("serve", rows, packages, {"litellm": litellm_version(litellm)})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--litellm", default=".venv-litellm/bin/litellm", help="its executable")
+    parser.add_argument("--part", choices=["server"], help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=0.0, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part == "server":
+        serve(options.port, options.seconds, options.folder)
+    else:
+        compare(options.rounds, options.litellm)
+
+
+if __name__ == "__main__":
+    main()
