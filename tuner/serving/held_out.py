@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -114,10 +114,11 @@ class HeldOut:
             metrics |= evaluation_metrics(name, traces, pass_reward=passed)
         return Pairs(pairs, failed, metrics)
 
-    def forget(self, version: int) -> None:
-        """Weights of this number are new, or what was tried with them was not theirs alone."""
-        for name in self._tasks:
-            self._store.path(name, version).unlink(missing_ok=True)
+    def forget(self, versions: Iterable[int]) -> None:
+        """Weights of these numbers are new or gone, or what was tried was not theirs alone."""
+        for version in versions:
+            for name in self._tasks:
+                self._store.path(name, version).unlink(missing_ok=True)
 
     def _gateway(self, engine: TrainingEngine) -> Gateway:
         service = self._stack.gateway.service

@@ -28,8 +28,9 @@ from tuner.traces import Call, RolloutId, Trace
 from tuner.training import Batch, TeacherPrompt, build_batch
 from tuner.training.batch import own_prompt, untrainable
 
-_MOST = 10_000
-"""Judged sessions that are looked at together, the oldest."""
+_MOST = 1000
+"""Judged sessions that are looked at together, the oldest; at least four updates of them."""
+_COUNT = "SELECT COUNT(*) FROM sessions WHERE judged AND trained IS NULL AND ended IS NOT NULL"
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,12 @@ def units(
     members: dict[int, list[StoredSession]] = defaultdict(list)
     for session in judged:
         members[session.task_number].append(session)
+    places = {session.id: place for place, session in enumerate(judged, 1)}
     found = []
     for number, group in members.items():
         more = compared and len(group) == 1 and number not in groups.spent
         whole = group[0].group is None or not (more or number in groups.waiting)
-        later = sum(other.id > group[-1].id for other in judged)
+        later = len(judged) - places[group[-1].id]
         if whole or len(group) >= repeat or later >= batch:
             found.append(group)
     return sorted(found, key=lambda unit: unit[-1].id)
@@ -154,12 +156,16 @@ class JudgedSource(Source):
     def ready(self) -> list[list[StoredSession]]:
         """The groups of the next update; none where there is too little."""
         batch, repeat = self._config.buffer.batch_size, self._config.algorithm.repeat_times
+        if self._store.ask(_COUNT)[0][0] < batch:
+            return []
         fresh = [one for one in self._judged() if not self._is_stale(one)]
         found = units(fresh, self._groups(), batch=batch, repeat=repeat, compared=self._compared)
         return chosen(found, batch=batch, compared=self._compared)
 
     def _judged(self) -> list[StoredSession]:
-        return self._store.untrained(limit=_MOST)
+        config = self._config
+        update = config.buffer.batch_size * config.algorithm.repeat_times
+        return self._store.untrained(limit=max(_MOST, 4 * update))
 
     def _is_stale(self, session: StoredSession) -> bool:
         """Whether all that it sampled is too old to be trained."""

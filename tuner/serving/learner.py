@@ -190,9 +190,11 @@ class Learner:
             if self._rollbacks != before:  # it went on from what no longer serves
                 return
             learned = Learned(found.sessions, metrics)
-            await self._aside(partial(self.versions.save, learned, spared=self._spared()))
+            gone = await self._aside(partial(self.versions.save, learned, spared=self._spared()))
             self._store.mark_trained(found.sessions, step)
             self._kept = step
+            if self._held_out is not None:
+                self._held_out.forget({*gone, step})  # of an earlier life, too
         if found.batch.rows:
             metrics |= await self._prove(step)
         self._log(step, metrics | self.source.waiting)
@@ -246,10 +248,9 @@ class Learner:
     async def _try_held_out(self, step: int, *, as_of: int) -> dict[str, float]:
         assert self._held_out is not None, "the settings were checked"
         serving = self.versions.serving
-        self._held_out.forget(step)
         pairs = await self._held_out.compare(serving, step, await self.versions.own())
         if self._rollbacks != as_of:  # nobody knows which weights served in the middle of it
-            self._held_out.forget(serving)
+            self._held_out.forget({serving})
             return dict(pairs.metrics)
         decision = pairs.decision(self._rules)
         if decision.verdict == "promote" and self._rules.by == "both":

@@ -68,12 +68,15 @@ class Versions:
         """The version that serves."""
         return self._stack.engine.version
 
-    def save(self, learned: Learned, *, spared: Collection[int]) -> None:
+    def save(self, learned: Learned, *, spared: Collection[int]) -> set[int]:
         """Write the checkpoint of the trainer's weights, and delete those that nobody needs.
 
         Args:
             learned: What goes beside them; the moment in which all of it is on disk is one.
             spared: Versions that are kept.
+
+        Returns:
+            The versions that are gone.
         """
         step = self._trainer.step
 
@@ -86,7 +89,9 @@ class Versions:
 
         self._directory.save_checkpoint(step, write, keep=0)
         self._in_trainer = step
-        self._directory.remove(set(self._directory.checkpoint_steps()) - {step, *spared})
+        gone = set(self._directory.checkpoint_steps()) - {step, *spared}
+        self._directory.remove(gone)
+        return gone
 
     def learned(self, version: int) -> Learned:
         """What the update to a version left beside its weights.
