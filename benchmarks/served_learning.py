@@ -48,7 +48,10 @@ SYSTEM = "You are a helpful math problem solving agent."
 
 
 async def run(task, model):
-    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": task["question"]}]
+    messages = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": task["question"]},
+    ]
     answer = await model.client.chat.completions.create(model=model.model_name, messages=messages)
     return WorkflowOutput(response=answer.choices[0].message.content or "")
 
@@ -230,8 +233,9 @@ async def learn(address: str, folder: Path, arguments: argparse.Namespace, seed:
                 before = before or accuracy.get(0, 0.0)
                 serving = models["serving"]["version"]
                 recent = users.right[-200:]
+                right = sum(recent) / max(1, len(recent))
                 print(
-                    f"seed {seed}: {users.sessions} sessions, {sum(recent) / max(1, len(recent)):.2f} right, "
+                    f"seed {seed}: {users.sessions} sessions, {right:.2f} right, "
                     f"version {serving} serves, held out {accuracy.get(serving)}",
                     file=sys.stderr,
                 )

@@ -167,37 +167,43 @@ class Learner:
         Raises:
             TrainingError: Training failed.
         """
-        before, decided = self._rollbacks, await self._look_at_live()
+        decided = await self._look_at_live()
         groups = self.source.ready()
         if not groups:
             return decided
-        self._busy = True
+        async with self._deciding:  # no rollback is in its middle
+            self._busy, before = True, self._rollbacks
         try:
-            await self._step(self.source.taken(groups, step=self._kept + 1, version=self._kept))
+            found = self.source.taken(groups, step=self._kept + 1, version=self._kept)
+            await self._step(found, as_of=before)
+            while self._rollbacks != before:
+                before = self._rollbacks
+                await self._train_from_serving()
         finally:
             self._busy = False
-        if self._rollbacks != before:
-            await self._train_from_serving()
         return True
 
-    async def _step(self, found: Taken) -> None:
+    async def _step(self, found: Taken, *, as_of: int) -> None:
         """One update, from the sessions that it takes to what is decided about it."""
-        step, before, started = self._kept + 1, self._rollbacks, time.perf_counter()
+        step, started = self._kept + 1, time.perf_counter()
         self.versions.changing()
         metrics = await self._aside(partial(self._update, found, step))
         metrics |= found.seconds(0.0, time.perf_counter() - started, 0.0)
         async with self._deciding:
-            if self._rollbacks != before:  # it went on from what no longer serves
+            if self._rollbacks != as_of:  # it went on from what no longer serves
                 return
-            learned = Learned(found.sessions, metrics)
-            gone = await self._aside(partial(self.versions.save, learned, spared=self._spared()))
-            self._store.mark_trained(found.sessions, step)
-            self._kept = step
-            if self._held_out is not None:
-                self._held_out.forget({*gone, step})  # of an earlier life, too
+            await self._keep(step, Learned(found.sessions, metrics))
         if found.batch.rows:
-            metrics |= await self._prove(step)
+            metrics |= await self._prove(step, as_of=as_of)
         self._log(step, metrics | self.source.waiting)
+
+    async def _keep(self, step: int, learned: Learned) -> None:
+        """Make an update one that was made: from now on a kill does not undo it."""
+        gone = await self._aside(partial(self.versions.save, learned, spared=self._spared()))
+        self._store.mark_trained(learned.sessions, step)
+        self._kept = step
+        if self._held_out is not None:
+            self._held_out.forget({*gone, step})  # of an earlier life, too
 
     def _update(self, found: Taken, step: int) -> dict[str, float]:
         """The metrics of an update, in the thread; without a row the weights stay as they are."""
@@ -231,18 +237,17 @@ class Learner:
 
     # Proofs
 
-    async def _prove(self, step: int) -> dict[str, float]:
+    async def _prove(self, step: int, *, as_of: int) -> dict[str, float]:
         """Decide about the newest weights by the kind of proof that is wanted, if that can be now;
         the metrics of their evaluation."""
-        before = self._rollbacks
         if self._rules.by == "always":
-            await self._promote(step, _ALWAYS, as_of=before)
+            await self._promote(step, _ALWAYS, as_of=as_of)
         elif self._canary.candidate is not None:
             pass  # an earlier candidate is tried, which is decided first
         elif self._rules.by == "live":
-            await self._begin_trial(step, _SHARE, as_of=before)
+            await self._begin_trial(step, _SHARE, as_of=as_of)
         else:
-            return await self._try_held_out(step, as_of=before)
+            return await self._try_held_out(step, as_of=as_of)
         return {}
 
     async def _try_held_out(self, step: int, *, as_of: int) -> dict[str, float]:

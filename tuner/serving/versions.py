@@ -27,7 +27,7 @@ from tuner.run.directory import TRAINER_STATE, RunDirectory, damage, read_json, 
 from tuner.training import PolicyTrainer
 
 LEARNED = "learned.json"
-"""Of a checkpoint: which sessions its last update took, and its metrics."""
+"""Of a checkpoint: which sessions its update took, and its metrics."""
 
 
 @dataclass(frozen=True)
