@@ -23,6 +23,7 @@ from tuner.commands.arguments import (
 from tuner.commands.check_command import check
 from tuner.errors import ConfigError, TrainingError, TunerError
 from tuner.rerun.command import rerun
+from tuner.serving.serve_command import serve
 from tuner.templates import Template, create, missing
 
 try:
@@ -278,6 +279,7 @@ def replay(
 
 
 app.command(epilog="Example: tuner check config.yaml")(check)
+app.command(epilog="Example: tuner serve config.yaml --port 8700")(serve)
 app.command(epilog="Example: tuner rerun RUN train-3-0-2 --until 4")(rerun)
 
 

@@ -179,7 +179,7 @@ class Gateway:
 
     def refusal(self, path: str, headers: Mapping[str, str], error: RequestError) -> Reply:
         """The reply to a request that could not be taken in whole."""
-        return Reply(error.status, _dialect(_served(path), headers).error(error))
+        return Reply(error.status, _dialect(served_path(path), headers).error(error))
 
     @contextlib.contextmanager
     def refusing(self, keys: Iterable[str], why: Callable[[], str]) -> Iterator[None]:
@@ -198,7 +198,7 @@ class Gateway:
 
     def check_not_stuck(self, headers: Mapping[str, str]) -> None:
         """Raises RequestError where requests with this key are refused; in any thread."""
-        if self._stuck and (why := self._stuck.get(_key(headers)[0])) is not None:
+        if self._stuck and (why := self._stuck.get(presented_key(headers)[0])) is not None:
             raise RequestError(why(), status=400, code="event_loop_blocked")
 
     def home(self) -> asyncio.AbstractEventLoop:
@@ -221,7 +221,7 @@ class Gateway:
         self, method: str, path: str, headers: Mapping[str, str], body: bytes
     ) -> Reply | StreamReply:
         session: Session | None = None
-        path = _served(path)
+        path = served_path(path)
         kind = _dialect(path, headers)
         try:
             session, role = await self._session(headers)
@@ -261,7 +261,7 @@ class Gateway:
 
     async def _session(self, headers: Mapping[str, str]) -> tuple[Session, str | None]:
         """The session behind the request's key, and the role that the key names."""
-        key, role = _key(headers)
+        key, role = presented_key(headers)
         session = self._sessions.get(key)
         if session is not None and (not role or ROLE.fullmatch(role)):
             return session, role or None
@@ -277,7 +277,7 @@ class Gateway:
         )
 
 
-def _key(headers: Mapping[str, str]) -> tuple[str, str]:
+def presented_key(headers: Mapping[str, str]) -> tuple[str, str]:
     """A request's key and the role that it names; both may be empty."""
     scheme, _, given = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer":
@@ -286,7 +286,7 @@ def _key(headers: Mapping[str, str]) -> tuple[str, str]:
     return key, role
 
 
-def _served(path: str) -> str:
+def served_path(path: str) -> str:
     """Anthropic's client adds "/v1/messages" to a base URL, which ends in "/v1" already here."""
     return path.removeprefix("/v1") if path.startswith("/v1/v1/") else path
 

@@ -74,14 +74,7 @@ class RunRecord:
     @property
     def version(self) -> int:
         """How many updates these weights have seen."""
-        if self.weights is None:
-            return 0
-        path = self.weights / "version.json"
-        remedy = f"move {self.weights} away, and the run goes on from the checkpoint before"
-        try:
-            return int(read_json(path, remedy)["version"])
-        except (LookupError, TypeError, ValueError) as error:
-            raise TunerError(f"{path} is damaged: {error!r}; {remedy}") from error
+        return 0 if self.weights is None else version_of(self.weights)
 
     def remaining(self) -> range:
         """The steps that are left."""
@@ -179,6 +172,20 @@ class RunRecord:
             if self._file is not None:
                 stack.callback(self._file.close)
             stack.callback(self.timeline.close)
+
+
+def version_of(checkpoint: Path) -> int:
+    """How many updates the weights of a checkpoint have seen.
+
+    Raises:
+        TunerError: It does not say.
+    """
+    path = checkpoint / "version.json"
+    remedy = f"move {checkpoint} away, and the run goes on from the checkpoint before"
+    try:
+        return int(read_json(path, remedy)["version"])
+    except (LookupError, TypeError, ValueError) as error:
+        raise TunerError(f"{path} is damaged: {error!r}; {remedy}") from error
 
 
 @contextmanager

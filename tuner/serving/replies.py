@@ -102,6 +102,13 @@ class Replies(Tables):
         )
         return found[0][0] if found else None
 
+    def session_of_name(self, application: str, name: str) -> str | None:
+        """The session that an application calls so, or None."""
+        found = self.ask(
+            "SELECT id FROM sessions WHERE application = ? AND name = ?", application, name
+        )
+        return found[0][0] if found else None
+
     def go_on(self, application: str, talk: bytes) -> str | None:
         """The open session of an application in which a conversation was recorded, or None.
 

@@ -51,6 +51,7 @@ class ServingStore(Replies):
         seed: int,
         application: str | None = None,
         group: str | None = None,
+        name: str | None = None,
         opening: bytes | None = None,
         opened: float | None = None,
         **given: Any,
@@ -62,7 +63,8 @@ class ServingStore(Replies):
             key: Digest of its key.
             seed: At least 0, below 2**63.
             application, group: As `StoredSession`.
-            opening: What was asked for, where it was with an idempotency key.
+            name: What the application calls it; used by no other session of it.
+            opening: Digest of what was asked for, where it was with an idempotency key.
             opened: Unix time; now.
             given: `task`, `metadata`, `tags`, `limits`, `sampling`: as `StoredSession`.
         """
@@ -74,6 +76,7 @@ class ServingStore(Replies):
                 "opening": opening,
                 "application": application,
                 "group": group,
+                "name": name,
                 "seed": seed,
                 "task_number": place[0],
                 "rollout": place[1],
@@ -116,8 +119,9 @@ class ServingStore(Replies):
         return self._one("key = ?", key)
 
     def opening(self, key: bytes) -> bytes | None:
-        """What the session whose key has this digest was asked for, or None; LookupError."""
-        return self.ask("SELECT opening FROM sessions WHERE key = ?", key)[0][0]  # type: ignore[no-any-return]
+        """`opening` of the session whose key has this digest; None where it has none."""
+        found: bytes | None = self.ask("SELECT opening FROM sessions WHERE key = ?", key)[0][0]
+        return found
 
     def _one(self, where: str, value: Any) -> StoredSession:
         found = self._sessions(f"WHERE {where}", value)

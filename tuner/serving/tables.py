@@ -27,7 +27,7 @@ CREATE TABLE groups (
 );
 CREATE TABLE sessions (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, key BLOB NOT NULL UNIQUE,
-    opening BLOB, application TEXT, "group" TEXT, seed INTEGER NOT NULL,
+    opening BLOB, application TEXT, name TEXT, "group" TEXT, seed INTEGER NOT NULL,
     task TEXT NOT NULL DEFAULT '{}', metadata TEXT NOT NULL DEFAULT '{}',
     tags TEXT NOT NULL DEFAULT '[]', limits TEXT NOT NULL DEFAULT '{}',
     sampling TEXT NOT NULL DEFAULT '{}',
@@ -35,7 +35,8 @@ CREATE TABLE sessions (
     opened REAL NOT NULL, last_call REAL, ended REAL,
     calls INTEGER NOT NULL DEFAULT 0, sampled_tokens INTEGER NOT NULL DEFAULT 0,
     redacted INTEGER NOT NULL DEFAULT 0, lowest INTEGER, highest INTEGER,
-    reward REAL, feedback TEXT, judged INTEGER NOT NULL DEFAULT 0, trained INTEGER
+    reward REAL, feedback TEXT, judged INTEGER NOT NULL DEFAULT 0, trained INTEGER,
+    UNIQUE (application, name)
 );
 CREATE INDEX of_group ON sessions ("group", application);
 CREATE INDEX of_application ON sessions (application, id);
@@ -108,6 +109,7 @@ class Tables:
         if not readonly:
             execute("PRAGMA journal_mode = WAL")
             execute("PRAGMA synchronous = NORMAL")
+            execute("PRAGMA secure_delete = ON")
             execute("PRAGMA wal_autocheckpoint = 0")  # it waits for the disk: see `checkpoint`
         (found,) = execute("PRAGMA user_version").fetchone()
         if not found and not readonly:

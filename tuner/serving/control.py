@@ -1,0 +1,243 @@
+"""What can be asked of the control API, and who may: the bodies of requests, and what they do.
+
+`tuner/serving/control_routes.py` has the routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Annotated, Any, Protocol, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+
+from tuner.gateway.request_error import RequestError
+from tuner.serving.api_types import CallInfo, ServedModels, SessionInfo
+from tuner.serving.exposition import Metrics
+from tuner.serving.keys import (
+    Caller,
+    Keys,
+    Rates,
+    digest,
+    new_session_key,
+    not_allowed,
+    repeatable_session_key,
+    unknown_key,
+)
+from tuner.serving.routing import LiveSessions, new_id
+from tuner.serving.store import ServingStore
+from tuner.serving.stored import StoredCall, StoredSession
+
+T = TypeVar("T")
+
+_SHORT = Field(max_length=256)
+
+
+class Given(BaseModel):
+    """What a request's body is; an unknown field is refused by name."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Limits(Given):
+    """What a session may ask for; what is left out is as the configuration says."""
+
+    calls: int | None = Field(default=None, ge=1)
+    tokens: int | None = Field(default=None, ge=1)
+
+
+class Sampling(Given):
+    """What requests of a session that do not say are sampled with."""
+
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
+    max_tokens: int | None = Field(default=None, ge=1)
+
+
+class OpenSession(Given):
+    """A session that begins."""
+
+    task: dict[str, Any] = Field(default_factory=dict)
+    group: Annotated[str, _SHORT] | None = None
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    tags: list[Annotated[str, _SHORT]] = Field(default_factory=list, max_length=100)
+    limits: Limits = Limits()
+    sampling: Sampling = Sampling()
+
+
+class GiveReward(Given):
+    """A reward, words, or both; to the session, or to one of its calls."""
+
+    reward: FiniteFloat | None = Field(default=None, strict=True)
+    feedback: str | None = None
+    call: Annotated[str, _SHORT] | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> GiveReward:
+        if self.reward is None and self.feedback is None:
+            raise ValueError("give reward, feedback, or both")
+        return self
+
+
+class NewApplication(Given):
+    """An application that gets a key."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
+
+
+class ApplicationInfo(BaseModel):
+    """An application, and when it was made, Unix seconds."""
+
+    name: str
+    made: float
+
+
+class Applications(BaseModel):
+    """The applications that have keys."""
+
+    applications: list[ApplicationInfo]
+
+
+class Models(Protocol):
+    """Which weights serve, and who decides."""
+
+    def models(self) -> ServedModels: ...
+
+    async def rollback(self) -> ServedModels:
+        """Let the weights before the last promotion serve.
+
+        Raises:
+            RequestError: 409: nothing was promoted.
+        """
+        ...
+
+
+def session_info(store: ServingStore, session: StoredSession) -> SessionInfo:
+    """A session as the API shows it."""
+    low, high = session.lowest, session.highest
+    return SessionInfo(
+        id=session.id,
+        application=session.application,
+        group=session.group,
+        task=session.task,
+        metadata=session.metadata,
+        tags=session.tags,
+        state="open" if session.ended is None else "ended",
+        opened=session.opened,
+        last_call=session.last_call,
+        ended=session.ended,
+        calls=session.calls,
+        sampled_tokens=session.sampled_tokens,
+        versions=None if low is None or high is None else (low, high),
+        reward=session.reward,
+        call_rewards=store.call_rewards(session.id) if session.judged else {},
+        feedback=session.feedback,
+        judged=session.judged,
+        trained=session.trained is not None,
+        redacted=session.redacted,
+    )
+
+
+def call_info(stored: StoredCall) -> CallInfo:
+    """A call as the API shows it."""
+    call = stored.call
+    return CallInfo(
+        id=call.id,
+        role=call.role,
+        messages=call.messages,
+        response=call.response,
+        finish_reason=call.finish_reason,
+        tokens=call.usage.output_tokens,
+        versions=(min(call.versions), max(call.versions)) if call.versions else None,
+        started=call.started,
+        seconds=call.seconds,
+        reward=call.reward,
+        undelivered=call.undelivered,
+        redacted=stored.redacted,
+    )
+
+
+class Control:
+    """What the routes of the control API do.
+
+    Args:
+        store: Where sessions are.
+        live: Those that are open.
+        keys, rates: Who asks, and how often.
+        models: Which weights serve.
+        metrics: What is counted.
+    """
+
+    def __init__(
+        self,
+        store: ServingStore,
+        live: LiveSessions,
+        *,
+        keys: Keys,
+        rates: Rates,
+        models: Models,
+        metrics: Metrics,
+    ) -> None:
+        self.store, self.live = store, live
+        self.keys, self.rates = keys, rates
+        self.models, self.metrics = models, metrics
+
+    def caller(self, headers: Mapping[str, str]) -> Caller:
+        """Who asks; raises RequestError 401 or 429."""
+        caller = self.keys.caller(headers)
+        self.rates.take(caller.key)
+        return caller
+
+    async def read(self, work: Callable[[ServingStore], T]) -> T:
+        """The result of `work`, which reads the store in another thread."""
+
+        def beside() -> T:
+            with self.store.reader() as store:
+                return work(store)
+
+        return await asyncio.to_thread(beside)
+
+    def session(self, caller: Caller, id_: str, *, own: bool = True) -> StoredSession:
+        """A session that the caller may see, and with `own` by the session's own key.
+
+        Raises:
+            RequestError: 401: with the key of another session; 403: it may not; 404: there is none.
+        """
+        if caller.session is not None and caller.session != id_:
+            raise unknown_key()
+        if caller.session is not None and not own:
+            raise not_allowed("the key of the application, or the admin key")
+        with suppress(LookupError):
+            found = self.store.session(id_)
+            if caller.kind != "application" or found.application == caller.application:
+                return found
+        raise RequestError(f"there is no session {id_!r}", status=404, code="no_such_session")
+
+    def open(self, caller: Caller, given: OpenSession, request: str | None) -> tuple[str, str]:
+        """Id and key of a new session, or of the one that was opened by the same request before."""
+        if caller.session is not None:
+            raise not_allowed("the key of an application, or the admin key")
+        asked = given.model_dump(exclude_none=True)
+        key = new_session_key()
+        opening = None
+        if request:
+            key = repeatable_session_key(caller.key, request)
+            opening = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).digest()
+            with suppress(LookupError):
+                before = self.store.session_of_key(digest(key))
+                if self.store.opening(digest(key)) == opening:
+                    return before.id, key
+                raise RequestError(
+                    "this Idempotency-Key has opened another session: send each request with one "
+                    "of its own",
+                    status=409,
+                    code="idempotency_key_reused",
+                )
+        opened = self.live.open(
+            new_id(), key=key, application=caller.application, opening=opening, **asked
+        )
+        return opened.id, key

@@ -1,0 +1,74 @@
+"""The command `tuner serve`: its options, checked before anything is imported for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tuner.commands.arguments import ConfigFile, Overrides
+from tuner.errors import ConfigError, MissingDependencyError, pip_install
+
+if TYPE_CHECKING:
+    from tuner.serving.server import Server
+
+
+def serve(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; other than loopback needs an admin key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8700,
+) -> None:
+    """Serve the model to agents that run elsewhere, and record every call of theirs.
+
+    The model is the file's, or the newest checkpoint of its run. Calls, rewards and keys are in
+    serving.sqlite in the run directory; a server that is started again goes on with them.
+    """
+    from tuner.config.load import checked, read_layers
+    from tuner.tune import with_default_model
+
+    require_libraries()
+    layers = read_layers(config, overrides=overrides or [])
+    if layers.backend == "trinity":
+        raise ConfigError("tuner serve is for the local backend: add tuner.backend=local")
+    settings = with_default_model(checked(layers))
+
+    from tuner.serving.server import serve as serve_model
+
+    serve_model(settings, host=host, port=port, announce=lambda server: typer.echo(said(server)))
+
+
+def require_libraries() -> None:
+    """
+    Raises:
+        MissingDependencyError: What the control API is built on is not installed.
+    """
+    try:
+        import fastapi
+        import prometheus_client
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"tuner serve needs fastapi and prometheus_client ({error}): {pip_install('serve')}"
+        ) from error
+    del fastapi, prometheus_client
+
+
+def said(server: Server) -> str:
+    """What is printed when the door is open: where, what, and a key that nobody could know."""
+    import os
+
+    door, stack = server.door, server.stack
+    assert door is not None, "it is told when the door is open"
+    name = stack.gateway.service.model_name
+    root = door.base_url.removesuffix("/v1")
+    lines = [
+        f"{name}, version {stack.engine.version}, at {door.base_url}",
+        f"sessions, rewards: {root}/tuner/v1 (described by /tuner/v1/openapi.json)",
+        f"kept in {server.store.path}",
+    ]
+    variable = server.config.tuner.serving.admin_key_env
+    if not os.environ.get(variable):
+        lines.append(f"admin key of this start: {server.admin_key} (set {variable} to keep one)")
+    return "\n".join([*lines, "Ctrl-C ends it."])

@@ -1,0 +1,342 @@
+"""`tuner serve`: engine, gateway, store and control API in one process, from start to end.
+
+    request ──▶ door ──▶ /v1/...        Front ──▶ Gateway ──▶ engine
+                  │                       └──▶ LiveSessions ──▶ store (a file beside the run)
+                  └────▶ /tuner/v1/...  control API ──┘
+
+What the process has in memory can be lost at any moment: it is made again from the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tuner.assembly.stack import Stack, build_stack
+from tuner.config import RunConfig
+from tuner.errors import ConfigError
+from tuner.functions.loading import load_function
+from tuner.gateway import SamplingDefaults, SessionLimits
+from tuner.gateway.http import HttpDoor, Opening
+from tuner.gateway.request_error import RequestError
+from tuner.run.directory import RunDirectory, held
+from tuner.run.record import version_of
+from tuner.serving.api_types import ServedModels
+from tuner.serving.control import Control, Models
+from tuner.serving.control_routes import control_app
+from tuner.serving.exposition import Metrics, log_as_json
+from tuner.serving.front import Front
+from tuner.serving.keys import Keys, Rates
+from tuner.serving.routing import LiveSessions
+from tuner.serving.store import ServingStore
+
+logger = logging.getLogger(__name__)
+
+STORE = "serving.sqlite"
+_PATIENCE = 10  # seconds that answers in flight have when the server ends
+_REPLIES_SECONDS = 86400.0
+_TIDY_SECONDS = 5.0
+
+
+class ServedFromTheStart:
+    """The weights that a server which does not learn has begun with."""
+
+    def __init__(self, version: int) -> None:
+        self._serving = {"version": version, "since": time.time()}
+
+    def models(self) -> ServedModels:
+        return ServedModels(serving=self._serving)
+
+    async def rollback(self) -> ServedModels:
+        raise RequestError(
+            "nothing was promoted, so there is nothing to go back to",
+            status=409,
+            code="nothing_promoted",
+        )
+
+
+@dataclass
+class Server:
+    """The parts of a server that runs.
+
+    Attributes:
+        config: The effective configuration.
+        directory: The run's.
+        stack: Engine and gateway.
+        store: What it keeps; changed in the event loop alone.
+        live: Its open sessions.
+        models: Which weights serve; who trains beside puts its own here.
+        admin_key: The admin's.
+        door: Where it is found; there once it is open.
+    """
+
+    config: RunConfig
+    directory: RunDirectory
+    stack: Stack
+    store: ServingStore
+    live: LiveSessions
+    models: Models
+    admin_key: str
+    metrics: Metrics
+    door: HttpDoor | None = None
+
+    def app(self, keys: Keys, rates: Rates) -> Any:
+        """The control API, which asks for `models` each time."""
+        control = Control(
+            self.store,
+            self.live,
+            keys=keys,
+            rates=rates,
+            models=_Current(self),
+            metrics=self.metrics,
+        )
+        return control_app(control)
+
+    async def tidy(self) -> None:
+        """End idle sessions, delete old ones and old replies, let go of those that rest."""
+        settings, now = self.config.tuner.serving, time.time()
+        if settings.idle_minutes is not None:
+            for id_ in self.store.idle(now - 60 * settings.idle_minutes):
+                if not self.live.busy(id_):
+                    self.live.end(id_)
+                await asyncio.sleep(0)  # others have their turn between two of many
+        if settings.keep_days is not None:
+            for id_ in self.store.expired(now - 86400 * settings.keep_days):
+                self.live.delete(id_)
+                await asyncio.sleep(0)
+        self.store.forget_replies(now - _REPLIES_SECONDS)
+        self.live.rest()
+        await asyncio.to_thread(self.store.checkpoint)
+
+
+@dataclass(frozen=True)
+class _Current:
+    """The models of a server, whoever decides about them now."""
+
+    server: Server
+
+    def models(self) -> ServedModels:
+        return self.server.models.models()
+
+    async def rollback(self) -> ServedModels:
+        return await self.server.models.rollback()
+
+
+Beside = Callable[[Server], AbstractAsyncContextManager[None]]
+"""What goes on beside a server from before its door opens until it has closed."""
+
+
+def serve(
+    config: RunConfig,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8700,
+    announce: Callable[[Server], None] = lambda server: None,
+    workflow: Callable[..., Any] | None = None,
+    judge: Callable[..., Any] | None = None,
+    beside: Beside | None = None,
+) -> None:
+    """Serve until SIGINT or SIGTERM. Must be called where no event loop is running.
+
+    Args:
+        config: The effective configuration, with a model.
+        host, port: Where; port 0 takes a free one.
+        announce: Is told when the door is open.
+        workflow, judge: For what rolls out beside; else None.
+        beside: What goes on meanwhile.
+
+    Raises:
+        ConfigError: The run directory is in use, the port is, or the host needs an admin key.
+        ModelLoadError, MissingDependencyError: As `build_stack`.
+        TunerError: The store is damaged, or of another version.
+    """
+    admin_key = admin_key_for(config, host)
+    if config.tuner.serving.log:
+        log_as_json()
+    with held(config.run_dir):
+        directory = RunDirectory(config.run_dir)
+        directory.create()
+        asyncio.run(
+            _until_stopped(
+                running(
+                    config,
+                    directory,
+                    admin_key,
+                    host=host,
+                    port=port,
+                    workflow=workflow,
+                    judge=judge,
+                    beside=beside,
+                ),
+                announce,
+            )
+        )
+
+
+def admin_key_for(config: RunConfig, host: str) -> str:
+    """The admin key: the environment's, or on loopback one that is made for this start.
+
+    Raises:
+        ConfigError: The host is not loopback, and there is none; or it cannot be one.
+    """
+    name = config.tuner.serving.admin_key_env
+    found = os.environ.get(name, "").strip()
+    if not found and not (host in ("localhost", "::1") or host.startswith("127.")):
+        raise ConfigError(
+            f"--host is {host}, which others can reach, and the environment variable {name} "
+            "(tuner.serving.admin_key_env) is not set: set it to a long random key"
+        )
+    if "." in found or not found.isascii():
+        raise ConfigError(
+            f"the environment variable {name} holds a key with a dot or with other letters than "
+            "ASCII: behind a dot stands a role; take another"
+        )
+    return found or f"sk-admin-{secrets.token_urlsafe(24)}"
+
+
+@asynccontextmanager
+async def running(
+    config: RunConfig,
+    directory: RunDirectory,
+    admin_key: str,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    workflow: Callable[..., Any] | None = None,
+    judge: Callable[..., Any] | None = None,
+    beside: Beside | None = None,
+) -> AsyncIterator[Server]:
+    """A server that answers while the block runs; the directory is the caller's alone.
+
+    Raises:
+        As `serve`.
+    """
+    settings = config.tuner.serving
+    redact = settings.redact and load_function(settings.redact, setting="tuner.serving.redact")
+    store = ServingStore(directory.path / STORE)
+    try:
+        weights = newest_weights(directory)
+        stack = build_stack(
+            config,
+            workflow=workflow,
+            judge=judge,
+            weights=weights,
+            version=0 if weights is None else version_of(weights),
+        )
+        try:
+            server = _assembled(config, directory, stack, store, admin_key, redact or None)
+            if beside is None:
+                async with _open(server, host, port):
+                    yield server
+            else:
+                async with beside(server), _open(server, host, port):
+                    yield server
+        finally:
+            await stack.aclose()  # what is in flight is stored as undelivered
+    finally:
+        store.close()
+
+
+def newest_weights(directory: RunDirectory) -> Path | None:
+    """The run's newest checkpoint that is sound, or None: then the configuration's model serves."""
+    step = directory.sound_checkpoint(logger.warning)
+    return None if step is None else directory.checkpoint(step)
+
+
+def _assembled(
+    config: RunConfig,
+    directory: RunDirectory,
+    stack: Stack,
+    store: ServingStore,
+    admin_key: str,
+    redact: Any,
+) -> Server:
+    gateway, path = stack.gateway, config.model.model_path
+    # Not the folder, which is nobody's business and which clients would have to know.
+    gateway.service = replace(gateway.service, model_name=Path(path).name)
+    model = config.model
+    metrics = Metrics(lambda: stack.engine.version, lambda: live.count)
+    live = LiveSessions(
+        gateway,
+        store,
+        names=(path, config.name),
+        defaults=SamplingDefaults(
+            temperature=model.temperature,
+            top_p=model.top_p,
+            top_k=model.top_k,
+            max_tokens=model.max_response_tokens,
+        ),
+        limits=SessionLimits(config.tuner.max_calls, config.tuner.max_tokens),
+        header=config.tuner.serving.session_header,
+        redact=redact,
+        noted=metrics.noted,
+    )
+    models = ServedFromTheStart(stack.engine.version)
+    return Server(config, directory, stack, store, live, models, admin_key, metrics)
+
+
+@asynccontextmanager
+async def _open(server: Server, host: str, port: int) -> AsyncIterator[None]:
+    """While the block runs the door is open."""
+    settings = server.config.tuner.serving
+    keys = Keys(server.store, server.admin_key)
+    rates = Rates(settings.requests_per_minute)
+    front = Front(
+        server.stack.gateway,
+        server.live,
+        keys=keys,
+        rates=rates,
+        metrics=server.metrics,
+        header=settings.session_header,
+        log=settings.log,
+    )
+    opening = Opening(
+        host,
+        port,
+        names=frozenset(name.lower() for name in settings.allowed_hosts),
+        max_body_bytes=settings.max_body_bytes,
+        beside=server.app(keys, rates),
+        patience=_PATIENCE,
+    )
+    try:
+        server.door = HttpDoor(front, asyncio.get_running_loop(), opening)
+    except OSError as error:
+        raise ConfigError(f"--host {host} --port {port}: {error.strerror or error}") from error
+    tidying = asyncio.ensure_future(_tidying(server))
+    try:
+        yield
+    finally:
+        tidying.cancel()
+        await server.door.aclose()
+
+
+async def _tidying(server: Server) -> None:
+    while True:
+        await asyncio.sleep(_TIDY_SECONDS)
+        try:
+            await server.tidy()
+        except Exception:  # a full disk, say: the next time may do
+            logger.exception("the store could not be tidied")
+
+
+async def _until_stopped(
+    server: AbstractAsyncContextManager[Server], announce: Callable[[Server], None]
+) -> None:
+    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+    async with server as running:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stopped.set)
+        announce(running)
+        await stopped.wait()
+        for number in (signal.SIGINT, signal.SIGTERM):  # a second one does not wait
+            with suppress(ValueError):
+                loop.remove_signal_handler(number)
