@@ -1,8 +1,6 @@
-"""A server that learns, which kills itself in its second update, at the moment that it is told."""
+"""A server that learns, which kills itself in its second update, at the moment it is told."""
 
 import asyncio
-import json
-import sys
 
 from tests.loop.runs import killing_itself
 from tests.serving.learning_parts import Server, config
@@ -12,7 +10,11 @@ from tuner.serving.store import ServingStore
 from tuner.training import PolicyTrainer
 
 
-async def main(model, root, moment):
+def main(model, root, moment):
+    asyncio.run(learn(model, root, moment))
+
+
+async def learn(model, root, moment):
     async with Server(config(model, root)) as server:
         for number in range(4):
             await server.talk(f"question {number}", reward=number % 2)
@@ -26,7 +28,3 @@ async def main(model, root, moment):
         elif moment == "decide":
             Ledger.add = killing_itself(Ledger.add, 1)
         await server.learner.turn()
-
-
-if __name__ == "__main__":
-    asyncio.run(main(*json.load(sys.stdin)))

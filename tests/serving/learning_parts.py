@@ -6,7 +6,7 @@ from tuner.assembly.stack import build_stack
 from tuner.config.load import load_config
 from tuner.gateway import SamplingDefaults
 from tuner.run.directory import RunDirectory, make_private
-from tuner.serving.learning import build_learner, learning_config
+from tuner.serving.learning import build_learner, check_can_learn, learning_config
 from tuner.serving.store import ServingStore
 
 
@@ -39,7 +39,8 @@ class Server:
     def __init__(self, config, functions=(None, None), eval_tasks=None):
         self.workflow, self.judge = functions
         self.eval_tasks = eval_tasks or {}
-        self.config = learning_config(config, workflow=self.workflow, eval_tasks=self.eval_tasks)
+        check_can_learn(config)
+        self.config = learning_config(config)
 
     async def __aenter__(self):
         directory = RunDirectory(self.config.run_dir)
@@ -86,11 +87,9 @@ class Server:
         self.store.add_calls(session.id, session.seal())
         self.learner.noted(session.id)
         self.store.end(session.id)
-        self.learner.sealed(session.id)
 
     def judge_session(self, session_id, reward, call=None):
         self.store.reward(session_id, reward, call=call)
-        self.learner.judged()
 
     async def talk(self, text, reward=None, *, group=None):
         """A session with one call, ended, and judged if there is a reward; its id."""

@@ -1,23 +1,20 @@
 """Learning while serving: what is taken, what it becomes, what serves, and what a kill leaves."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
+import signal
 
 import pytest
 import torch
 
+from tests import forked
+from tests.serving import learning_killed
 from tests.serving.learning_parts import Server, config, run
 from tuner.errors import ConfigError
 from tuner.run.directory import read_metrics
 from tuner.serving.judged import Groups, chosen, units
-from tuner.serving.learning import learning_config
+from tuner.serving.learning import check_can_learn
 from tuner.serving.ledger import Ledger
 from tuner.serving.store import ServingStore
 from tuner.serving.stored import StoredSession
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def stored(number, *, group=None, task_number=None):
@@ -131,9 +128,7 @@ def test_what_a_server_cannot_learn_with_is_refused_by_name(override, named, tmp
     if "loglinear" in override:
         more = ["synchronizer.sync_offset=1"]
     with pytest.raises(ConfigError, match=named):
-        learning_config(
-            config("models/tiny_math", tmp_path, override, *more), workflow=None, eval_tasks={}
-        )
+        check_can_learn(config("models/tiny_math", tmp_path, override, *more))
 
 
 def same(one, other):
@@ -324,8 +319,7 @@ def test_live_sessions_promote_a_better_candidate_and_leave_a_worse_one(
                 assert server.store.session(id_).highest == (1 if arm == "candidate" else 0)
                 assert candidate == 1
             held = [server.open() for _ in range(8)]
-            services = {id(session.service) for session in held}
-            assert len(services) == 2
+            assert len({id(session.service) for session in held}) == 2
             rewards_for(server, better=better)
             await learner.turn()
             assert learner.ledger.trial is None
@@ -380,14 +374,9 @@ def test_a_trial_goes_on_after_a_restart_with_its_arms_and_what_was_counted(
 def test_a_kill_at_any_moment_trains_no_session_twice(moment, random_model_path, tmp_path):
     """Killed in the second update: before its checkpoint, before its sessions are marked, or
     before it is promoted."""
-    killed = subprocess.run(
-        [sys.executable, "-m", "tests.serving.learning_killed"],
-        input=json.dumps([str(random_model_path), str(tmp_path), moment]),
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-    )
-    assert killed.returncode == -9, killed.stderr
+    process = forked.begin(learning_killed.main, random_model_path, tmp_path, moment)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
 
     async def work():
         async with Server(config(random_model_path, tmp_path)) as server:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
+from weakref import WeakValueDictionary
 
 from torch import Tensor
 
@@ -52,13 +53,15 @@ class Canary:
         self._share = share
         self._rules = rules
         self._live: Comparison | None = None
-        self._given: dict[str, Session] = {}  # to the candidate, by id
+        self._tried: Service | None = None
+        self._given: WeakValueDictionary[str, Session] = WeakValueDictionary()  # the candidate's
         self._unsaid: dict[str, tuple[int, Arm]] = {}  # arms of sessions without a call
         self.candidate: int | None = None
 
     async def begin(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Let a version have its share; what was counted of its trial before counts."""
-        await self._versions.try_out(version, tensors)
+        engine = await self._versions.try_out(version, tensors)
+        self._tried = self._tried or replace(self._service, engine=engine)
         self._live = comparison_of(self._rules, share=self._share)
         for one in self._ledger.counted(version):
             self._live.add(one.arm, one.reward)
@@ -83,8 +86,8 @@ class Canary:
             arm: Arm = "candidate" if _place(session.id) < self._share else "serving"
             found = self._unsaid[session.id] = self.candidate, arm
         if found == (self.candidate, "candidate"):
-            assert self._versions.canary is not None, "begin() makes it"
-            session.service = replace(self._service, engine=self._versions.canary)
+            assert self._tried is not None, "begin() makes it"
+            session.service = self._tried
             self._given[session.id] = session
 
     def noted(self, session_id: str) -> None:
@@ -92,11 +95,6 @@ class Canary:
         found = self._unsaid.pop(session_id, None)
         if found is not None and found[0] == self.candidate:
             self._ledger.assign(session_id, *found)
-
-    def sealed(self, session_id: str) -> None:
-        """A session takes no more calls, or is let go of until it is asked for again."""
-        self._given.pop(session_id, None)
-        self._unsaid.pop(session_id, None)
 
     def look(self) -> Decision | None:
         """Count what was judged since, once each; what it comes to, if anything was."""

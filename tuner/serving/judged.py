@@ -30,6 +30,8 @@ from tuner.training.batch import own_prompt, untrainable
 
 _MOST = 1000
 """Judged sessions that are looked at together, the oldest; at least four updates of them."""
+LOOK = 0.5
+"""Seconds between two looks for judged sessions."""
 _COUNT = "SELECT COUNT(*) FROM sessions WHERE judged AND trained IS NULL AND ended IS NOT NULL"
 
 
@@ -125,20 +127,6 @@ class JudgedSource(Source):
         self._oldest = oldest
         self._teacher_prompt = teacher_prompt
         self._compared = ADVANTAGES[config.algorithm.advantage_fn].needs_group
-        self._news = asyncio.Event()
-
-    def told(self) -> None:
-        """A session was judged, or ended."""
-        self._news.set()
-
-    async def news(self, seconds: float) -> None:
-        """Return when something was judged or ended, and after so many seconds in any case."""
-        try:
-            await asyncio.wait_for(self._news.wait(), seconds)
-        except TimeoutError:
-            return
-        finally:
-            self._news.clear()
 
     @property
     def waiting(self) -> dict[str, float]:
@@ -194,8 +182,8 @@ class JudgedSource(Source):
             step: Number of the update.
             version: Updates that the weights have seen which it changes.
         """
-        while not (groups := self.ready()):
-            await self.news(1.0)
+        while not (groups := self.ready()):  # noqa: ASYNC110  # the store tells nobody
+            await asyncio.sleep(LOOK)
         return self.taken(groups, step=step, version=version)
 
     def taken(self, groups: Sequence[Sequence[StoredSession]], *, step: int, version: int) -> Taken:

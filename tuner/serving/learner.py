@@ -39,7 +39,7 @@ from tuner.run.monitors import JsonlMonitor
 from tuner.run.proof import Decision
 from tuner.serving.canary import Canary
 from tuner.serving.held_out import HeldOut
-from tuner.serving.judged import JudgedSource, Taken
+from tuner.serving.judged import LOOK, JudgedSource, Taken
 from tuner.serving.ledger import Kind, Ledger, numbers
 from tuner.serving.store import ServingStore
 from tuner.serving.versions import Learned, Versions
@@ -47,8 +47,6 @@ from tuner.training import PolicyTrainer
 
 logger = logging.getLogger("tuner.serving")
 T = TypeVar("T")
-_LOOK = 1.0
-"""Seconds after which is looked for news in any case."""
 
 
 class Learner:
@@ -150,7 +148,7 @@ class Learner:
         try:
             while True:
                 if not await self.turn():
-                    await self.source.news(_LOOK)
+                    await asyncio.sleep(LOOK)
         except TunerError as error:
             self.failure = str(error)
             logger.error("learning has stopped, and serving goes on: %s", error)
@@ -359,15 +357,6 @@ class Learner:
     def noted(self, session_id: str) -> None:
         """A call of a session was stored."""
         self._canary.noted(session_id)
-
-    def judged(self) -> None:
-        """A session was judged."""
-        self.source.told()
-
-    def sealed(self, session_id: str) -> None:
-        """A session takes no more calls."""
-        self._canary.sealed(session_id)
-        self.source.told()
 
     def models(self) -> dict[str, Any]:
         """What serves, what is tried, and what was decided: as `GET /tuner/v1/models` gives it."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tuner.algorithms.spec import ADVANTAGES
@@ -14,39 +17,26 @@ from tuner.errors import ConfigError
 if TYPE_CHECKING:
     from tuner.assembly.stack import Stack
     from tuner.run.directory import RunDirectory
+    from tuner.serving.api_types import ServedModels
     from tuner.serving.learner import Learner
+    from tuner.serving.server import Beside, Server
     from tuner.serving.store import ServingStore
 
 Task = dict[str, Any]
 
 
-def learning_config(
-    config: RunConfig,
-    *,
-    workflow: Callable[..., Any] | None,
-    eval_tasks: Mapping[str, Sequence[Task]],
-) -> RunConfig:
-    """The configuration that a server learns with: its engine has weights of its own.
-
-    Args:
-        config: The effective configuration.
-        workflow: The user's, for held-out tasks; None where there is none.
-        eval_tasks: Rows of each evaluation set, by its name.
-
+def check_can_learn(config: RunConfig) -> None:
+    """
     Raises:
         ConfigError: A setting is of no use, or of another, to a server that learns; or there is
             nothing that promotions could be proven on.
     """
-    problems = list(_unfit(config))
-    by = config.tuner.serving.promotion.by
-    if by in ("held_out", "both") and not (eval_tasks and workflow):
-        lacking = "no evaluation set" if not eval_tasks else "no workflow"
-        problems.append(
-            f"tuner.serving.promotion.by is {by}, but there is {lacking}: set "
-            "buffer.explorer_input.eval_tasksets and tuner.workflow, or promotion.by to live"
-        )
-    if problems:
+    if problems := list(_unfit(config)):
         raise ConfigError("; ".join(f"tuner serve --train: {one}" for one in problems))
+
+
+def learning_config(config: RunConfig) -> RunConfig:
+    """The configuration that a server learns with: its engine has weights of its own."""
     engine = config.explorer.rollout_model.model_copy(update={"engine_type": "transformers"})
     explorer = config.explorer.model_copy(update={"rollout_model": engine})
     ahead = SynchronizerSection(sync_offset=max(1, config.synchronizer.sync_offset))
@@ -94,6 +84,12 @@ def _unfit(config: RunConfig) -> Iterator[str]:
             "tuner.deterministic is true, but which weights sample a token depends on when it is "
             "asked for: remove it"
         )
+    by, tried = tuner.serving.promotion.by, config.buffer.explorer_input.eval_tasksets
+    if by in ("held_out", "both") and not tried:
+        yield (
+            f"tuner.serving.promotion.by is {by}, but there is no evaluation set: set "
+            "buffer.explorer_input.eval_tasksets and tuner.workflow, or promotion.by to live"
+        )
     engine = config.explorer.rollout_model.engine_type
     if engine not in ("auto", "transformers"):
         yield (
@@ -132,3 +128,54 @@ def build_learner(
 
 _ENDLESS = 2**31
 """Steps of a server: the learning rate does not depend on them."""
+
+
+@dataclass(frozen=True)
+class Deciding:
+    """The models of a server that learns, as its control API asks for them."""
+
+    learner: Learner
+
+    def models(self) -> ServedModels:
+        from tuner.serving.api_types import ServedModels
+
+        return ServedModels(**self.learner.models())
+
+    async def rollback(self) -> ServedModels:
+        """
+        Raises:
+            RequestError: 409: nothing was promoted.
+        """
+        from tuner.gateway.request_error import RequestError
+
+        try:
+            await self.learner.rollback()
+        except ConfigError as error:
+            raise RequestError(str(error), status=409, code="nothing_promoted") from None
+        return self.models()
+
+
+def learning(eval_tasks: Mapping[str, Sequence[Task]]) -> Beside:
+    """What goes on beside a server that learns.
+
+    Args:
+        eval_tasks: Rows of each evaluation set, by its name.
+    """
+
+    @asynccontextmanager
+    async def beside(server: Server) -> AsyncIterator[None]:
+        learner = build_learner(
+            server.config, server.stack, server.store, server.directory, eval_tasks
+        )
+        await learner.begin()
+        server.models, server.live.onlooker = Deciding(learner), learner
+        task = asyncio.ensure_future(learner.run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+            await learner.aclose()
+
+    return beside

@@ -99,6 +99,20 @@ class Judgement:
     reward: float
 
 
+def promoted_versions(tables: Tables) -> list[int]:
+    """The versions that a rollback would go back through; the last one serves. None where nobody
+    ever learned."""
+    if not tables.ask("SELECT 1 FROM sqlite_master WHERE name = 'decisions'"):
+        return []
+    found: list[int] = []
+    for kind, version in tables.ask("SELECT kind, version FROM decisions ORDER BY number"):
+        if kind in ("start", "promote"):
+            found.append(version)
+        elif kind == "rollback":
+            found.pop()
+    return found
+
+
 class Ledger:
     """The rows of one server.
 
@@ -152,13 +166,7 @@ class Ledger:
     @property
     def line(self) -> list[int]:
         """The versions that a rollback would go back through; the last one serves."""
-        found: list[int] = []
-        for one in self.decisions():
-            if one.kind in ("start", "promote"):
-                found.append(one.version)
-            elif one.kind == "rollback":
-                found.pop()
-        return found
+        return promoted_versions(self._tables)
 
     @property
     def trial(self) -> int | None:

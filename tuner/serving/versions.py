@@ -59,7 +59,7 @@ class Versions:
         self._served: ServedCopy = stack.served
         self._canary: ServedCopy | None = None
         self._own_engine: TrainingEngine | None = None
-        self.canary: TrainingEngine | None = None
+        self._canary_engine: TrainingEngine | None = None
         self._names = [name for name, p in stack.model.named_parameters() if p.requires_grad]
         self._in_trainer: int | None = None
 
@@ -94,12 +94,14 @@ class Versions:
         return gone
 
     def learned(self, version: int) -> Learned:
-        """What the update to a version left beside its weights.
+        """What the update to a version left beside its weights; nothing where a run made it.
 
         Raises:
             TunerError: It is damaged.
         """
         folder = self._directory.checkpoint(version)
+        if not (folder / LEARNED).exists():
+            return Learned()
         found = read_json(folder / LEARNED, f"move {folder} away, and it is trained again")
         return Learned(tuple(found["sessions"]), found["metrics"])
 
@@ -140,13 +142,14 @@ class Versions:
         """Let all sessions go on with a version, between two tokens."""
         await self._publish(self._stack.engine, self._served, version, tensors)
 
-    async def try_out(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Let the sessions that are given to the candidate go on with a version."""
-        if self._canary is None:
+    async def try_out(self, version: int, tensors: Mapping[str, Tensor]) -> TrainingEngine:
+        """Let the sessions that are given to a candidate go on with a version, on this engine,
+        which is always the same one."""
+        if self._canary is None or self._canary_engine is None:
             self._canary = ServedCopy(self._stack.model)
-            self.canary = self._engine(self._canary.model)
-        assert self.canary is not None
-        await self._publish(self.canary, self._canary, version, tensors)
+            self._canary_engine = self._engine(self._canary.model)
+        await self._publish(self._canary_engine, self._canary, version, tensors)
+        return self._canary_engine
 
     async def _publish(
         self,
@@ -195,7 +198,7 @@ class Versions:
         self._in_trainer = None
 
     async def aclose(self) -> None:
-        for engine in (self.canary, self._own_engine):
+        for engine in (self._canary_engine, self._own_engine):
             if engine is not None:
                 await engine.close()
 
