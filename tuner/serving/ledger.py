@@ -157,11 +157,13 @@ class Ledger:
 
     def decisions(self) -> list[Decided]:
         """All of them, in order."""
-        rows = self._tables.ask(
-            "SELECT number, at, kind, version, serving, step, reset, why, data FROM decisions "
-            "ORDER BY number"
-        )
-        return [Decided(*row[:6], bool(row[6]), row[7], json.loads(row[8])) for row in rows]
+        return [
+            Decided(number, at, kind, version, serving, step, bool(reset), why, json.loads(data))
+            for number, at, kind, version, serving, step, reset, why, data in self._tables.ask(
+                "SELECT number, at, kind, version, serving, step, reset, why, data "
+                "FROM decisions ORDER BY number"
+            )
+        ]
 
     @property
     def line(self) -> list[int]:
