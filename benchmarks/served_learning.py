@@ -34,7 +34,7 @@ from _report import Row, report
 ROOT = Path(__file__).parents[1]
 GSM8K = ROOT / "examples/gsm8k"
 KEY = "admin"
-AT_ONCE = 48
+AT_ONCE = 32
 """Users at the same time."""
 DELAY, LIES, SILENT = 32, 0.05, 0.1
 BEGIN, GOAL = 0.46, 0.9
@@ -73,7 +73,7 @@ def settings(folder: Path, seed: int) -> dict[str, Any]:
             "max_model_len": 512,
             "max_response_tokens": 96,
         },
-        "algorithm": {"optimizer": {"lr": 5e-4}, "kl_loss_fn_args": {"kl_coef": 0.001}},
+        "algorithm": {"optimizer": {"lr": 7e-4}, "kl_loss_fn_args": {"kl_coef": 0.001}},
         "buffer": {
             "batch_size": 128,
             "explorer_input": {
@@ -285,9 +285,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--sessions", type=int, default=8000, help="at most, of one server")
     parser.add_argument("--goal", type=float, default=GOAL)
+    parser.add_argument("--first", type=int, default=1, help="the first seed")
     arguments = parser.parse_args()
     rows = []
-    for seed in range(1, arguments.seeds + 1):
+    for seed in range(arguments.first, arguments.first + arguments.seeds):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             with served(folder, seed) as address:

@@ -60,7 +60,7 @@ class Server:
         self.store.close()
 
     def open(self, *, group=None, task=None):
-        number = len(self.store.sessions()) + 1
+        ((number,),) = self.store.ask("SELECT COUNT(*) + 1 FROM sessions")
         id_ = f"s-{number:08x}"
         with self.store.writing():
             self.store.open(id_, key=id_.encode(), seed=number, group=group, task=task or {})
