@@ -17,6 +17,7 @@ import asyncio
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,6 +37,10 @@ GSM8K = ROOT / "examples/gsm8k"
 KEY = "admin"
 AT_ONCE = 32
 """Users at the same time."""
+AFTER = 300
+"""Sessions that go on when the goal is reached."""
+THINK = 3.0
+"""Seconds between two sessions of a user, in the mean."""
 DELAY, LIES, SILENT = 32, 0.05, 0.1
 BEGIN, GOAL = 0.46, 0.9
 
@@ -80,6 +85,7 @@ def settings(folder: Path, seed: int) -> dict[str, Any]:
                 "eval_tasksets": [{"name": "test", "path": str(GSM8K / "data"), "split": "test"}]
             },
         },
+        "explorer": {"runner_per_model": 64},
         "trainer": {"max_token_len_per_gpu": 2048, "max_checkpoints_to_keep": 2},
         "monitor": {"monitor_type": []},
         "tuner": {
@@ -181,6 +187,7 @@ class Users:
                 delay = int(self.rng.expovariate(1 / DELAY))
                 self.late.append((self.sessions + delay, session["id"], float(thumb)))
             await self.judge()
+            await asyncio.sleep(self.rng.expovariate(1 / THINK))
 
     async def judge(self) -> None:
         due = [one for one in self.late if one[0] <= self.sessions]
@@ -195,7 +202,9 @@ class Learned:
 
     Attributes:
         before, after: Held-out accuracy of what served at first, and of what serves at last.
-        promotions, updates, sessions: How many there were.
+        promotions, updates, sessions: How many there were until then.
+        asked, answered: Share of right answers that users got at first, and from what serves at
+            last, sampled.
         sampled, trained, dropped: Tokens of the updates.
     """
 
@@ -205,6 +214,8 @@ class Learned:
     promotions: int
     updates: int
     sessions: int
+    asked: float
+    answered: float
     sampled: int
     trained: int
     dropped: int
@@ -241,6 +252,9 @@ async def learn(address: str, folder: Path, arguments: argparse.Namespace, seed:
                 )
                 if accuracy.get(serving, 0.0) >= arguments.goal:
                     break
+            needed = users.sessions
+            while users.sessions < needed + AFTER:  # noqa: ASYNC110  # what users have of it
+                await asyncio.sleep(0.5)
         finally:
             users.over = True
             await asyncio.gather(*asking, return_exceptions=True)
@@ -252,7 +266,9 @@ async def learn(address: str, folder: Path, arguments: argparse.Namespace, seed:
         after=accuracy[serving],
         promotions=history.count("promote"),
         updates=len(rows),
-        sessions=users.sessions,
+        sessions=needed,
+        asked=sum(users.right[:AFTER]) / AFTER,
+        answered=sum(users.right[-AFTER + AT_ONCE :]) / (AFTER - AT_ONCE),
         sampled=int(sum(row["tokens/sampled"] for row in rows)),
         trained=int(sum(row["tokens/trained"] for row in rows)),
         dropped=int(
@@ -287,6 +303,7 @@ def main() -> None:
     parser.add_argument("--goal", type=float, default=GOAL)
     parser.add_argument("--first", type=int, default=1, help="the first seed")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the server ends with it
     rows = []
     for seed in range(arguments.first, arguments.first + arguments.seeds):
         with tempfile.TemporaryDirectory() as name:
@@ -298,8 +315,9 @@ def main() -> None:
         case = f"seed {seed}: {found.promotions} promotions in {found.updates} updates"
         rows += [
             Row(case, "held-out accuracy", found.after, "the goal", arguments.goal, 1.0),
-            Row(case, "held-out accuracy at first", found.before),
-            Row(case, "sessions", found.sessions),
+            Row(case, "held-out accuracy", found.after, "at first", found.before),
+            Row(case, "right answers to users", found.answered, "at first", found.asked),
+            Row(case, "sessions until then", found.sessions),
             Row(case, "share of sampled tokens trained", found.trained / found.sampled),
             Row(case, "seconds", found.seconds),
         ]

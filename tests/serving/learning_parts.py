@@ -75,10 +75,18 @@ class Server:
         self.learner.placed(session, new=True)
         return session
 
-    async def ask(self, session, text):
+    async def ask(self, session, asked):
+        """The answer to a text, or to the question of a task."""
+        messages = [{"role": "user", "content": asked}]
+        if isinstance(asked, dict):
+            system = "You are a helpful math problem solving agent."
+            messages = [
+                {"role": "system", "content": system},
+                {"role": "user", "content": asked["question"]},
+            ]
         async with session.async_client() as client:
             answer = await client.chat.completions.create(
-                model=session.model_name, messages=[{"role": "user", "content": text}]
+                model=session.model_name, messages=messages
             )
         return answer.choices[0].message.content or ""
 

@@ -1,20 +1,35 @@
 """Learning while serving: what is taken, what it becomes, what serves, and what a kill leaves."""
 
+import asyncio
+import json
+import random
 import signal
+from pathlib import Path
 
+import openai
 import pytest
 import torch
 
 from tests import forked
 from tests.serving import learning_killed
 from tests.serving.learning_parts import Server, config, run
+from tests.serving.server import ADMIN_KEY
+from tuner import AsyncClient
 from tuner.errors import ConfigError
-from tuner.run.directory import read_metrics
+from tuner.functions.outputs import JudgeOutput, WorkflowOutput
+from tuner.rewards import final_answer, math_equal
+from tuner.run.directory import RunDirectory, make_private, read_metrics
+from tuner.serving.held_out import Pairs
 from tuner.serving.judged import Groups, chosen, units
-from tuner.serving.learning import check_can_learn
+from tuner.serving.learning import check_can_learn, learning, learning_config
 from tuner.serving.ledger import Ledger
+from tuner.serving.server import running, weights_to_serve
 from tuner.serving.store import ServingStore
 from tuner.serving.stored import StoredSession
+from tuner.viewer.reader import served
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY, GSM8K = ROOT / "models/tiny_math", ROOT / "examples/gsm8k/data"
 
 
 def stored(number, *, group=None, task_number=None):
@@ -396,5 +411,260 @@ def test_a_kill_at_any_moment_trains_no_session_twice(moment, random_model_path,
             assert server.stack.engine.version == 3
             rows = read_metrics(server.directory.metrics, up_to=99)
             assert [row["step"] for row in rows] == [1, 2, 3]
+
+    run(work())
+
+
+def pairs(rewards, failed=(0, 0)):
+    return Pairs(rewards=rewards, failed=failed, metrics={})
+
+
+def test_held_out_tasks_that_fail_with_a_candidate_keep_it_from_serving(tmp_path):
+    rules = config("models/tiny_math", tmp_path).tuner.serving.promotion
+    better = [(0.0, 1.0)] * 60
+    assert pairs(better).decision(rules).verdict == "promote"
+    assert pairs(better, failed=(1, 1)).decision(rules).verdict == "promote"
+    found = pairs(better, failed=(0, 1)).decision(rules)
+    assert found.verdict == "not yet"
+    assert "1 held-out tasks failed with the candidate" in found.text
+
+
+async def asking(task, model):
+    answer = await model.client.chat.completions.create(
+        model=model.model_name,
+        messages=[
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": task["question"]},
+        ],
+    )
+    return WorkflowOutput(response=answer.choices[0].message.content or "")
+
+
+async def judging(task, response):
+    return JudgeOutput(reward=right(task, response))
+
+
+SYSTEM = "You are a helpful math problem solving agent."
+
+
+def right(task, text):
+    return math_equal(final_answer(text), final_answer(task["answer"]))
+
+
+def problems(split, count):
+    lines = (GSM8K / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines[:count]]
+
+
+def gsm8k(root, *overrides, by):
+    return config(
+        TINY,
+        root,
+        "model.max_model_len=512",
+        "model.max_response_tokens=96",
+        "trainer.max_token_len_per_gpu=2048",
+        "buffer.batch_size=64",
+        "explorer.runner_per_model=64",
+        "algorithm.optimizer.lr=1e-3",
+        f"buffer.explorer_input.eval_tasksets=[{{name: test, path: {GSM8K}, split: test}}]",
+        "tuner.serving.promotion.effect=0.1",
+        *overrides,
+        by=by,
+    )
+
+
+def test_a_candidate_that_users_misled_is_not_promoted_and_is_left(tmp_path):
+    """Every thumb says the contrary of what is right; the held-out tasks know better."""
+
+    async def work():
+        settings = gsm8k(tmp_path, by="held_out")
+        tasks = problems("train", 64)
+        async with Server(settings, (asking, judging), {"test": problems("test", 50)}) as server:
+            begin = server.weights()
+            decided = []
+            for _ in range(3):
+                sessions = [server.open(task=task) for task in tasks]
+                answers = await asyncio.gather(
+                    *(server.ask(*one) for one in zip(sessions, tasks, strict=True))
+                )
+                for session, task, text in zip(sessions, tasks, answers, strict=True):
+                    server.end(session)
+                    server.judge_session(session.id, 1.0 - right(task, text))
+                await server.learner.turn()
+                decided = server.learner.models()["history"]
+                if decided[-1]["decision"] == "keep" and decided[-1]["upper"] <= 0:
+                    break
+            assert "promote" not in [one["decision"] for one in decided]
+            assert decided[-1]["decision"] == "keep"
+            assert same(begin, server.weights())
+            assert same(begin, server.weights("trained"))
+            row = read_metrics(server.directory.metrics, up_to=99)[-1]
+            assert row["eval/test/reward"] < 0.4
+
+    run(work())
+
+
+def test_with_both_proofs_live_sessions_begin_where_the_held_out_tasks_say_so(
+    random_model_path, tmp_path
+):
+    async def work():
+        settings = config(
+            random_model_path,
+            tmp_path,
+            "buffer.explorer_input.eval_tasksets=[{name: test}]",
+            by="both",
+        )
+        async with Server(settings, (asking, judging), {"test": []}) as server:
+            learner = server.learner
+            found = [pairs([(1.0, 1.0)] * 10), pairs([(0.0, 1.0)] * 60)]
+
+            async def compare(*_):
+                return found.pop(0)
+
+            learner._held_out.compare = compare
+            for number in range(4):
+                await server.talk(f"question {number}", reward=number % 2)
+            await learner.turn()
+            assert learner.ledger.trial is None
+            assert learner.models()["candidate"]["decision"] == "not yet"
+            await learner.turn()
+            assert learner.ledger.trial == 2
+            assert server.stack.engine.version == 0
+
+    run(work())
+
+
+def test_where_training_fails_serving_goes_on_and_says_why(random_model_path, tmp_path):
+    async def work():
+        async with Server(config(random_model_path, tmp_path)) as server:
+            for number in range(2):
+                await server.talk(f"question {number}", reward=number % 2)
+            server.learner._trainer.optimizer.step_if_finite = None  # as a library that changed
+            await server.learner.run()
+            assert "TypeError" in server.learner.models()["learning"]["failure"]
+            await server.talk("still there?")
+            assert list(server.trained().values()) == [None, None, None]
+
+    run(work())
+
+
+def test_without_training_what_was_promoted_last_is_served(random_model_path, tmp_path):
+    async def work():
+        async with Server(config(random_model_path, tmp_path)) as server:
+            for number in range(4):
+                await server.talk(f"question {number}", reward=number % 2)
+            await server.learner.turn()
+            await server.learner.turn()
+            await server.learner.rollback()
+            folder = weights_to_serve(server.directory, server.store)
+            assert folder == server.directory.checkpoint(1)
+            assert server.directory.checkpoint_steps() == [0, 1, 2]
+
+    run(work())
+
+
+def test_the_page_shows_sessions_and_what_was_decided_about_weights(random_model_path, tmp_path):
+    async def work():
+        async with Server(config(random_model_path, tmp_path)) as server:
+            for number in range(2):
+                await server.talk(f"question {number}", reward=number % 2)
+            await server.talk("not judged")
+            server.open()
+            await server.learner.turn()
+            found = served(server.store.path)
+            assert found["sessions"] == {
+                "open": 1,
+                "ended": 3,
+                "not judged": 2,
+                "judged, not trained": 0,
+                "trained": 2,
+            }
+            latest, first = found["decisions"]
+            assert (latest["decision"], latest["version"], latest["beside"]) == ("promote", 1, 0)
+            assert first["decision"] == "start"
+
+    run(work())
+
+
+class Users:
+    """Everybody who asks a server: their thumbs come late, some of them lie, some never come.
+
+    Args:
+        url: Where it listens.
+    """
+
+    def __init__(self, url):
+        self.client = AsyncClient(url, key=ADMIN_KEY)
+        self.openai = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none")
+        self.rng = random.Random(7)
+        self.problems = problems("train", 500)
+        self.right, self.late, self.over = [], [], False
+
+    async def ask(self):
+        while not self.over:
+            task = self.rng.choice(self.problems)
+            session = await self.client.open(task=task)
+            answer = await self.openai.with_options(api_key=session.key).chat.completions.create(
+                model="tiny_math",
+                messages=[
+                    {"role": "system", "content": SYSTEM},
+                    {"role": "user", "content": task["question"]},
+                ],
+            )
+            await session.end()
+            self.right.append(right(task, answer.choices[0].message.content or ""))
+            if self.rng.random() < 0.9:
+                thumb = abs(self.right[-1] - (self.rng.random() < 0.05))
+                due = len(self.right) + self.rng.randrange(32)
+                self.late.append((due, session, thumb))
+            given = [one for one in self.late if one[0] <= len(self.right)]
+            self.late = [one for one in self.late if one[0] > len(self.right)]
+            for _, session, thumb in given:
+                await session.reward(thumb)
+
+
+def test_a_served_model_learns_from_late_and_noisy_feedback_without_a_restart(tmp_path):
+    async def work():
+        settings = gsm8k(tmp_path, by="held_out")
+        check_can_learn(settings)
+        directory = RunDirectory(settings.run_dir)
+        make_private(directory.path)
+        directory.create()
+        server = running(
+            learning_config(settings),
+            directory,
+            ADMIN_KEY,
+            workflow=asking,
+            judge=judging,
+            beside=learning({"test": problems("test", 60)}),
+        )
+        async with server as served:
+            users = Users(served.door.base_url.removesuffix("/v1"))
+            async with users.client, users.openai:
+                asking_ = [asyncio.ensure_future(users.ask()) for _ in range(24)]
+
+                async def enough():
+                    while len(users.right) < 3000:
+                        models = await users.client.models()
+                        if [one["decision"] for one in models.history].count("promote") >= 2:
+                            return models
+                        assert models.learning["failure"] is None
+                        await asyncio.sleep(0.2)
+                    return None
+
+                models = await enough()
+                at = len(users.right)
+                while models is not None and len(users.right) < at + 128:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+                users.over = True
+                await asyncio.gather(*asking_)
+                back = await users.client.rollback()
+                assert back.serving["version"] < models.serving["version"]
+        assert models is not None, "nothing was promoted in 3000 sessions"
+        first, last = users.right[:96], users.right[-96:]
+        assert sum(last) / 96 >= sum(first) / 96 + 0.15
+        for row in read_metrics(directory.metrics, up_to=10**6):
+            dropped = sum(v for k, v in row.items() if k.startswith("tokens/dropped/"))
+            assert row["tokens/sampled"] == row["tokens/trained"] + dropped
 
     run(work())
