@@ -382,15 +382,15 @@ def run_litellm(
     async def key() -> str:
         return LITELLM_KEY
 
-    with litellm_proxy(executable, core, load_core) as port:
+    with litellm_proxy(executable, core, load_core) as (port, _):
         return asyncio.run(measure_server(port, key, streamed, calls))
 
 
 @contextlib.contextmanager
 def litellm_proxy(
     executable: str, core: int, stub_core: int, seconds: float = 0.0
-) -> Iterator[int]:
-    """The port of LiteLLM's proxy, before a stub that takes so many seconds for an answer."""
+) -> Iterator[tuple[int, int]]:
+    """LiteLLM's proxy before a stub that takes so many seconds for an answer: port and process."""
     stub_port, port = free_port(), free_port()
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"
@@ -415,11 +415,11 @@ def litellm_proxy(
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         with (
             process(stub, stub_core, **quiet),
-            process([*command, "--host", "127.0.0.1"], core, env=environment, **quiet),
+            process([*command, "--host", "127.0.0.1"], core, env=environment, **quiet) as child,
         ):
             wait_for(stub_port)
             wait_for(port)
-            yield port
+            yield port, child.pid
 
 
 def free_port() -> int:

@@ -2,16 +2,20 @@
 
     python benchmarks/serve.py [--rounds 3] [--litellm .venv-litellm/bin/litellm]
 
-The same stub answers behind both, 32 tokens without a model; it and the request are those of
-`benchmarks/gateway.py`. What is measured runs in a process of its own on one core, the load on
-another, through plain sockets: one connection for each session, whose requests come one after the
-other. Ours writes every call to its SQLite file before it answers; LiteLLM's proxy, which forwards
-requests to a server that speaks OpenAI on the load's core, records nothing.
+The server is the one of the command, with its settings as they are. The same stub answers behind
+both, 32 tokens without a model; it and the request are those of `benchmarks/gateway.py`, and each
+session asks with it again and again. What is measured runs in a process of its own on one core, the
+load on another, through plain sockets: one connection for each session, whose requests come one
+after the other. Ours writes every call to its SQLite file before it answers; LiteLLM's proxy, which
+forwards requests to a server that speaks OpenAI on the load's core, records nothing.
 
 - `calls/s`: the stub answers at once.
 - `added latency`: the stub takes 0.25 s for an answer, and what a request took beyond that is
   added. So 16 sessions ask 64 times a second, and 256 a thousand times, as agents do that wait for
   a model; where a server cannot keep up, the waiting is in the number.
+
+- `computed by the server` is the time of its process alone while the stub answers at once, which is
+  nearly the same where other work keeps the machine busy.
 
 All take turns in every round; numbers are medians of the rounds.
 """
@@ -28,16 +32,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import psutil
 from _report import Row, report
 from gateway import (
     LITELLM_KEY,
+    MODEL,
     free_port,
     litellm_proxy,
     litellm_version,
     load,
-    make_parts,  # noqa: F401
+    make_parts,
     percentiles,
     process,
     wait_for,
@@ -49,10 +57,31 @@ SESSIONS = (1, 16, 256, 1000)
 GOAL_RATIO = 10
 GOAL_MS = 2.0
 """Added, the median, with 16 sessions."""
+MILLISECONDS = {
+    "cpu": "computed by the server, ms per call",
+    "p50": "added latency, p50, ms",
+    "p99": "added latency, p99, ms",
+}
 ADMIN_KEY = "sk-admin-of-the-benchmark"
 
-Keys = Callable[[int], Sequence[str]]
-"""So many keys, each of a session of its own."""
+
+@dataclass(frozen=True)
+class Running:
+    """A server that runs.
+
+    Attributes:
+        keys: Gives so many keys, each of a session of its own.
+    """
+
+    port: int
+    pid: int
+    keys: Callable[[int], Sequence[str]]
+
+    @property
+    def cpu(self) -> float:
+        """Seconds that its process has computed."""
+        times = psutil.Process(self.pid).cpu_times()
+        return times.user + times.system
 
 
 def calls_of(sessions: int, seconds: float) -> int:
@@ -78,31 +107,54 @@ async def measure(port: int, keys: Sequence[str], seconds: float) -> dict[str, f
 
 
 @contextlib.contextmanager
-def ours(seconds: float, core: int, folder: Path) -> Iterator[tuple[int, Keys]]:
-    """The port of our server, and what opens sessions there."""
+def ours(seconds: float, core: int, folder: Path) -> Iterator[Running]:
+    """Our server; each key is of a new session."""
     from tuner import Client
 
     port = free_port()
     command = [sys.executable, __file__, "--part", "server", "--port", str(port)]
     command += ["--seconds", str(seconds), "--folder", str(folder)]
-    with process(command, core, env={**os.environ, "TUNER_ADMIN_KEY": ADMIN_KEY}):
+    environment = {**os.environ, "TUNER_ADMIN_KEY": ADMIN_KEY}
+    with (
+        (folder / "log").open("wb") as log,
+        process(command, core, env=environment, stderr=log) as child,
+    ):
         wait_for(port)
         with Client(f"http://127.0.0.1:{port}", key=ADMIN_KEY) as client:
-            yield port, lambda count: [client.open().key or "" for _ in range(count)]
+            yield Running(
+                port, child.pid, lambda count: [client.open().key or "" for _ in range(count)]
+            )
 
 
 @contextlib.contextmanager
-def theirs(
-    executable: str, seconds: float, core: int, load_core: int
-) -> Iterator[tuple[int, Keys]]:
-    """The port of LiteLLM's proxy, and its key as often as it is asked for."""
-    with litellm_proxy(executable, core, load_core, seconds) as port:
-        yield port, lambda count: [LITELLM_KEY] * count
+def theirs(executable: str, seconds: float, core: int, load_core: int) -> Iterator[Running]:
+    """LiteLLM's proxy, which has one key."""
+    with litellm_proxy(executable, core, load_core, seconds) as (port, pid):
+        yield Running(port, pid, lambda count: [LITELLM_KEY] * count)
 
 
 def serve(port: int, seconds: float, folder: Path) -> None:
-    """Our server, with the stub in the engine's place."""
-    raise NotImplementedError
+    """Our server as it is started, with the stub in the engine's place."""
+    from tuner.config.load import checked, read_layers
+    from tuner.serving import hosting
+
+    build_stack = hosting.build_stack
+
+    def stubbed(*arguments: Any, **options: Any) -> Any:
+        stack = build_stack(*arguments, **options)
+        engine, _ = make_parts(streamed=False, seconds=seconds)
+        stack.gateway.service = replace(stack.gateway.service, engine=engine)
+        return stack
+
+    setattr(hosting, "build_stack", stubbed)  # noqa: B010  # of a module, as mypy sees it
+    settings = [
+        "name=tiny",  # which the request names
+        f"checkpoint_root_dir={folder}",
+        f"model.model_path={MODEL}",
+        "model.max_model_len=4096",
+        "tuner.device=cpu",
+    ]
+    hosting.serve(checked(read_layers(None, overrides=settings)), port=port)
 
 
 Found = dict[tuple[str, int, str], list[float]]
@@ -118,23 +170,26 @@ def measure_all(rounds: int, litellm: str) -> tuple[Found, float]:
     for _ in range(rounds):
         for seconds in (0.0, SECONDS):
             with tempfile.TemporaryDirectory() as folder:
-                with ours(seconds, core, Path(folder)) as (port, keys):
-                    count = measure_one("ours", port, keys, seconds, found)
+                with ours(seconds, core, Path(folder)) as server:
+                    count = measure_one("ours", server, seconds, found)
                 size = sum(p.stat().st_size for p in Path(folder).rglob("serving.sqlite*"))
                 stored.append(size / count)
-            with theirs(litellm, seconds, core, load_core) as (port, keys):
-                measure_one("LiteLLM", port, keys, seconds, found)
+            with theirs(litellm, seconds, core, load_core) as server:
+                measure_one("LiteLLM", server, seconds, found)
     return found, statistics.median(stored)
 
 
-def measure_one(who: str, port: int, keys: Keys, seconds: float, found: Found) -> int:
+def measure_one(who: str, server: Running, seconds: float, found: Found) -> int:
     """Measure one server with each number of sessions; how many calls it answered."""
-    asyncio.run(measure(port, keys(4), 0.0))  # what is done when it is used first
+    asyncio.run(measure(server.port, server.keys(4), 0.0))  # what is done when it is used first
     count = 4 * calls_of(4, 0.0)
     for sessions in SESSIONS:
-        got = asyncio.run(measure(port, keys(sessions), seconds))
-        count += sessions * calls_of(sessions, seconds)
-        for metric in ("p50", "p99") if seconds else ("rate",):
+        keys, before = server.keys(sessions), server.cpu
+        got = asyncio.run(measure(server.port, keys, seconds))
+        calls = sessions * calls_of(sessions, seconds)
+        got["cpu"] = 1000 * (server.cpu - before) / calls
+        count += calls
+        for metric in ("p50", "p99") if seconds else ("rate", "cpu"):
             found.setdefault((who, sessions, metric), []).append(got[metric])
     return count
 
@@ -153,11 +208,10 @@ def compare(rounds: int, litellm: str) -> None:
         case = f"{sessions:,} session{'s' * (sessions > 1)}"
         mine, other = (medians[who, sessions, "rate"] for who in ("ours", "LiteLLM"))
         rows.append(Row(case, "calls/s", mine, peer, other, target=GOAL_RATIO))
-        for metric in ("p50", "p99"):
+        for metric, name in MILLISECONDS.items():
             mine, other = (medians[who, sessions, metric] for who in ("ours", "LiteLLM"))
-            name = f"added latency, {metric}, ms"
             rows.append(Row(case, name, mine, peer, other, more_is_better=False))
-    goal = ("added latency, p50, ms", medians["ours", 16, "p50"], f"{GOAL_MS} ms", GOAL_MS)
+    goal = (MILLISECONDS["p50"], medians["ours", 16, "p50"], f"{GOAL_MS} ms", GOAL_MS)
     rows.append(Row("16 sessions", *goal, target=1, more_is_better=False))
     rows.append(Row("on disk", "bytes per call", stored))
     packages = ["agentscope-tuner", "uvicorn", "starlette", "fastapi"]

@@ -43,7 +43,6 @@ import httpx
 import yaml
 
 from tests.chaos.runs import PATIENCE, Begun, begin, end
-from tests.golden.recipes import make_model
 from tests.serving.server import ADMIN_KEY, free_port, serve
 from tuner import AsyncClient, Client, ServingError
 from tuner.serving import AsyncServedSession, CallInfo, SessionInfo
@@ -52,7 +51,9 @@ from tuner.traces.store import trace_from_json
 
 AT_ONCE = 4
 """Sessions at the same time in each process."""
-TOKENS = 8
+MODEL = Path(__file__).parents[2] / "models" / "tiny_math"
+QUESTION = "Tom starts with 43 pens. He buys 35 more pens. How many pens does Tom have now?"
+TOKENS = 24
 TRIES = 40
 """How often an agent sends a request; in between it waits for a tenth of a second or two."""
 SECRET = re.compile(r"secret-\d+")
@@ -115,7 +116,10 @@ class Agent:
     async def _talk(self, session: AsyncServedSession, used: Used, ask: Callable[..., Any]) -> None:
         messages: list[dict[str, Any]] = []
         for turn in range(self.rng.choice((1, 2, 3))):
-            messages.append({"role": "user", "content": f"{used.secret}, {turn}?"})
+            question = (
+                f"{used.secret}: Tom has {turn + 5} pens. He buys 3 more. How many has he now?"
+            )
+            messages.append({"role": "user", "content": question})
             call, text = await self._asked(used, partial(ask, messages), f"{used.secret}-{turn}")
             messages.append({"role": "assistant", "content": text})
             used.answers.append((call, text))
@@ -185,7 +189,7 @@ async def _status(request: Any) -> int | None:
 async def _raw_status(base_url: str, key: str) -> int:
     """The status of a request for a completion; tried again where the server is away."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "let me in"}]}
+    body = {"model": MODEL.name, "messages": [{"role": "user", "content": "let me in"}]}
     async with httpx.AsyncClient() as client:
         for _ in range(TRIES):
             try:
@@ -213,14 +217,14 @@ def _broke_off(error: Exception) -> bool:
 
 async def chat(client: Any, messages: Any, headers: Any) -> tuple[str, str]:
     reply = await client.chat.completions.create(
-        model="tiny", messages=messages, max_tokens=TOKENS, extra_headers=headers
+        model=MODEL.name, messages=messages, max_tokens=TOKENS, extra_headers=headers
     )
     return f"{reply.id}-0", reply.choices[0].message.content or ""
 
 
 async def streamed_chat(client: Any, messages: Any, headers: Any) -> tuple[str, str]:
     stream = await client.chat.completions.create(
-        model="tiny", messages=messages, max_tokens=TOKENS, stream=True, extra_headers=headers
+        model=MODEL.name, messages=messages, max_tokens=TOKENS, stream=True, extra_headers=headers
     )
     id_, text, ended = "", "", False
     async for chunk in stream:
@@ -235,7 +239,11 @@ async def streamed_chat(client: Any, messages: Any, headers: Any) -> tuple[str, 
 
 async def streamed_responses(client: Any, messages: Any, headers: Any) -> tuple[str, str]:
     stream = await client.responses.create(
-        model="tiny", input=messages, max_output_tokens=16, stream=True, extra_headers=headers
+        model=MODEL.name,
+        input=messages,
+        max_output_tokens=TOKENS,
+        stream=True,
+        extra_headers=headers,
     )
     async for event in stream:
         if event.type in ("response.completed", "response.incomplete"):
@@ -245,19 +253,23 @@ async def streamed_responses(client: Any, messages: Any, headers: Any) -> tuple[
 
 async def message(client: Any, messages: Any, headers: Any) -> tuple[str, str]:
     reply = await client.messages.create(
-        model="tiny", messages=messages, max_tokens=TOKENS, extra_headers=headers
+        model=MODEL.name, messages=messages, max_tokens=TOKENS, extra_headers=headers
     )
-    return f"{reply.id}-0", "".join(block.text for block in reply.content)
+    return f"{reply.id}-0", _text(reply)
 
 
 async def streamed_message(client: Any, messages: Any, headers: Any) -> tuple[str, str]:
     async with client.messages.stream(
-        model="tiny", messages=messages, max_tokens=TOKENS, extra_headers=headers
+        model=MODEL.name, messages=messages, max_tokens=TOKENS, extra_headers=headers
     ) as stream:
         reply = await stream.get_final_message()
     if reply.stop_reason is None:
         raise EARLY
-    return f"{reply.id}-0", "".join(block.text for block in reply.content)
+    return f"{reply.id}-0", _text(reply)
+
+
+def _text(reply: Any) -> str:
+    return "".join(block.text for block in reply.content if block.type == "text")
 
 
 EARLY = httpx.ReadError("the stream ended early")
@@ -295,14 +307,15 @@ def agents(folder: Path, *, url: str, numbers: range, name: str, told: int) -> N
 # The server, and who kills it.
 
 
-def configuration(folder: Path, model: Path) -> Path:
+def configuration(folder: Path) -> Path:
     """The file that the server is started with."""
     path = folder / "config.yaml"
     settings = {
         "project": "p",
         "name": "run",
         "checkpoint_root_dir": str(folder),
-        "model": {"model_path": str(model), "max_model_len": 1024},
+        "model": {"model_path": str(MODEL), "max_model_len": 512},
+        "tuner": {"reasoning": "keep", "serving": {"log": False}},
     }
     path.write_text(yaml.safe_dump(settings))
     return path
@@ -429,10 +442,26 @@ def check(url: str, known: list[Used]) -> tuple[list[str], Counter[str]]:
     return wrong, counts
 
 
+def import_once() -> None:
+    """Import here what the processes use that are forked then."""
+    import anthropic
+    import openai
+    import torch
+    import transformers.models.qwen3.modeling_qwen3
+    from tqdm import tqdm
+
+    import tuner.serving.hosting
+
+    del anthropic, openai, transformers, tuner
+    tqdm.monitor_interval = 0  # it has a thread
+    torch.set_num_threads(1)
+
+
 def run(folder: Path, *, sessions: int, processes: int, kills: int, seed: int) -> list[str]:
     """Let them loose and print what came of it; what was wrong."""
     began = time.perf_counter()
-    configuration(folder, make_model(folder / "tiny"))
+    import_once()
+    configuration(folder)
     server = Server(folder, free_port())
     url = f"http://127.0.0.1:{server.port}"
     server.start()

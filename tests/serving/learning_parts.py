@@ -7,7 +7,7 @@ from tuner.config.load import load_config
 from tuner.gateway import SamplingDefaults
 from tuner.run.directory import RunDirectory, make_private
 from tuner.serving.learning import build_learner, check_can_learn, learning_config
-from tuner.serving.store import ServingStore
+from tuner.serving.serving_store import ServingStore
 
 
 def config(model, root, *overrides, by="always", **sections):

@@ -44,7 +44,7 @@ class Answers:
 
     @property
     def bodies(self):
-        return [json.loads(request.content) for request in self.requests]
+        return [json.loads(request.content or b"null") for request in self.requests]
 
 
 @pytest.fixture(autouse=True)
@@ -185,8 +185,8 @@ def test_pages_are_asked_for_as_they_are_taken():
     assert len(answers.requests) == 1
     assert [session.id for session in found] == ["s-2"]
     assert answers.asked == [
-        "GET /tuner/v1/sessions?judged=false&tag=a%20b",
-        "GET /tuner/v1/sessions?judged=false&tag=a%20b&after=s-1",
+        "GET /tuner/v1/sessions?judged=false&tag=a+b",
+        "GET /tuner/v1/sessions?judged=false&tag=a+b&after=s-1",
     ]
 
 

@@ -1,5 +1,6 @@
 """What is on disk: calls as they were, rewards at their place, ids that are not used again."""
 
+import json
 import os
 import sqlite3
 import stat
@@ -11,7 +12,7 @@ import pytest
 
 from tests.builders import call
 from tuner.errors import TunerError
-from tuner.serving.store import ServingStore
+from tuner.serving.serving_store import ServingStore
 from tuner.serving.stored import StoredReply
 from tuner.traces import Outcome, RolloutId
 from tuner.traces.store import trace_from_json, trace_to_json
@@ -125,7 +126,7 @@ def test_a_session_is_a_trace_that_is_stored_as_traces_are(store):
     assert trace.outcome is Outcome.COMPLETED
     assert (trace.reward, trace.feedback, trace.response) == (0.5, "well", "ho")
     assert (trace.task, trace.started) == ({"q": 2}, 12.5)
-    assert trace_from_json(trace_to_json(trace)) == trace
+    assert trace_from_json(json.loads(json.dumps(trace_to_json(trace)))) == trace
 
 
 def test_ids_of_traces_are_places_in_groups_and_are_not_used_again(store):
@@ -278,7 +279,7 @@ def test_what_was_committed_outlives_a_process_that_is_killed(path):
         "import os, signal, sys\n"
         "from pathlib import Path\n"
         "from tests.serving.test_store import conversation\n"
-        "from tuner.serving.store import ServingStore\n"
+        "from tuner.serving.serving_store import ServingStore\n"
         "store = ServingStore(Path(sys.argv[1]))\n"
         "store.open('s-1', key=b'k', seed=1)\n"
         "store.add_calls('s-1', conversation())\n"

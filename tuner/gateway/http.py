@@ -102,7 +102,7 @@ class HttpDoor:
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
         """While the block runs a thread accepts connections, too: the loop is kept from it."""
-        endpoint = _Endpoint(self._gateway, Opening())
+        endpoint = _Endpoint(self._gateway)
         server = _Server(
             uvicorn.Config(endpoint, http=_Connection, ws="none", lifespan="off", log_config=None)
         )
@@ -183,9 +183,9 @@ def _most_connections() -> int:
 class _Endpoint:
     """`Gateway.handle` as an ASGI application; a client that goes away cancels its request."""
 
-    def __init__(self, gateway: Answers, opening: Opening) -> None:
+    def __init__(self, gateway: Answers, opening: Opening | None = None) -> None:
         self._gateway = gateway
-        self._opening = opening
+        self._opening = opening or Opening()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {

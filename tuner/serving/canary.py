@@ -21,7 +21,7 @@ from tuner.gateway import Session
 from tuner.gateway.service import Service
 from tuner.run.proof import Arm, Comparison, Decision, Plan
 from tuner.serving.ledger import Judgement, Ledger
-from tuner.serving.store import ServingStore
+from tuner.serving.serving_store import ServingStore
 from tuner.serving.versions import Versions
 
 

@@ -16,8 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 from tuner.gateway.request_error import RequestError
 from tuner.serving.api_types import CallInfo, ServedModels, SessionInfo
-from tuner.serving.exposition import Metrics
-from tuner.serving.keys import (
+from tuner.serving.callers import (
     Caller,
     Keys,
     Rates,
@@ -27,8 +26,9 @@ from tuner.serving.keys import (
     repeatable_session_key,
     unknown_key,
 )
+from tuner.serving.exposition import Metrics
 from tuner.serving.routing import LiveSessions, new_id
-from tuner.serving.store import ServingStore
+from tuner.serving.serving_store import ServingStore
 from tuner.serving.stored import StoredCall, StoredSession
 
 T = TypeVar("T")

@@ -23,6 +23,7 @@ from tuner.serving.api_types import (
     ServedModels,
     SessionInfo,
 )
+from tuner.serving.callers import Caller, digest, new_application_key, not_allowed
 from tuner.serving.control import (
     ApplicationInfo,
     Applications,
@@ -33,8 +34,7 @@ from tuner.serving.control import (
     call_info,
     session_info,
 )
-from tuner.serving.keys import Caller, digest, new_application_key, not_allowed
-from tuner.serving.store import ServingStore
+from tuner.serving.serving_store import ServingStore
 from tuner.traces.store import trace_line, trace_to_json
 
 

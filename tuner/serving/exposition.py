@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from tuner.gateway.routes import COUNT_TOKENS, EXCHANGES
 from tuner.serving.restoring import Noted
-from tuner.serving.store import ServingStore
+from tuner.serving.serving_store import ServingStore
 
 _KNOWN = {*EXCHANGES, COUNT_TOKENS, "/v1/models"}
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)

@@ -12,8 +12,8 @@ from tuner.gateway import Gateway, Session
 from tuner.gateway.request_error import RequestError
 from tuner.gateway.routes import EXCHANGES, presented_key, served_path
 from tuner.gateway.service import Reply, StreamReply
+from tuner.serving.callers import Caller, Keys, Rates, not_allowed, unknown_key
 from tuner.serving.exposition import Metrics, log_request
-from tuner.serving.keys import Caller, Keys, Rates, not_allowed, unknown_key
 from tuner.serving.routing import LiveSessions
 
 logger = logging.getLogger(__name__)

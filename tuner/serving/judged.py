@@ -21,7 +21,7 @@ from tuner.algorithms.spec import ADVANTAGES
 from tuner.assembly.parameters import selection
 from tuner.config import RunConfig
 from tuner.run.metrics import batch_metrics, has_signal, rollout_metrics, staleness_metrics
-from tuner.serving.store import ServingStore
+from tuner.serving.serving_store import ServingStore
 from tuner.serving.stored import StoredSession
 from tuner.sources import Found, Source
 from tuner.traces import Call, RolloutId, Trace

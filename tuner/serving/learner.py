@@ -41,7 +41,7 @@ from tuner.serving.canary import Canary
 from tuner.serving.held_out import HeldOut
 from tuner.serving.judged import LOOK, JudgedSource, Taken
 from tuner.serving.ledger import Kind, Ledger, numbers
-from tuner.serving.store import ServingStore
+from tuner.serving.serving_store import ServingStore
 from tuner.serving.versions import Learned, Versions
 from tuner.training import PolicyTrainer
 

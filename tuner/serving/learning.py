@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from tuner.assembly.stack import Stack
     from tuner.run.directory import RunDirectory
     from tuner.serving.api_types import ServedModels
+    from tuner.serving.hosting import Beside, Server
     from tuner.serving.learner import Learner
-    from tuner.serving.server import Beside, Server
-    from tuner.serving.store import ServingStore
+    from tuner.serving.serving_store import ServingStore
 
 Task = dict[str, Any]
 

@@ -26,7 +26,7 @@ from tuner.gateway.conversations import Conversations
 from tuner.gateway.request_error import RequestError
 from tuner.gateway.service import Replay, Reply
 from tuner.gateway.sessions import KeptResponse
-from tuner.serving.store import ServingStore
+from tuner.serving.serving_store import ServingStore
 from tuner.serving.stored import StoredReply
 from tuner.traces import Call, ReasoningPolicy
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from tuner.gateway import Gateway, SamplingDefaults, Session, SessionLimits
 from tuner.gateway.request_error import RequestError, has_ended
 from tuner.gateway.routes import EXCHANGES, IDEMPOTENCY_HEADER
-from tuner.serving.keys import digest, new_session_key
+from tuner.serving.callers import digest, new_session_key
 from tuner.serving.restoring import (
     Noted,
     Redact,
@@ -31,7 +31,7 @@ from tuner.serving.restoring import (
     redact_messages,
     restored_conversations,
 )
-from tuner.serving.store import ServingStore
+from tuner.serving.serving_store import ServingStore
 from tuner.serving.stored import StoredSession
 from tuner.traces import Call
 

@@ -12,7 +12,7 @@ from tuner.errors import ConfigError, MissingDependencyError, pip_install
 
 if TYPE_CHECKING:
     from tuner.config import RunConfig
-    from tuner.serving.server import Server
+    from tuner.serving.hosting import Server
 
 
 def serve(
@@ -46,7 +46,7 @@ def serve(
     if train:
         settings, more = learns(settings, config, overrides or [])
 
-    from tuner.serving.server import serve as serve_model
+    from tuner.serving.hosting import serve as serve_model
 
     serve_model(
         settings, host=host, port=port, announce=lambda server: typer.echo(said(server)), **more

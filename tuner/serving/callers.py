@@ -15,7 +15,7 @@ from typing import Literal
 
 from tuner.gateway.request_error import RequestError
 from tuner.gateway.routes import presented_key
-from tuner.serving.store import ServingStore
+from tuner.serving.serving_store import ServingStore
 
 _BURST_SECONDS = 10
 _REMEMBERED = 100_000  # keys whose last requests are known
