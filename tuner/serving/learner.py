@@ -358,6 +358,11 @@ class Learner:
         """A call of a session was stored."""
         self._canary.noted(session_id)
 
+    @property
+    def updates(self) -> int:
+        """How many were made, thrown away ones too."""
+        return self._kept
+
     def models(self) -> dict[str, Any]:
         """What serves, what is tried, and what was decided: as `GET /tuner/v1/models` gives it."""
         decisions = self.ledger.decisions()

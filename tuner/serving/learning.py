@@ -169,6 +169,7 @@ def learning(eval_tasks: Mapping[str, Sequence[Task]]) -> Beside:
         )
         await learner.begin()
         server.models, server.live.onlooker = Deciding(learner), learner
+        server.metrics.learns(lambda: learner.updates, lambda: learner.failure is not None)
         task = asyncio.ensure_future(learner.run())
         try:
             yield
