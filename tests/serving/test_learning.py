@@ -385,6 +385,50 @@ def test_a_trial_goes_on_after_a_restart_with_its_arms_and_what_was_counted(
     run(after(decision, ids))
 
 
+def test_where_the_newest_checkpoint_is_damaged_its_sessions_are_trained_again(
+    random_model_path, tmp_path
+):
+    async def work():
+        settings = config(random_model_path, tmp_path, by="live")
+        async with Server(settings) as server:
+            for number in range(4):
+                await server.talk(f"question {number}", reward=number % 2)
+            await server.learner.turn()
+            await server.learner.turn()
+            assert list(server.trained().values()) == [1, 1, 2, 2]
+            folder = server.directory.checkpoint(2)
+        (folder / "version.json").write_text("{}")
+        async with Server(settings) as server:
+            assert list(server.trained().values()) == [1, 1, None, None]
+            await server.learner.turn()
+            assert list(server.trained().values()) == [1, 1, 2, 2]
+
+    run(work())
+
+
+def test_a_version_whose_checkpoint_is_gone_is_not_gone_back_to(random_model_path, tmp_path):
+    async def work():
+        settings = config(
+            random_model_path,
+            tmp_path,
+            "trainer.max_checkpoints_to_keep=2",
+            "tuner.serving.max_staleness=9",
+        )
+        async with Server(settings) as server:
+            for number in range(6):
+                await server.talk(f"question {number}", reward=number % 2)
+            for _ in range(3):
+                await server.learner.turn()
+            assert server.directory.checkpoint_steps() == [1, 2, 3]
+            assert await server.learner.rollback() == 2
+            assert await server.learner.rollback() == 1
+            with pytest.raises(ConfigError, match="max_checkpoints_to_keep"):
+                await server.learner.rollback()
+            assert server.stack.engine.version == 1
+
+    run(work())
+
+
 @pytest.mark.parametrize("moment", ["update", "rename", "mark", "decide"])
 def test_a_kill_at_any_moment_trains_no_session_twice(moment, random_model_path, tmp_path):
     """Killed in the second update: before its checkpoint, before its sessions are marked, or

@@ -146,18 +146,19 @@ class JudgedSource(Source):
         batch, repeat = self._config.buffer.batch_size, self._config.algorithm.repeat_times
         if self._store.ask(_COUNT)[0][0] < batch:
             return []
-        fresh = [one for one in self._judged() if not self._is_stale(one)]
+        fresh, _ = self._judged()
         found = units(fresh, self._groups(), batch=batch, repeat=repeat, compared=self._compared)
         return chosen(found, batch=batch, compared=self._compared)
 
-    def _judged(self) -> list[StoredSession]:
-        config = self._config
+    def _judged(self) -> tuple[list[StoredSession], list[StoredSession]]:
+        """Sessions that no update has taken: those that can be trained, and those of which all
+        that was sampled is too old."""
+        config, oldest = self._config, self._oldest()
         update = config.buffer.batch_size * config.algorithm.repeat_times
-        return self._store.untrained(limit=max(_MOST, 4 * update))
-
-    def _is_stale(self, session: StoredSession) -> bool:
-        """Whether all that it sampled is too old to be trained."""
-        return session.highest is None or session.highest < self._oldest()
+        found = self._store.untrained(limit=max(_MOST, 4 * update))
+        fresh = [one for one in found if one.highest is not None and one.highest >= oldest]
+        known = {one.id for one in fresh}
+        return fresh, [one for one in found if one.id not in known]
 
     def _groups(self) -> Groups:
         query = (
@@ -189,7 +190,7 @@ class JudgedSource(Source):
     def taken(self, groups: Sequence[Sequence[StoredSession]], *, step: int, version: int) -> Taken:
         """What an update trains on: `groups`, as `ready` gives them; the others as of `take`."""
         config = self._config
-        stale = [one for one in self._judged() if self._is_stale(one)]
+        _, stale = self._judged()
         members = [(number, one) for number, group in enumerate(groups) for one in group]
         traces, silent = [], set[str]()
         for place, (number, one) in enumerate(members):

@@ -219,7 +219,7 @@ class Learner:
         assert self._metrics is not None, "begin() opens it"
         self._metrics.log(step, metrics)
         shown = {name: metrics[name] for name in _SHOWN if name in metrics}
-        logger.info("update %d: %s", step, shown)
+        logger.info("update %d", step, extra={"said": shown})
 
     def _spared(self) -> set[int]:
         """The versions whose checkpoints are kept: of those that served as many as the settings
@@ -323,6 +323,11 @@ class Learner:
             if len(line) < 2:
                 raise ConfigError(
                     f"version {line[0]} serves, and nothing was promoted that could be taken back"
+                )
+            if not self._directory.checkpoint(line[-2]).is_dir():
+                raise ConfigError(
+                    f"version {line[-2]} served before, and its checkpoint was not kept: raise "
+                    "trainer.max_checkpoints_to_keep, or leave it out to keep all"
                 )
             tensors = await asyncio.to_thread(self.versions.tensors, line[-2])
             self._rollbacks += 1
