@@ -206,6 +206,10 @@ def test_what_serves_changes_by_promotion_alone_and_goes_back_by_rollback(
             assert await learner.rollback() == 0
             assert same(begin, server.weights())
             assert server.stack.engine.version == 0
+        async with Server(config(random_model_path, tmp_path)) as server:
+            learner = server.learner
+            assert same(begin, server.weights())
+            assert same(begin, server.weights("trained"))
             for number in range(2):
                 await server.talk(f"more {number}", reward=number % 2)
             await learner.turn()
