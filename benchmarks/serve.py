@@ -81,7 +81,7 @@ class Running:
     def cpu(self) -> float:
         """Seconds that its process has computed."""
         times = psutil.Process(self.pid).cpu_times()
-        return times.user + times.system
+        return float(times.user + times.system)
 
 
 def calls_of(sessions: int, seconds: float) -> int:
@@ -97,7 +97,8 @@ async def measure(port: int, keys: Sequence[str], seconds: float) -> dict[str, f
 
     async def ask(key: str) -> list[float]:
         await asyncio.sleep(rng.uniform(0, seconds))  # not all at one moment, again and again
-        return await load(port, key, False, count)
+        took: list[float] = await load(port, key, False, count)
+        return took
 
     began = time.perf_counter()
     took = await asyncio.gather(*map(ask, keys))
@@ -135,10 +136,9 @@ def theirs(executable: str, seconds: float, core: int, load_core: int) -> Iterat
 
 def serve(port: int, seconds: float, folder: Path) -> None:
     """Our server as it is started, with the stub in the engine's place."""
+    from tuner.assembly.stack import build_stack
     from tuner.config.load import checked, read_layers
     from tuner.serving import hosting
-
-    build_stack = hosting.build_stack
 
     def stubbed(*arguments: Any, **options: Any) -> Any:
         stack = build_stack(*arguments, **options)

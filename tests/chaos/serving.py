@@ -54,8 +54,8 @@ AT_ONCE = 4
 MODEL = Path(__file__).parents[2] / "models" / "tiny_math"
 QUESTION = "Tom starts with 43 pens. He buys 35 more pens. How many pens does Tom have now?"
 TOKENS = 24
-TRIES = 40
-"""How often an agent sends a request; in between it waits for a tenth of a second or two."""
+RETRIES = 100
+"""Of the libraries."""
 SECRET = re.compile(r"secret-\d+")
 
 
@@ -106,7 +106,7 @@ class Agent:
         used = Used(session.id, secret, kind)
         self.used.append(used)
         library, ask = KINDS[kind]
-        async with getattr(session, library)(max_retries=TRIES, timeout=60) as client:
+        async with getattr(session, library)(max_retries=RETRIES, timeout=60) as client:
             await self._talk(session, used, partial(ask, client))
         if self.rng.random() < 0.5:
             await self.judge(session, used)
@@ -131,7 +131,8 @@ class Agent:
         """A call's id and its text; what breaks off is asked for again under the same key."""
         # The libraries try again by themselves where no answer has begun.
         headers = {"Idempotency-Key": key}
-        for _ in range(TRIES):
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until:
             try:
                 answer: tuple[str, str] = await ask(headers)
                 return answer
@@ -140,7 +141,7 @@ class Agent:
                     raise
                 used.broken += 1
                 await asyncio.sleep(self.rng.uniform(0.05, 0.2))
-        raise TimeoutError(f"{used}: no answer after {TRIES} tries")
+        raise TimeoutError(f"{used}: no answer in {PATIENCE} s")
 
     async def judge(self, session: AsyncServedSession, used: Used) -> None:
         """A reward for it, or for one of its calls, sometimes twice."""
@@ -163,13 +164,15 @@ class Agent:
         """Ask with no key, a wrong one, and for another session; each must get 401."""
         how = self.rng.choice(("no key", "wrong key", "wrong control key", "other session"))
         others = [used.id for used in self.used if used.id != session.id]
-        if how == "other session" and others:
-            url, key = self.client.base_url, session.key
-            async with AsyncClient(url, key=key or "") as thief:
-                status = await _status(thief.session(self.rng.choice(others)).reward(0.0))
-        elif how == "wrong control key":
-            async with AsyncClient(self.client.base_url, key=f"{ADMIN_KEY}s") as thief:
-                status = await _status(thief.open(task={}))
+        key = session.key if how == "other session" else f"{ADMIN_KEY}s"
+        if how == "wrong control key" or (how == "other session" and others):
+            async with AsyncClient(self.client.base_url, key=key or "", patience=PATIENCE) as thief:
+                asked = (
+                    thief.open(task={})
+                    if how == "wrong control key"
+                    else (thief.session(self.rng.choice(others)).reward(0.0))
+                )
+                status = await _status(asked)
         else:
             key = "" if how == "no key" else f"{session.key}x"
             status = await _raw_status(session.base_url, key)
@@ -190,10 +193,10 @@ async def _raw_status(base_url: str, key: str) -> int:
     """The status of a request for a completion; tried again where the server is away."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
     body = {"model": MODEL.name, "messages": [{"role": "user", "content": "let me in"}]}
-    async with httpx.AsyncClient() as client:
-        for _ in range(TRIES):
+    url, until = f"{base_url}/chat/completions", time.monotonic() + PATIENCE
+    async with httpx.AsyncClient(timeout=60) as client:
+        while time.monotonic() < until:
             try:
-                url = f"{base_url}/chat/completions"
                 return (await client.post(url, json=body, headers=headers)).status_code
             except httpx.TransportError:
                 await asyncio.sleep(0.2)
@@ -245,10 +248,13 @@ async def streamed_responses(client: Any, messages: Any, headers: Any) -> tuple[
         stream=True,
         extra_headers=headers,
     )
+    answer = None
     async for event in stream:
         if event.type in ("response.completed", "response.incomplete"):
-            return f"{event.response.id}-0", event.response.output_text
-    raise EARLY
+            answer = f"{event.response.id}-0", event.response.output_text
+    if answer is None:
+        raise EARLY
+    return answer
 
 
 async def message(client: Any, messages: Any, headers: Any) -> tuple[str, str]:
@@ -286,7 +292,7 @@ def agents(folder: Path, *, url: str, numbers: range, name: str, told: int) -> N
     """A process of agents: what it knows in the end is in its folder; a byte for each answer."""
 
     async def work() -> None:
-        async with AsyncClient(url, key=ADMIN_KEY, patience=300) as client:
+        async with AsyncClient(url, key=ADMIN_KEY, patience=PATIENCE) as client:
             agent = Agent(client, name, lambda: os.write(told, b"."))
             left = iter(numbers)
 
@@ -426,7 +432,7 @@ def check(url: str, known: list[Used]) -> tuple[list[str], Counter[str]]:
     """What is wrong with what the server has, and how much of what it has."""
     wrong, counts = [], Counter[str]()
     by_id = {used.id: used for used in known}
-    with Client(url, key=ADMIN_KEY, patience=300) as client:
+    with Client(url, key=ADMIN_KEY, patience=PATIENCE) as client:
         stored = list(client.sessions())
         if Counter(info.id for info in stored) != Counter(by_id.keys()) or len(by_id) != len(known):
             wrong.append(f"{len(stored)} sessions are stored, {len(known)} were opened")

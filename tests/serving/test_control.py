@@ -301,8 +301,12 @@ async def test_answers_are_as_the_description_says(asking):
     assert tried == routes
 
 
-async def test_health_needs_no_key_and_metrics_no_key_on_this_machine(asking):
+async def test_health_needs_no_key_and_metrics_no_key_on_this_machine(asking, monkeypatch):
     assert (await asking.http.get("/healthz")).json() == {"status": "ok"}
+    engine = type(asking.server.stack.engine)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "failure", property(lambda _: RuntimeError("a test")))
+        assert (await asking.http.get("/healthz")).status_code == 503
     id_, key = await asking.opened()
     await say(asking.client(key), [], "hi")
     await asking.control("POST", f"/sessions/{id_}/reward", json={"reward": 1})

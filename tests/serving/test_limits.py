@@ -1,14 +1,16 @@
 """What is not let in, not kept, or not kept for ever."""
 
 import asyncio
+import sys
 
 import openai
 import pytest
 
 from tests.serving.served import MODEL, QUESTION, config_of, say, served, until
-from tuner.errors import ConfigError
+from tuner.errors import ConfigError, MissingDependencyError
 from tuner.serving.callers import Rates, TooOften
 from tuner.serving.hosting import admin_key_for
+from tuner.serving.serve_command import require_libraries
 
 
 async def test_a_key_that_asks_too_often_is_told_when_to_come_again(tmp_path):
@@ -81,6 +83,12 @@ def test_other_hosts_need_an_admin_key(tmp_path, monkeypatch):
         admin_key_for(config, "127.0.0.1")
 
 
+def test_without_its_libraries_the_command_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(MissingDependencyError, match=r"\[serve\]"):
+        require_libraries()
+
+
 async def test_a_session_without_a_call_ends_by_itself(tmp_path):
     async with served(tmp_path, "tuner.serving.idle_minutes=5") as asking:
         id_, key = await asking.opened()
@@ -109,14 +117,36 @@ async def test_what_is_cut_off_is_stored_as_undelivered(tmp_path):
     async with served(tmp_path) as asking:
         id_, key = await asking.opened()
         client = asking.client(key)
+        ends = asking.server.stack.gateway.renderer.turn_ends
         stream = await client.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": "hi"}], stream=True, max_tokens=400
+            model=MODEL,
+            messages=[{"role": "user", "content": "hi"}],
+            stream=True,
+            max_tokens=450,
+            logit_bias={str(end): -100 for end in ends},  # it goes on to the limit
         )
-        await anext(aiter(stream))
+        async for chunk in stream:
+            if chunk.choices[0].delta.content:
+                break
         await asking.control("POST", f"/sessions/{id_}/end")
         calls = asking.calls(id_)
         await stream.close()
-    assert [one.call.undelivered for one in calls] in ([True], [False])
+    assert [one.call.undelivered for one in calls] == [True]
+    assert calls[0].call.sampled_tokens > 0
+
+
+async def test_what_is_in_flight_ends_before_the_server_does(tmp_path):
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 60}
+    async with served(tmp_path) as asking:
+        id_, key = await asking.opened()
+        client = openai.AsyncOpenAI(base_url=f"{asking.root}/v1", api_key=key, max_retries=0)
+        answer = asyncio.ensure_future(client.chat.completions.create(**asked))
+        await until(lambda: asking.server.live.busy(id_) or answer.done())
+    tokens = (await answer).usage.completion_tokens
+    await client.close()
+    async with served(tmp_path) as asking:
+        (stored,) = asking.calls(id_)
+        assert (stored.call.undelivered, stored.call.sampled_tokens) == (False, tokens)
 
 
 async def test_sessions_that_rest_are_made_again(tmp_path, monkeypatch):

@@ -35,6 +35,7 @@ async def test_a_call_that_is_redacted_keeps_no_tokens_and_is_counted(tmp_path, 
         first = await say(client, talk, "Tom has 5 pens", **headers)
         again = await say(client, [], "Tom has 5 pens", **headers)
         assert first.parse() == again.parse()
+        assert asking.server.store.ask("SELECT COUNT(*) FROM replies") == [(0,)]
         used = first.parse().usage
         (stored,) = asking.calls(id_)
         session = asking.server.store.session(id_)
@@ -56,6 +57,17 @@ async def test_a_call_that_is_redacted_keeps_no_tokens_and_is_counted(tmp_path, 
     for path in (tmp_path / "p/served").rglob("*"):
         if path.is_file():
             assert b"Tom" not in path.read_bytes(), path
+
+
+async def test_a_redacted_question_may_be_asked_again_after_a_restart(tmp_path, setting):
+    ids = []
+    for _ in range(3):
+        async with served(tmp_path, f"{setting}hide") as asking:
+            if not ids:
+                id_, key = await asking.opened()
+            await say(asking.client(key), [], "Tom has 5 pens")
+            ids = [one.call.id for one in asking.calls(id_)]
+    assert len(set(ids)) == 3
 
 
 async def test_what_has_nothing_to_redact_is_as_it_was(tmp_path, setting):

@@ -1,7 +1,17 @@
-"""A long-lived gateway for agents that run elsewhere; rewards come later, weights with proof."""
+"""A long-lived gateway for agents that run elsewhere; rewards come later, weights with proof.
 
-from tuner.serving.api_types import ApplicationKey, CallInfo, ServedModels, SessionInfo
-from tuner.serving.client import AsyncClient, AsyncServedSession, Client, ServedSession
+The names are imported when they are first used: the command line knows this room, and needs neither
+HTTP clients nor what they answer with.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tuner.serving.api_types import ApplicationKey, CallInfo, ServedModels, SessionInfo
+    from tuner.serving.client import AsyncClient, AsyncServedSession, Client, ServedSession
 
 __all__ = [
     "ApplicationKey",
@@ -13,3 +23,10 @@ __all__ = [
     "ServedSession",
     "SessionInfo",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'tuner.serving' has no attribute {name!r}")
+    of_client = "Client" in name or name.startswith(("Async", "ServedSession"))
+    return getattr(import_module(f"tuner.serving.{'client' if of_client else 'api_types'}"), name)

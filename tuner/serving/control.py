@@ -170,6 +170,7 @@ class Control:
         keys, rates: Who asks, and how often.
         models: Which weights serve.
         metrics: What is counted.
+        failure: Why the engine answers no more, or None.
     """
 
     def __init__(
@@ -181,10 +182,11 @@ class Control:
         rates: Rates,
         models: Models,
         metrics: Metrics,
+        failure: Callable[[], object],
     ) -> None:
         self.store, self.live = store, live
         self.keys, self.rates = keys, rates
-        self.models, self.metrics = models, metrics
+        self.models, self.metrics, self.failure = models, metrics, failure
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
         """Who asks; raises RequestError 401 or 429."""

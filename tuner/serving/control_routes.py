@@ -251,9 +251,13 @@ async def openapi(request: Request, _: Known) -> dict[str, Any]:
 
 
 @beside.get("/healthz")
-async def health() -> dict[str, str]:
-    """Whether the server answers."""
-    return {"status": "ok"}
+async def health(control: Of, response: Response) -> dict[str, str]:
+    """Whether the server answers: 503 where its engine does not any more, and it must be started
+    again."""
+    if control.failure() is None:
+        return {"status": "ok"}
+    response.status_code = 503
+    return {"status": "the engine failed"}
 
 
 @beside.get("/metrics", include_in_schema=False)

@@ -99,6 +99,7 @@ class Server:
             rates=rates,
             models=_Current(self),
             metrics=self.metrics,
+            failure=lambda: self.stack.engine.failure,
         )
         return control_app(control)
 
@@ -161,8 +162,7 @@ def serve(
         TunerError: The store is damaged, or of another version.
     """
     admin_key = admin_key_for(config, host)
-    if config.tuner.serving.log:
-        log_as_json()
+    log_as_json()
     with held(config.run_dir):
         directory = RunDirectory(config.run_dir)
         directory.create()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import secrets
 import time
 from collections import OrderedDict
@@ -37,6 +38,7 @@ from tuner.traces import Call
 
 RESTING_SECONDS = 600.0
 """How long a session is kept in memory without a request; it is made again when one comes."""
+_ID = re.compile(r"s-[0-9a-f]{24}")
 _ROUTED = 100_000  # requests that are known again when they are repeated
 
 
@@ -167,7 +169,7 @@ class LiveSessions:
 
     def _of_name(self, application: str, name: str) -> str | None:
         """The session that an application calls so, or whose id it is."""
-        if not name.startswith("s-"):
+        if not _ID.fullmatch(name):
             known = self._store.session_of_name(application, name)
             return known or self._named.get((application, name))
         if (live := self._live.get(name)) is not None and not live.sink.stored:
@@ -181,7 +183,7 @@ class LiveSessions:
                 pass
         raise RequestError(
             f"the header {self._header} names session {name!r}, and this application has none of "
-            "this id: send a name of your own, which does not begin with s-, for a new session",
+            "this id: send a name of your own for a new session",
             status=404,
             code="no_such_session",
         )
@@ -259,7 +261,8 @@ class LiveSessions:
             stored.id,
             stored.application,
             new_session_key(),
-            stored.seed,
+            # Of redacted calls it is not known what they asked: no seed and no id comes again.
+            (stored.seed + stored.redacted) % 2**63,
             sampling=stored.sampling,
             limits=stored.limits,
             new=not stored.calls,
