@@ -209,7 +209,7 @@ async def _steps(
             async with stack.training():
                 with timeline.span("training", version=trainer.step + 1):
                     try:
-                        update = await aside(partial(_update, trainer, found.batch))
+                        changed = await aside(partial(update, trainer, found.batch))
                     except TooFewEffective:  # what was learned until here is kept
                         if step > record.start + 1:
                             await aside(partial(record.save, step - 1, trainer, stack.save_weights))
@@ -218,7 +218,7 @@ async def _steps(
                 with timeline.span("weights", version=trainer.step):
                     await stack.publish(trainer)
             sync = time.perf_counter() - trained
-            metrics |= {f"train/{name}": value for name, value in update.items()}
+            metrics |= {f"train/{name}": value for name, value in changed.items()}
 
         metrics |= source.advance(step)
         training = time.perf_counter() - started - idle - sync
@@ -239,7 +239,7 @@ async def _steps(
             raise TrainingError(reason)
 
 
-def _update(trainer: PolicyTrainer, batch: Batch | RecordedBatch) -> dict[str, float]:
+def update(trainer: PolicyTrainer, batch: Batch | RecordedBatch) -> dict[str, float]:
     """What the trainer does with a batch of rollouts, or of recorded data."""
     if isinstance(batch, RecordedBatch):
         metrics = recorded_update(trainer, batch)

@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -131,8 +131,12 @@ class RunDirectory:
         return final
 
     def prune(self, keep: int) -> None:
-        """Delete all checkpoints but the newest `keep`, 0: none; a part of one has another name."""
-        for old in self.checkpoint_steps()[:-keep] if keep else ():
+        """Delete all checkpoints but the newest `keep`, 0: none."""
+        self.remove(self.checkpoint_steps()[:-keep] if keep else ())
+
+    def remove(self, steps: Iterable[int]) -> None:
+        """Delete the checkpoints of these steps; a part of one has another name."""
+        for old in sorted(steps):
             leaving = self.checkpoints / f".{self.checkpoint(old).name}"
             os.replace(self.checkpoint(old), leaving)
             shutil.rmtree(leaving)

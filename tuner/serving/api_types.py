@@ -96,11 +96,14 @@ class ServedModels(Answer):
         serving: `version`, and `since` when, Unix seconds.
         candidate: What is being compared with it, or None.
         history: What was promoted, kept or rolled back, and why; the oldest first.
+        learning: How many updates were made, what waits for the next, and why nothing is learned
+            any more (`failure`); None where the server does not learn.
     """
 
     serving: dict[str, Any]
     candidate: dict[str, Any] | None = None
     history: list[dict[str, Any]] = []
+    learning: dict[str, Any] | None = None
 
 
 class ApplicationKey(Answer):

@@ -57,7 +57,18 @@ class Metrics:
         self._untrained = gauge("sessions_untrained", "Judged ones that no update has trained.")
         self._bytes = gauge("store_bytes", "Size of the store's file.")
         gauge("sessions_in_memory", "Sessions in memory.").set_function(live)
+        self._gauge = gauge
         gauge("weights_version", "Version of the weights that serve.").set_function(version)
+
+    def learns(self, updates: Callable[[], int], failed: Callable[[], bool]) -> None:
+        """Somebody learns beside.
+
+        Args:
+            updates: How many were made.
+            failed: Whether nothing is learned any more.
+        """
+        self._gauge("updates", "Updates that were made.").set_function(updates)
+        self._gauge("learning_failed", "1 where nothing is learned any more.").set_function(failed)
 
     def request(self, path: str, status: int, seconds: float) -> None:
         """A request to the gateway has got an answer, or its stream has begun."""

@@ -36,6 +36,7 @@ from tuner.serving.control import Control, Models
 from tuner.serving.control_routes import control_app
 from tuner.serving.exposition import Metrics, log_as_json
 from tuner.serving.front import Front
+from tuner.serving.ledger import promoted_versions
 from tuner.serving.routing import LiveSessions
 from tuner.serving.serving_store import ServingStore
 
@@ -224,7 +225,8 @@ async def running(
     redact = settings.redact and load_function(settings.redact, setting="tuner.serving.redact")
     store = ServingStore(directory.path / STORE)
     try:
-        weights = newest_weights(directory)
+        # What learns beside puts what serves in its place before the door opens.
+        weights = None if beside is not None else weights_to_serve(directory, store)
         stack = build_stack(
             config,
             workflow=workflow,
@@ -246,8 +248,12 @@ async def running(
         store.close()
 
 
-def newest_weights(directory: RunDirectory) -> Path | None:
-    """The run's newest checkpoint that is sound, or None: then the configuration's model serves."""
+def weights_to_serve(directory: RunDirectory, store: ServingStore) -> Path | None:
+    """The checkpoint that a server promoted last, else the run's newest that is sound, or None:
+    then the configuration's model serves."""
+    promoted = promoted_versions(store)
+    if promoted:
+        return directory.checkpoint(promoted[-1])
     step = directory.sound_checkpoint(logger.warning)
     return None if step is None else directory.checkpoint(step)
 

@@ -17,7 +17,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from tuner.gateway import Gateway, SamplingDefaults, Session, SessionLimits
 from tuner.gateway.request_error import RequestError, has_ended
@@ -47,6 +47,18 @@ def new_id() -> str:
     return f"s-{time.time_ns():016x}{secrets.token_hex(4)}"
 
 
+class Onlooker(Protocol):
+    """Who learns from sessions, and decides which weights each is answered with."""
+
+    def placed(self, session: Session, *, new: bool) -> None:
+        """A session was made, or made again; `new`: it has no call yet."""
+        ...
+
+    def noted(self, session_id: str) -> None:
+        """A call of a session is in the store."""
+        ...
+
+
 @dataclass
 class _Live:
     """A session in memory, what it is written through, and when it was last asked (monotonic)."""
@@ -67,6 +79,9 @@ class LiveSessions:
         header: The header in which applications name sessions.
         redact: What is stored of messages; None is all.
         noted: Is told of what was committed.
+
+    Attributes:
+        onlooker: Who learns beside, or None.
     """
 
     def __init__(
@@ -89,6 +104,7 @@ class LiveSessions:
         self._header = header.lower()
         self._redact = redact
         self._noted = noted
+        self.onlooker: Onlooker | None = None
         self._live: dict[str, _Live] = {}
         self._named: dict[tuple[str, str], str] = {}  # of sessions that are not stored yet
         self._routed: OrderedDict[tuple[str, str], str] = OrderedDict()
@@ -249,6 +265,7 @@ class LiveSessions:
             (stored.seed + stored.redacted) % 2**63,
             sampling=stored.sampling,
             limits=stored.limits,
+            new=not stored.calls,
         )
         live.session.resume(calls)
         if conversations is not None:
@@ -265,6 +282,7 @@ class LiveSessions:
         sampling: Mapping[str, Any] | None = None,
         limits: Mapping[str, Any] | None = None,
         opening: Callable[[], None] | None = None,
+        new: bool = True,
     ) -> _Live:
         sink = SessionSink(
             self._store,
@@ -272,7 +290,7 @@ class LiveSessions:
             application=application,
             redact=self._redact,
             opening=opening,
-            noted=self._noted,
+            noted=self._told,
         )
         session = self._gateway.open_session(
             id_,
@@ -285,8 +303,15 @@ class LiveSessions:
         )
         session.other_names = self._names
         session.responses = StoredResponses(self._store, id_, sink)
+        if self.onlooker is not None:
+            self.onlooker.placed(session, new=new)
         live = self._live[id_] = _Live(session, sink)
         return live
+
+    def _told(self, noted: Noted) -> None:
+        self._noted(noted)
+        if self.onlooker is not None:
+            self.onlooker.noted(noted.session)
 
     def end(self, id_: str) -> None:
         """Seal a session: what is in flight is cut off and stored, and nothing is taken any more.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -10,6 +11,7 @@ from tuner.commands.arguments import ConfigFile, Overrides
 from tuner.errors import ConfigError, MissingDependencyError, pip_install
 
 if TYPE_CHECKING:
+    from tuner.config import RunConfig
     from tuner.serving.hosting import Server
 
 
@@ -20,11 +22,18 @@ def serve(
         str, typer.Option(help="Address to listen at; other than loopback needs an admin key.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8700,
+    train: Annotated[
+        bool,
+        typer.Option(
+            "--train", help="Learn from judged sessions, and promote what is proven to be better."
+        ),
+    ] = False,
 ) -> None:
     """Serve the model to agents that run elsewhere, and record every call of theirs.
 
-    The model is the file's, or the newest checkpoint of its run. Calls, rewards and keys are in
-    serving.sqlite in the run directory; a server that is started again goes on with them.
+    The model is the file's, the newest checkpoint of its run, or what a server promoted last.
+    Calls, rewards and keys are in serving.sqlite in the run directory; a server that is started
+    again goes on with them.
     """
     from tuner.config.load import checked, read_layers
     from tuner.tune import with_default_model
@@ -33,11 +42,35 @@ def serve(
     layers = read_layers(config, overrides=overrides or [])
     if layers.backend == "trinity":
         raise ConfigError("tuner serve is for the local backend: add tuner.backend=local")
-    settings = with_default_model(checked(layers))
+    settings, more = with_default_model(checked(layers)), dict[str, Any]()
+    if train:
+        settings, more = learns(settings, config, overrides or [])
 
     from tuner.serving.hosting import serve as serve_model
 
-    serve_model(settings, host=host, port=port, announce=lambda server: typer.echo(said(server)))
+    serve_model(
+        settings, host=host, port=port, announce=lambda server: typer.echo(said(server)), **more
+    )
+
+
+def learns(config: RunConfig, path: Path, overrides: list[str]) -> tuple[RunConfig, dict[str, Any]]:
+    """The configuration of a server that learns, and what `serve` is given besides.
+
+    Raises:
+        ConfigError: A server cannot learn with it.
+        FunctionError, DatasetError: As `tune()`, of the held-out tasks.
+    """
+    from tuner.commands.arguments import functions_of
+    from tuner.serving.learning import check_can_learn, learning, learning_config
+    from tuner.tune import prepare_evaluation
+
+    check_can_learn(config)
+    if config.tuner.serving.promotion.by not in ("held_out", "both"):
+        return learning_config(config), {"beside": learning({})}
+    workflow, judge, _ = functions_of(path, overrides)
+    tasks = prepare_evaluation(workflow, judge, config_path=path, overrides=overrides).eval_tasks
+    functions = {"workflow": workflow, "judge": judge}
+    return learning_config(config), {**functions, "beside": learning(tasks)}
 
 
 def require_libraries() -> None:

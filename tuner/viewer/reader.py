@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from tuner.config.source import lookup
 from tuner.data.dataset import row_text
+from tuner.errors import TunerError
 from tuner.run.directory import RunDirectory
 from tuner.run.summary import check_is_run
 from tuner.traces import RolloutId
@@ -146,6 +149,7 @@ class RunReader:
             "status": "completed" if completed else "no result yet",
             "total_steps": self._total_steps(config, completed),
             "updated": self._updated(),
+            "served": served(self.directory.path / SERVED),
             "settings": {
                 "model": _short(lookup(config, "model.model_path")),
                 "algorithm": lookup(config, "algorithm.algorithm_type"),
@@ -220,6 +224,52 @@ class RunReader:
         """Unix time of the last write to metrics or traces."""
         files = [self.directory.metrics, *self.directory.traces.glob("*step_*.jsonl")]
         return max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)
+
+
+SERVED = "serving.sqlite"
+# The latest decisions, as many as one reads.
+DECISIONS = 50
+
+
+def served(path: Path) -> dict[str, Any] | None:
+    """What a server did so far, and what it decided about new weights; None where nothing served.
+
+    Args:
+        path: Its store.
+
+    Returns:
+        `sessions`, how many there are in each state; `decisions`, the latest first.
+
+    Raises:
+        TunerError: The file cannot be read.
+    """
+    if not path.is_file():
+        return None
+    try:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as file:
+            counts = file.execute(
+                "SELECT COALESCE(SUM(ended IS NULL), 0), COALESCE(SUM(ended IS NOT NULL), 0), "
+                "COALESCE(SUM(NOT judged), 0), COALESCE(SUM(judged AND trained IS NULL), 0), "
+                "COALESCE(SUM(trained IS NOT NULL), 0) FROM sessions"
+            ).fetchone()
+            learns = file.execute("SELECT 1 FROM sqlite_master WHERE name = 'decisions'").fetchone()
+            decisions = (
+                []
+                if learns is None
+                else file.execute(
+                    "SELECT at, kind, version, serving, why FROM decisions "
+                    "ORDER BY number DESC LIMIT ?",
+                    (DECISIONS,),
+                ).fetchall()
+            )
+    except sqlite3.Error as error:
+        raise TunerError(f"{path} cannot be read as the store of a server: {error}") from error
+    names = ("open", "ended", "not judged", "judged, not trained", "trained")
+    columns = ("at", "decision", "version", "beside", "why")
+    return {
+        "sessions": dict(zip(names, counts, strict=True)),
+        "decisions": [dict(zip(columns, row, strict=True)) for row in decisions],
+    }
 
 
 def to_json(value: Any) -> str:

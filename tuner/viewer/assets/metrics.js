@@ -101,6 +101,14 @@ function renderTables() {
 function renderSummary() {
   renderFilters(); renderCauses(); renderParts(); renderTables();
 }
+/* Of a server: its sessions, and what was decided about new weights, the latest first. */
+function renderServed(served) {
+  $("served").hidden = !served;
+  if (!served) return;
+  const sessions = table(["sessions", "how many"], Object.entries(served.sessions).map(([name, n]) => [name, fmt(n)]));
+  const decisions = table(["when", "decision", "version", "beside", "why"], served.decisions.map((one) => [new Date(one.at * 1000).toLocaleString(), one.decision, fmt(one.version), fmt(one.beside), one.why]));
+  $("sessions").replaceChildren(el("div", { class: "card" }, sessions), ...(served.decisions.length ? [el("div", { class: "card" }, el("h3", {}, "Which weights serve, and why"), el("div", { class: "scroll" }, decisions))] : []));
+}
 function renderHeader() {
   const run = state.run;
   if (!run) return;
@@ -114,6 +122,7 @@ function renderHeader() {
   const ago = Date.now() / 1000 - run.updated;
   $("updated").textContent = !run.updated ? "" : LIVE && left ? `last write ${duration(Math.max(0, ago))} ago` : `last write ${new Date(run.updated * 1000).toLocaleString()}`;
   $("settings").textContent = Object.entries(run.settings).filter(([, v]) => v !== null).map(([k, v]) => `${k}: ${v}`).join("   ·   ");
+  renderServed(run.served);
   const { problems } = state;
   const notes = [...(DATA.stopped ? [`The run stopped before its end: ${DATA.stopped}`] : []), ...problems.slice(0, 5), ...(problems.length > 5 ? [`… and ${problems.length - 5} more lines that are no trace`] : []), ...(state.failure ? [state.failure] : [])];
   $("notes").replaceChildren(...notes.map((text) => el("div", { class: "note bad" }, text)));

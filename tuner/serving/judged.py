@@ -1,0 +1,255 @@
+"""What a server learns from: judged sessions, in groups, once each.
+
+Sessions of one `group` are compared with each other, as rollouts of a task are. All others of an
+update are compared with each other: they are one group, whatever they were about. Its baseline
+(with `rloo` the mean reward of the other sessions, with `grpo` what is proportional to that) does
+not depend on what the session itself did, so it moves no expectation; what tasks differ in stays as
+noise. Sessions that happen to have an equal task are not made a group of: the mean of one or two
+others is noisier than that of a whole update, and who has more of one task can say so (`group`).
+Algorithms that compare nothing inside a group (`ppo` with its critic) take each alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from statistics import fmean
+
+from tuner.algorithms.spec import ADVANTAGES
+from tuner.assembly.parameters import selection
+from tuner.config import RunConfig
+from tuner.run.metrics import batch_metrics, has_signal, rollout_metrics, staleness_metrics
+from tuner.serving.serving_store import ServingStore
+from tuner.serving.stored import StoredSession
+from tuner.sources import Found, Source
+from tuner.traces import Call, RolloutId, Trace
+from tuner.training import Batch, TeacherPrompt, build_batch
+from tuner.training.batch import own_prompt, untrainable
+
+_MOST = 1000
+"""Judged sessions that are looked at together, the oldest; at least four updates of them."""
+LOOK = 0.5
+"""Seconds between two looks for judged sessions."""
+_COUNT = "SELECT COUNT(*) FROM sessions WHERE judged AND trained IS NULL AND ended IS NOT NULL"
+
+
+@dataclass(frozen=True)
+class Groups:
+    """What of the groups that users named is not among the judged sessions.
+
+    Attributes:
+        waiting: Numbers of those of which a session is open, or has no reward yet.
+        spent: Numbers of those of which an earlier update trained a session.
+    """
+
+    waiting: Collection[int] = ()
+    spent: Collection[int] = ()
+
+
+def units(
+    judged: Sequence[StoredSession], groups: Groups, *, batch: int, repeat: int, compared: bool
+) -> list[list[StoredSession]]:
+    """What an update would take, in the order of their last sessions; all that is ready.
+
+    A group is ready when all of its sessions are judged and there is more than one, or when
+    `repeat` of them are, or when so many sessions that were opened after its last one are judged
+    that an update could be made of those: a reward that never comes holds nothing up for long. A
+    session is alone that has no group, or is what is left of one.
+
+    Args:
+        judged: Sessions that ended and have a reward, in the order in which they were opened.
+        batch: Units of an update (`buffer.batch_size`).
+        repeat: Sessions of a whole group (`algorithm.repeat_times`).
+        compared: Whether a session that is alone in its group teaches nothing.
+    """
+    members: dict[int, list[StoredSession]] = defaultdict(list)
+    for session in judged:
+        members[session.task_number].append(session)
+    places = {session.id: place for place, session in enumerate(judged, 1)}
+    found = []
+    for number, group in members.items():
+        more = compared and len(group) == 1 and number not in groups.spent
+        whole = group[0].group is None or not (more or number in groups.waiting)
+        later = len(judged) - places[group[-1].id]
+        if whole or len(group) >= repeat or later >= batch:
+            found.append(group)
+    return sorted(found, key=lambda unit: unit[-1].id)
+
+
+def chosen(
+    ready: Sequence[list[StoredSession]], *, batch: int, compared: bool
+) -> list[list[StoredSession]]:
+    """The groups of the next update, none where there is too little: of the oldest units the
+    groups, and those that are alone as one more, the last. One that would be alone even there
+    waits for another.
+    """
+    taken = list(ready[:batch])
+    if compared and sum(len(unit) == 1 for unit in taken) == 1:
+        another = [unit for unit in ready[batch:] if len(unit) == 1][:1]
+        taken = [*taken, *another] if another else [u for u in ready if len(u) > 1][:batch]
+    if len(taken) < batch or not compared:
+        return taken if len(taken) >= batch else []
+    alone = [unit[0] for unit in taken if len(unit) == 1]
+    groups = [unit for unit in taken if len(unit) > 1]
+    return [*groups, alone] if alone else groups
+
+
+@dataclass(frozen=True)
+class Taken(Found):
+    """What an update trains on, and which sessions that is."""
+
+    _: KW_ONLY
+    sessions: tuple[str, ...] = ()
+
+
+class JudgedSource(Source):
+    """Judged sessions of a store, each taken once.
+
+    Args:
+        config: The effective configuration.
+        store: Where the sessions are.
+        oldest: The version of the weights that a token must be of, or a later one, to be trained.
+        teacher_prompt: What a teacher reads before a call.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        store: ServingStore,
+        *,
+        oldest: Callable[[], int],
+        teacher_prompt: TeacherPrompt = own_prompt,
+    ) -> None:
+        self._config = config
+        self._store = store
+        self._oldest = oldest
+        self._teacher_prompt = teacher_prompt
+        self._compared = ADVANTAGES[config.algorithm.advantage_fn].needs_group
+
+    @property
+    def waiting(self) -> dict[str, float]:
+        """Sessions and tokens that no update has taken: not judged, and judged but not enough."""
+        query = "SELECT COUNT(*), COALESCE(SUM(sampled_tokens), 0) FROM sessions WHERE {} AND calls"
+        unjudged = self._store.ask(query.format("NOT judged"))[0]
+        judged = self._store.ask(query.format("judged AND trained IS NULL"))[0]
+        return {
+            "sessions/unjudged": unjudged[0],
+            "tokens/unjudged": unjudged[1],
+            "sessions/waiting": judged[0],
+            "tokens/waiting": judged[1],
+        }
+
+    def ready(self) -> list[list[StoredSession]]:
+        """The groups of the next update; none where there is too little."""
+        batch, repeat = self._config.buffer.batch_size, self._config.algorithm.repeat_times
+        if self._store.ask(_COUNT)[0][0] < batch:
+            return []
+        fresh, _ = self._judged()
+        found = units(fresh, self._groups(), batch=batch, repeat=repeat, compared=self._compared)
+        return chosen(found, batch=batch, compared=self._compared)
+
+    def _judged(self) -> tuple[list[StoredSession], list[StoredSession]]:
+        """Sessions that no update has taken: those that can be trained, and those of which all
+        that was sampled is too old."""
+        config, oldest = self._config, self._oldest()
+        update = config.buffer.batch_size * config.algorithm.repeat_times
+        found = self._store.untrained(limit=max(_MOST, 4 * update))
+        fresh = [one for one in found if one.highest is not None and one.highest >= oldest]
+        known = {one.id for one in fresh}
+        return fresh, [one for one in found if one.id not in known]
+
+    def _groups(self) -> Groups:
+        query = (
+            'SELECT DISTINCT task_number FROM sessions WHERE "group" IS NOT NULL AND task_number '
+            "IN (SELECT task_number FROM sessions WHERE judged AND trained IS NULL) AND {}"
+        )
+
+        def numbers(condition: str) -> set[int]:
+            return {row[0] for row in self._store.ask(query.format(condition))}
+
+        return Groups(
+            waiting=numbers("trained IS NULL AND (ended IS NULL OR NOT judged)"),
+            spent=numbers("trained IS NOT NULL"),
+        )
+
+    async def take(self, step: int, version: int) -> Taken:
+        """Wait until there is enough, and take it; what is too old altogether goes with it.
+
+        The sessions stay where they are until they are marked.
+
+        Args:
+            step: Number of the update.
+            version: Updates that the weights have seen which it changes.
+        """
+        while not (groups := self.ready()):  # noqa: ASYNC110  # the store tells nobody
+            await asyncio.sleep(LOOK)
+        return self.taken(groups, step=step, version=version)
+
+    def taken(self, groups: Sequence[Sequence[StoredSession]], *, step: int, version: int) -> Taken:
+        """What an update trains on: `groups`, as `ready` gives them; the others as of `take`."""
+        config = self._config
+        _, stale = self._judged()
+        members = [(number, one) for number, group in enumerate(groups) for one in group]
+        traces, silent = [], set[str]()
+        for place, (number, one) in enumerate(members):
+            trace = self._store.trace(one.id)
+            if trace.reward is None:
+                silent |= {call.id for call in trace.calls if call.reward is None}
+            traces.append(replace(rewarded(trace), id=RolloutId(step, number, place)))
+
+        def left_out(call: Call) -> str | None:
+            return untrainable(call) or ("unjudged_call" if call.id in silent else None)
+
+        batch = with_stale(
+            build_batch(
+                traces,
+                selection=selection(config),
+                oldest=self._oldest(),
+                left_out=left_out,
+                teacher_prompt=self._teacher_prompt,
+            ),
+            [self._store.trace(one.id) for one in stale],
+        )
+        advantage, discount = config.algorithm.advantage_fn, config.tuner.algorithm.turn_discount
+        sessions = [*(one for _, one in members), *stale]
+        metrics = {
+            **rollout_metrics(traces),
+            **batch_metrics(batch, compared=self._compared),
+            **staleness_metrics(batch, version),
+            "signal": float(has_signal(batch, advantage, discount)),
+            "sessions/taken": len(sessions),
+            "calls/redacted": sum(one.redacted for one in sessions),
+        }
+        return Taken(batch, metrics, traces, sessions=tuple(one.id for one in sessions))
+
+    async def close(self) -> None:
+        pass
+
+
+def rewarded(trace: Trace) -> Trace:
+    """A session with a reward for all of it; where only calls have one, their mean.
+
+    Calls without a reward of their own are then not trained, for nobody said anything of them; the
+    mean is what others of its group are compared with.
+    """
+    own = [call.reward for call in trace.calls if call.reward is not None]
+    if trace.reward is not None or not own:
+        return trace
+    return replace(trace, reward=fmean(own))
+
+
+def with_stale(batch: Batch, traces: Sequence[Trace]) -> Batch:
+    """A batch with sessions that are too old altogether among what it does not train."""
+    tokens = sum(trace.sampled_tokens for trace in traces)
+    if not traces:
+        return batch
+    dropped = Counter(batch.dropped_tokens) + Counter({"stale": tokens})
+    rollouts = Counter(batch.dropped_rollouts) + Counter({"stale": len(traces)})
+    return replace(
+        batch,
+        sampled_tokens=batch.sampled_tokens + tokens,
+        dropped_tokens=dict(sorted(dropped.items())),
+        dropped_rollouts=dict(sorted(rollouts.items())),
+    )

@@ -1,0 +1,182 @@
+"""What `tuner serve --train` asks of a configuration, and the parts that it makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tuner.algorithms.spec import ADVANTAGES
+from tuner.algorithms.table import ALGORITHMS
+from tuner.config import RunConfig
+from tuner.config.explorer import SynchronizerSection
+from tuner.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tuner.assembly.stack import Stack
+    from tuner.run.directory import RunDirectory
+    from tuner.serving.api_types import ServedModels
+    from tuner.serving.hosting import Beside, Server
+    from tuner.serving.learner import Learner
+    from tuner.serving.serving_store import ServingStore
+
+Task = dict[str, Any]
+
+
+def check_can_learn(config: RunConfig) -> None:
+    """
+    Raises:
+        ConfigError: A setting is of no use, or of another, to a server that learns; or there is
+            nothing that promotions could be proven on.
+    """
+    if problems := list(_unfit(config)):
+        raise ConfigError("; ".join(f"tuner serve --train: {one}" for one in problems))
+
+
+def learning_config(config: RunConfig) -> RunConfig:
+    """The configuration that a server learns with: its engine has weights of its own."""
+    engine = config.explorer.rollout_model.model_copy(update={"engine_type": "transformers"})
+    explorer = config.explorer.model_copy(update={"rollout_model": engine})
+    ahead = SynchronizerSection(sync_offset=max(1, config.synchronizer.sync_offset))
+    return config.model_copy(update={"explorer": explorer, "synchronizer": ahead})
+
+
+def _unfit(config: RunConfig) -> Iterator[str]:
+    """What of a configuration a server cannot learn with, a sentence each."""
+    algorithm, tuner = config.algorithm, config.tuner
+    name, advantage = algorithm.algorithm_type, ADVANTAGES[algorithm.advantage_fn]
+    if ALGORITHMS[name].recorded is not None:
+        yield (
+            f"algorithm.algorithm_type {name} trains on recorded data; set one that learns from "
+            "rewards, as multi_step_grpo"
+        )
+    elif not advantage.needs_reward or algorithm.advantage_fn == "tree":
+        yield (
+            f"algorithm.advantage_fn {algorithm.advantage_fn} does not learn from the rewards of "
+            "whole sessions; set algorithm.algorithm_type to multi_step_grpo, rloo or ppo"
+        )
+    if algorithm.optimizer.lr_scheduler_type != "constant":
+        yield (
+            f"algorithm.optimizer.lr_scheduler_type is {algorithm.optimizer.lr_scheduler_type}, "
+            "and a server has no last step: set it to constant"
+        )
+    if algorithm.optimizer.lr_warmup_steps_ratio:
+        yield (
+            "algorithm.optimizer.lr_warmup_steps_ratio is set, and a server has no last step: set "
+            "lr_warmup_steps"
+        )
+    if advantage.needs_group and config.buffer.batch_size < 2:
+        yield (
+            f"buffer.batch_size is {config.buffer.batch_size}, and {algorithm.advantage_fn} "
+            "compares sessions: set it to 2 at least"
+        )
+    if tuner.algorithm.proximal == "loglinear":
+        yield (
+            "tuner.algorithm.proximal loglinear counts the updates between two policies, which "
+            "says nothing after a rollback: set it to auto"
+        )
+    if tuner.branching is not None:
+        yield "tuner.branching begins rollouts, and sessions are begun by users: remove it"
+    if tuner.deterministic:
+        yield (
+            "tuner.deterministic is true, but which weights sample a token depends on when it is "
+            "asked for: remove it"
+        )
+    by, tried = tuner.serving.promotion.by, config.buffer.explorer_input.eval_tasksets
+    if by in ("held_out", "both") and not tried:
+        yield (
+            f"tuner.serving.promotion.by is {by}, but there is no evaluation set: set "
+            "buffer.explorer_input.eval_tasksets and tuner.workflow, or promotion.by to live"
+        )
+    engine = config.explorer.rollout_model.engine_type
+    if engine not in ("auto", "transformers"):
+        yield (
+            f"explorer.rollout_model.engine_type is {engine}, and only the engine over "
+            "transformers serves promoted weights so far: set it to transformers"
+        )
+
+
+def build_learner(
+    config: RunConfig,
+    stack: Stack,
+    store: ServingStore,
+    directory: RunDirectory,
+    eval_tasks: Mapping[str, Sequence[Task]],
+) -> Learner:
+    """What learns beside a stack, over the weights that the configuration names.
+
+    Args:
+        config: As `learning_config` gives it.
+        stack: Built of it, with the user's functions where there are evaluation sets.
+        store: The server's.
+        directory: The run's.
+        eval_tasks: Rows of each evaluation set, by its name.
+    """
+    from tuner.assembly.stack import build_trainer
+    from tuner.serving.held_out import HeldOut
+    from tuner.serving.learner import Learner
+
+    directory.create()
+    held_out = None
+    if config.tuner.serving.promotion.by in ("held_out", "both"):
+        held_out = HeldOut(config, stack, eval_tasks, directory)
+    trainer = build_trainer(config, stack, total_steps=_ENDLESS)
+    return Learner(config, stack, trainer, store, directory, held_out)
+
+
+_ENDLESS = 2**31
+"""Steps of a server: the learning rate does not depend on them."""
+
+
+@dataclass(frozen=True)
+class Deciding:
+    """The models of a server that learns, as its control API asks for them."""
+
+    learner: Learner
+
+    def models(self) -> ServedModels:
+        from tuner.serving.api_types import ServedModels
+
+        return ServedModels(**self.learner.models())
+
+    async def rollback(self) -> ServedModels:
+        """
+        Raises:
+            RequestError: 409: nothing was promoted.
+        """
+        from tuner.gateway.request_error import RequestError
+
+        try:
+            await self.learner.rollback()
+        except ConfigError as error:
+            raise RequestError(str(error), status=409, code="nothing_promoted") from None
+        return self.models()
+
+
+def learning(eval_tasks: Mapping[str, Sequence[Task]]) -> Beside:
+    """What goes on beside a server that learns.
+
+    Args:
+        eval_tasks: Rows of each evaluation set, by its name.
+    """
+
+    @asynccontextmanager
+    async def beside(server: Server) -> AsyncIterator[None]:
+        learner = build_learner(
+            server.config, server.stack, server.store, server.directory, eval_tasks
+        )
+        await learner.begin()
+        server.models, server.live.onlooker = Deciding(learner), learner
+        server.metrics.learns(lambda: learner.updates, lambda: learner.failure is not None)
+        task = asyncio.ensure_future(learner.run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+            await learner.aclose()
+
+    return beside

@@ -1,0 +1,230 @@
+"""What was decided about weights, in the store of the server: promotions, rollbacks, arms.
+
+A row for each decision, which is never changed. What serves is what the rows come to: a promotion
+puts a version on top of those before it, a rollback takes the top one away.
+
+    start 0, promote 12, promote 25, rollback, promote 40     ->  0, 12, 40: 40 serves, 12 is below
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from tuner.run.proof import Arm, Decision
+
+Kind = Literal["start", "trial", "promote", "keep", "not yet", "rollback"]
+_NUMBERS = ("estimate", "lower", "upper", "sessions", "expected_more")
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS decisions (
+    number INTEGER PRIMARY KEY,
+    at REAL NOT NULL,
+    kind TEXT NOT NULL,
+    version INTEGER NOT NULL,
+    serving INTEGER NOT NULL,
+    step INTEGER NOT NULL,
+    reset INTEGER NOT NULL,
+    why TEXT NOT NULL,
+    data TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS arms (
+    session TEXT PRIMARY KEY,
+    candidate INTEGER NOT NULL,
+    arm TEXT NOT NULL,
+    reward REAL,
+    counted INTEGER
+);
+CREATE INDEX IF NOT EXISTS arms_of_trial ON arms (candidate, counted);
+"""
+
+
+class Tables(Protocol):
+    """The database that the rows are in."""
+
+    def ask(self, query: str, *values: Any) -> list[tuple[Any, ...]]: ...
+
+    def change(self, statement: str, *values: Any) -> Any: ...
+
+    def writing(self) -> AbstractContextManager[None]: ...
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What became of a version of the weights.
+
+    Attributes:
+        number: Order of the decisions.
+        at: Unix time, seconds.
+        kind: "trial": sessions are given to it from now on; "rollback": it serves again.
+        version: Which weights, by the updates that they have seen.
+        serving: Those that served until then.
+        step: Updates that had been made.
+        reset: Whether training went on from what serves, and what was trained since is left.
+        why: A sentence for people.
+        data: The numbers that it was decided by.
+    """
+
+    number: int
+    at: float
+    kind: Kind
+    version: int
+    serving: int
+    step: int
+    reset: bool
+    why: str
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def shown(self) -> dict[str, Any]:
+        """As the control API gives it."""
+        names = ("at", "version", "serving", "step", "why")
+        return {"decision": self.kind, **{n: getattr(self, n) for n in names}, **self.data}
+
+
+def numbers(proof: Decision | None) -> dict[str, Any]:
+    """What a comparison came to, without its sentence."""
+    return {} if proof is None else {name: getattr(proof, name) for name in _NUMBERS}
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A session of a trial that can be counted."""
+
+    session: str
+    arm: Arm
+    reward: float
+
+
+def promoted_versions(tables: Tables) -> list[int]:
+    """The versions that a rollback would go back through; the last one serves. None where nobody
+    ever learned."""
+    if not tables.ask("SELECT 1 FROM sqlite_master WHERE name = 'decisions'"):
+        return []
+    found: list[int] = []
+    for kind, version in tables.ask("SELECT kind, version FROM decisions ORDER BY number"):
+        if kind in ("start", "promote"):
+            found.append(version)
+        elif kind == "rollback":
+            found.pop()
+    return found
+
+
+class Ledger:
+    """The rows of one server.
+
+    Args:
+        tables: The server's store.
+    """
+
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+        with tables.writing():
+            for statement in filter(str.strip, SCHEMA.split(";")):
+                tables.change(statement)
+
+    def add(
+        self,
+        kind: Kind,
+        version: int,
+        *,
+        serving: int,
+        step: int,
+        why: str,
+        reset: bool = False,
+        proof: Decision | None = None,
+    ) -> None:
+        """Add a decision, which is on disk when this returns; as `Decided`.
+
+        Args:
+            proof: What it was decided by.
+        """
+        self._tables.change(
+            "INSERT INTO decisions (at, kind, version, serving, step, reset, why, data) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            time.time(),
+            kind,
+            version,
+            serving,
+            step,
+            int(reset),
+            why,
+            json.dumps(numbers(proof)),
+        )
+
+    def decisions(self) -> list[Decided]:
+        """All of them, in order."""
+        return [
+            Decided(number, at, kind, version, serving, step, bool(reset), why, json.loads(data))
+            for number, at, kind, version, serving, step, reset, why, data in self._tables.ask(
+                "SELECT number, at, kind, version, serving, step, reset, why, data "
+                "FROM decisions ORDER BY number"
+            )
+        ]
+
+    @property
+    def line(self) -> list[int]:
+        """The versions that a rollback would go back through; the last one serves."""
+        return promoted_versions(self._tables)
+
+    @property
+    def trial(self) -> int | None:
+        """The candidate that sessions are given to, or None."""
+        for one in reversed(self.decisions()):
+            if one.kind == "trial":
+                return one.version
+            if one.kind != "not yet":
+                return None
+        return None
+
+    @property
+    def reset_at(self) -> int:
+        """How many updates had been made when training last went on from what serves; or -1."""
+        return max((one.step for one in self.decisions() if one.reset), default=-1)
+
+    # Arms
+
+    def assign(self, session: str, candidate: int, arm: Arm) -> None:
+        """Remember which arm of a trial a session is in, for its life."""
+        self._tables.change(
+            "INSERT INTO arms (session, candidate, arm) VALUES (?, ?, ?)", session, candidate, arm
+        )
+
+    def arm(self, session: str) -> tuple[int, Arm] | None:
+        """The trial and arm of a session, or None."""
+        rows = self._tables.ask("SELECT candidate, arm FROM arms WHERE session = ?", session)
+        return (rows[0][0], rows[0][1]) if rows else None
+
+    def uncounted(self, candidate: int) -> dict[str, Arm]:
+        """The sessions of a trial whose rewards were not counted yet, with their arms."""
+        rows = self._tables.ask(
+            "SELECT session, arm FROM arms WHERE candidate = ? AND counted IS NULL "
+            "ORDER BY session",
+            candidate,
+        )
+        return dict(rows)
+
+    def count(self, found: Sequence[Judgement]) -> None:
+        """Remember what was counted, in this order; what a session's reward becomes later does not
+        change it."""
+        with self._tables.writing():
+            (before,) = self._tables.ask("SELECT COALESCE(MAX(counted), 0) FROM arms")[0]
+            for place, one in enumerate(found, before + 1):
+                self._tables.change(
+                    "UPDATE arms SET reward = ?, counted = ? WHERE session = ?",
+                    one.reward,
+                    place,
+                    one.session,
+                )
+
+    def counted(self, candidate: int) -> list[Judgement]:
+        """What was counted in a trial, in that order."""
+        rows = self._tables.ask(
+            "SELECT session, arm, reward FROM arms WHERE candidate = ? AND counted IS NOT NULL "
+            "ORDER BY counted",
+            candidate,
+        )
+        return [Judgement(*row) for row in rows]
