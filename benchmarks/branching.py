@@ -130,25 +130,31 @@ def reached(history: Sequence[dict[str, Any]], wanted: float) -> Reached:
 
 
 def run(case: Case, side: str, rate: float, seed: int, steps: int) -> Reached:
-    """One run of a side."""
+    """One run of a side, taken up again until it is there."""
     given = case.agent()
     with tempfile.TemporaryDirectory() as folder:
-        result = tune(
-            given.workflow,
-            train_dataset=given.train,
-            eval_dataset={"held-out": given.held_out},
-            overrides=[
-                *SETTINGS,
-                *given.settings,
-                *case.settings,
-                *case.sides[side],
-                f"algorithm.optimizer.lr={rate}",
-                f"tuner.seed={seed}",
-                f"buffer.total_steps={steps}",
-                f"checkpoint_root_dir={folder}",
-            ],
-        )
-    return reached(result.history, case.wanted)
+        for until in range(1, steps + 1):
+            result = tune(
+                given.workflow,
+                train_dataset=given.train,
+                eval_dataset={"held-out": given.held_out},
+                overrides=[
+                    *SETTINGS,
+                    *given.settings,
+                    *case.settings,
+                    *case.sides[side],
+                    f"algorithm.optimizer.lr={rate}",
+                    f"tuner.seed={seed}",
+                    f"buffer.total_steps={until}",
+                    f"checkpoint_root_dir={folder}",
+                ],
+            )
+            found = reached(result.history, case.wanted)
+            if found.there:
+                break
+    rewards = [round(row["eval/held-out/reward"], 3) for row in result.history]
+    print(f"{side}, lr {rate:g}, seed {seed}: {found} {rewards}", flush=True)
+    return found
 
 
 def best_of(case: Case, side: str, seeds: int, steps: int) -> tuple[float, list[Reached]]:

@@ -9,7 +9,7 @@ import pytest
 from tests.builders import call as make_call
 from tuner.config.explorer import BranchingSection
 from tuner.errors import FunctionError
-from tuner.rollout.where import Grown, Shares, Where
+from tuner.rollout.where import Grown, Shares, Where, exploring
 from tuner.traces import Origin, Outcome, RolloutId, Trace
 
 IDS = [RolloutId(1, 0, number) for number in range(4)]
@@ -113,6 +113,15 @@ def test_a_function_is_asked_before_each_call_with_what_was_until_then():
         wrong.points(grown(trace(IDS[0], 3)), 1, random.Random(0), SHARES)
 
 
+@pytest.mark.parametrize(
+    ("repeat", "trunks", "ends"),
+    [(3, 2, 2), (4, 2, 2), (6, 3, 2), (8, 4, 2), (16, 4, 4), (32, 6, 5)],
+)
+def test_groups_that_explore_have_about_as_many_trunks_as_ends(repeat, trunks, ends):
+    assert exploring(repeat) == Shares(trunks, ends)
+    assert Where(BranchingSection(where="best"), repeat).shares(random.Random(0)).ends == ends
+
+
 def group_of(step, task, decisive):
     """Four trunks of five calls, two branches before call `decisive` of each; what came after it
     decides."""
@@ -126,6 +135,33 @@ def group_of(step, task, decisive):
             origin = Origin(id_, 1, decisive)
             found.append(trace(other, 5, float(dice.random() < 0.5), 20, origin))
     return found
+
+
+def explored(where, seeds=320):
+    """How many of so many groups explore."""
+    return sum(where.shares(random.Random(seed)).call is None for seed in range(seeds))
+
+
+def test_best_explores_while_it_knows_little():
+    where = Where(BranchingSection(where="best"), 16)
+    assert explored(where) == 320
+    where.learn([replace(trace(RolloutId(1, 0, n), 5), reward=0.0) for n in range(8)])
+    assert explored(where) == 320  # nothing was seen of what decides
+    where.learn([t for task in range(2) for t in group_of(2, task, 4)])
+    few = explored(where)
+    for step in range(3, 10):
+        where.learn([t for task in range(4) for t in group_of(step, task, 4)])
+    assert 320 > few > 2 * explored(where) > 0
+
+
+def test_one_step_is_enough_to_begin_where_the_end_decides():
+    """Four groups that explored, as the first step of a run has them."""
+    found = []
+    for seed in range(20):
+        where = Where(BranchingSection(where="best"), 16)
+        where.learn([t for at in range(1, 5) for t in group_of(1, 10 * seed + at, at)])
+        found.append(where.advice())
+    assert sum(one.call == 4 for one in found) > 14
 
 
 def test_best_begins_where_the_end_decides_once_it_has_seen_it():
