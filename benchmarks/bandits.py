@@ -35,6 +35,7 @@ from tuner.algorithms.forks import Piece, Point, tree_advantages
 DECISIONS = 6
 STATES = 2**DECISIONS - 1  # the states below state s are 2 s + 1 and 2 s + 2, by its action
 DEPTH = np.floor(np.log2(np.arange(1, STATES + 1))).astype(int)
+CALLS = range(1, DECISIONS)  # before which branches may begin
 ROLLOUTS = 8  # of flat groups; what they sample is everybody's budget
 TRUNKS = 4  # of groups that explore, each with a branch
 FEW = (200, 50, 20)  # tasks that `best` has seen, besides many
@@ -81,6 +82,8 @@ class Bandit:
             right, middle = actions[:, of_these].all(1), {"common": 0.85, "rare": -1.1}[success]
         logits = middle + 0.5 * np.random.default_rng(0).standard_normal(STATES)
         self.costs = np.array(costs)
+        self.explored = 1 / np.array([self.costs[call:].sum() for call in CALLS])
+        self.explored /= self.explored.sum()
         self.p = 1 / (1 + np.exp(-logits))
         self.value = np.concatenate([np.zeros(STATES), right])
         reach = np.ones(2 * STATES + 1)
@@ -144,7 +147,7 @@ class Bandit:
     def loss_of_exploring(self, seeds: int) -> float:
         """The same of groups that explore, each branch before a call that was drawn beforehand."""
         dice, size = np.random.default_rng(1), len(self.gradient)
-        calls = dice.integers(1, DECISIONS, (seeds, TRUNKS))
+        calls = dice.choice(CALLS, (seeds, TRUNKS), p=self.explored)
         states, seen = np.zeros((seeds, TRUNKS, 2), int), []
         for step in range(DECISIONS):
             chosen = dice.random(states.shape) < self.p[states]
@@ -158,8 +161,8 @@ class Bandit:
             advantages = np.where((step < calls)[..., None], before, behind)
             places = np.arange(seeds)[:, None, None] * size + self.parameter[where]
             total += np.bincount(places.ravel(), (advantages * scores).ravel(), len(total))
-        cost = fmean(self.cost(Allocation(TRUNKS, call, 2)) for call in range(1, DECISIONS))
-        return self._error(total.reshape(seeds, size) / TRUNKS) * cost
+        costs = [self.cost(Allocation(TRUNKS, call, 2)) for call in CALLS]
+        return self._error(total.reshape(seeds, size) / TRUNKS) * float(self.explored @ costs)
 
     def fixed(self, budget: float) -> Iterator[Allocation]:
         for call, ends in product(range(1, DECISIONS), ENDS):
@@ -185,7 +188,7 @@ class Bandit:
             trunks = [self.seen(dice) for _ in range(TRUNKS)]
             forks = []
             for number, (actions, seen) in enumerate(trunks):
-                call = dice.randrange(1, DECISIONS)
+                (call,) = dice.choices(CALLS, self.explored)
                 branch = self.seen(dice, actions[:call])[1]
                 forks.append(Fork(call, [seen, branch], number))
             positions.add([seen for _, seen in trunks], forks)

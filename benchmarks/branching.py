@@ -4,8 +4,9 @@ The agent of `examples/branching` takes notes first, and its end decides; those 
 are not built for branches, and `best` may do no harm there. Each side trains an agent in groups of
 one size at three learning rates, with two seeds each; what counts is the best of them, which gets
 the other seeds. A run is evaluated after each step, and its tokens (and seconds) until the held-out
-reward are interpolated between steps, behind which it ends; a run that does not get there counts as
-all that it sampled, and is told.
+reward are interpolated between steps, behind which it ends, as it does when it has sampled more
+than any run with a better rate needed; a run that does not get there counts as all that it sampled,
+and is told.
 
     python benchmarks/branching.py [--seeds 5] [--tried 2] [--steps 8] [--only NAME]
 """
@@ -18,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -32,7 +34,7 @@ import agent
 from tuner import tune
 
 RULE = f"{agent.__file__}:before_the_answers"
-RATES = (2e-4, 5e-4, 1e-3)
+RATES = (2e-3, 1e-3, 5e-4)
 EVALUATED = 100
 # Held-out reward that the agents are to come to which are not built for branches.
 WANTED = {
@@ -130,8 +132,8 @@ def reached(history: Sequence[dict[str, Any]], wanted: float) -> Reached:
     return Reached(tokens, seconds, False)
 
 
-def run(case: Case, side: str, rate: float, seed: int, steps: int) -> Reached:
-    """One run of a side, taken up again until it is there."""
+def run(case: Case, side: str, rate: float, seed: int, steps: int, most: float) -> Reached:
+    """One run of a side, taken up again until it is there, or has sampled more than `most`."""
     given = case.agent()
     with tempfile.TemporaryDirectory() as folder:
         for until in range(1, steps + 1):
@@ -148,10 +150,12 @@ def run(case: Case, side: str, rate: float, seed: int, steps: int) -> Reached:
                     f"tuner.seed={seed}",
                     f"buffer.total_steps={until}",
                     f"checkpoint_root_dir={folder}",
+                    "name=run",
+                    "continue_from_checkpoint=true",
                 ],
             )
             found = reached(result.history, case.wanted)
-            if found.there:
+            if found.there or found.tokens > most:
                 break
     rewards = [round(row["eval/held-out/reward"], 3) for row in result.history]
     print(f"{side}, lr {rate:g}, seed {seed}: {found} {rewards}", flush=True)
@@ -160,16 +164,22 @@ def run(case: Case, side: str, rate: float, seed: int, steps: int) -> Reached:
 
 def best_of(case: Case, side: str, given: argparse.Namespace) -> tuple[float, list[Reached]]:
     """A side's best rate, with which most runs get there, and its runs with that."""
-    tried, others = range(given.tried), range(given.tried, given.seeds)
-    runs = {rate: [run(case, side, rate, seed, given.steps) for seed in tried] for rate in RATES}
-    rate = min(
-        runs,
-        key=lambda one: (
-            -sum(found.there for found in runs[one]),
-            fmean(found.tokens for found in runs[one]),
-        ),
-    )
-    return rate, [*runs[rate], *(run(case, side, rate, seed, given.steps) for seed in others)]
+
+    def runs(rate: float, seeds: range, most: float = inf) -> list[Reached]:
+        return [run(case, side, rate, seed, given.steps, most) for seed in seeds]
+
+    best, found = RATES[0], runs(RATES[0], range(given.tried))
+    for rate in RATES[1:]:
+        most = max(one.tokens for one in found) if all(one.there for one in found) else inf
+        others = runs(rate, range(given.tried), most)
+        if _worth(others) < _worth(found):
+            best, found = rate, others
+    return best, [*found, *runs(best, range(given.tried, given.seeds))]
+
+
+def _worth(runs: Sequence[Reached]) -> tuple[int, float]:
+    """What is least of the best rate's."""
+    return sum(not one.there for one in runs), fmean(one.tokens for one in runs)
 
 
 def compared(name: str, case: Case, given: argparse.Namespace) -> Iterator[Row]:

@@ -148,6 +148,8 @@ class Where:
         weights = [1.0] * len(positions)
         if self.section.where == "uncertain":
             weights = [_surprise(others, call) for call in positions]
+        elif self.section.where == "best":  # it explores: about as many tokens behind each
+            weights = [1 / cost if (cost := _behind(others, call)) else 0.0 for call in positions]
         (call,) = dice.choices(positions, weights if any(weights) else None)
         return Point(id_, call, self._token(others, call, dice))
 
@@ -212,6 +214,12 @@ def _surprise(traces: Sequence[Trace], call: int) -> float:
     """How unlikely a token of the calls at a position was, in nats: the mean over rollouts."""
     found = [trace.calls[call].logprobs for trace in traces if _has(trace, call)]
     return fmean(-fmean(logprobs) for logprobs in found if logprobs) if any(found) else 0.0
+
+
+def _behind(traces: Sequence[Trace], call: int) -> float:
+    """Tokens from a call on: the mean over rollouts that get there, 0 where none does."""
+    found = [trace.calls[call:] for trace in traces if _has(trace, call)]
+    return fmean(sum(len(one.completion_ids) for one in calls) for calls in found) if found else 0.0
 
 
 def _spread_of(traces: Sequence[Trace]) -> float:
