@@ -31,7 +31,7 @@ def rule(**section):
 
 
 @pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("where", ["spread", "uncertain", "open"])
+@pytest.mark.parametrize("where", ["spread", "uncertain", "open", "best"])
 def test_a_point_does_not_hang_on_what_its_rollout_becomes(where, inside):
     """Whatever a trunk turns out to be, its own points are the same."""
     dice = random.Random(0)
@@ -66,6 +66,18 @@ def test_spread_goes_wherever_the_others_get_to():
     ]
     assert {point.call for point in drawn} == {1, 2, 3, 4}
     assert Counter(point.rollout for point in drawn) == dict.fromkeys(IDS, 200)
+
+
+def test_best_explores_each_position_for_about_as_many_tokens():
+    group = grown(*(trace(id_, 5) for id_ in IDS))
+    where = rule(where="best")
+    drawn = Counter(
+        point.call
+        for seed in range(500)
+        for point in where.points(group, 4, random.Random(seed), SHARES)
+    )
+    behind = {call: drawn[call] * (5 - call) for call in (1, 2, 3, 4)}
+    assert max(behind.values()) < 1.25 * min(behind.values())
 
 
 def test_uncertain_goes_where_the_others_answers_were_unlikely():
