@@ -125,9 +125,9 @@ def test_few_rollouts_in_a_task_give_the_same_shares_as_many(trunks, ends):
 def test_an_advice_says_why_in_a_sentence():
     said = str(LATE.positions(100).best(tokens=160))
     assert said.startswith(
-        "3 rollouts from the beginning, 17 ends from before call 2 of each, 156 tokens a task: 4.9 "
+        "4 rollouts from the beginning, 11 ends from before call 2 of each, 160 tokens a task: 3.8 "
         "times as much from a token as without branches. Getting there takes 18 tokens and going "
-        "on 2, 100% of the return's variance is decided behind it, and 100% of the rollouts get "
+        "on 2, 97% of the return's variance is decided behind it, and 100% of the rollouts get "
     )
     assert said.endswith("(learned from 300 rollouts and 300 forks)")
 
@@ -255,5 +255,5 @@ def test_a_certain_token_has_no_score():
 def test_what_may_be_chance_decides_little():
     """Nothing is decided before the last two; forks of few tasks say a little is, by chance."""
     found = [LATE.positions(60, seed=seed).best(tokens=160).decided for seed in range(12)]
-    assert np.mean([sum(decided[:2]) for decided in found]) < 0.08
+    assert np.mean([sum(decided[:2]) for decided in found]) < 0.1
     assert min(min(decided) for decided in found) > -1e-9
