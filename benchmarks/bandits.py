@@ -188,7 +188,7 @@ class Bandit:
             trunks = [self.seen(dice) for _ in range(TRUNKS)]
             forks = []
             for number, (actions, seen) in enumerate(trunks):
-                (call,) = dice.choices(CALLS, self.explored)
+                (call,) = dice.choices(CALLS, self.explored.tolist())
                 branch = self.seen(dice, actions[:call])[1]
                 forks.append(Fork(call, [seen, branch], number))
             positions.add([seen for _, seen in trunks], forks)

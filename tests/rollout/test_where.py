@@ -149,21 +149,21 @@ def group_of(step, task, decisive):
     return found
 
 
-def explored(where, seeds=320):
+def explored(where, seeds=100):
     """How many of so many groups explore."""
     return sum(where.shares(random.Random(seed)).call is None for seed in range(seeds))
 
 
 def test_best_explores_while_it_knows_little():
     where = Where(BranchingSection(where="best"), 16)
-    assert explored(where) == 320
+    assert explored(where) == 100
     where.learn([replace(trace(RolloutId(1, 0, n), 5), reward=0.0) for n in range(8)])
-    assert explored(where) == 320  # nothing was seen of what decides
+    assert explored(where) == 100  # nothing was seen of what decides
     where.learn([t for task in range(2) for t in group_of(2, task, 4)])
     few = explored(where)
     for step in range(3, 10):
         where.learn([t for task in range(4) for t in group_of(step, task, 4)])
-    assert 320 > few > 2 * explored(where) > 0
+    assert 100 > few > 2 * explored(where) > 0
 
 
 def test_one_step_is_enough_to_begin_where_the_end_decides():

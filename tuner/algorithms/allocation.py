@@ -130,7 +130,10 @@ class Advice:
     unknown: float
 
     def __str__(self) -> str:
-        known = f"learned from {self.rollouts} rollouts and {self.forks} forks"
+        known = (
+            f"learned from {self.rollouts} rollouts and {self.forks} forks, {self.unknown:.0%} of "
+            "it still unknown"
+        )
         if self.call is None:
             return (
                 f"{self.trunks} rollouts from the beginning, {self.tokens:.0f} tokens a task: no "
