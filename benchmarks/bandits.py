@@ -4,8 +4,9 @@ Six binary decisions, each a call; which of them cost much, which of them decide
 succeed are the cells of a grid. In each cell the efficiency 1 / (mean squared error of the gradient
 * sampled tokens) of flat rollouts with leave-one-out baselines (it is 1), of fixed allocations (T
 trunks, all branched from before call k, m ends each; all k, m of 2 to 24, T as the budget of eight
-flat rollouts has it), and of `best`, which decides from what it has seen of so many tasks, four
-trunks each with a branch anywhere: the mean over pilots, and how far off the gain it predicted is.
+flat rollouts has it), of groups that explore, four trunks each with a branch anywhere, and of
+`best`, which decides from what it has seen of so many of those: the mean over pilots, and how far
+off the gain it predicted is.
 
 What is learned is one number for each decision, added to the logits of all its states, so that
 what helps in one state mostly helps in the others; the rows "a table" have a number for each
@@ -34,7 +35,10 @@ from tuner.algorithms.forks import Piece, Point, tree_advantages
 DECISIONS = 6
 STATES = 2**DECISIONS - 1  # the states below state s are 2 s + 1 and 2 s + 2, by its action
 DEPTH = np.floor(np.log2(np.arange(1, STATES + 1))).astype(int)
+CALLS = range(1, DECISIONS)  # before which branches may begin
 ROLLOUTS = 8  # of flat groups; what they sample is everybody's budget
+TRUNKS = 4  # of groups that explore, each with a branch
+FEW = (200, 50, 20)  # tasks that `best` has seen, besides many
 ENDS = (2, 3, 4, 6, 8, 12, 16, 24)
 COSTS = {"even": (1, 1, 1, 1, 1, 1), "expensive beginning": (5, 5, 5, 5, 1, 1)}
 DECIDES = ("early", "late", "everywhere")
@@ -78,6 +82,8 @@ class Bandit:
             right, middle = actions[:, of_these].all(1), {"common": 0.85, "rare": -1.1}[success]
         logits = middle + 0.5 * np.random.default_rng(0).standard_normal(STATES)
         self.costs = np.array(costs)
+        self.explored = 1 / np.array([self.costs[call:].sum() for call in CALLS])
+        self.explored /= self.explored.sum()
         self.p = 1 / (1 + np.exp(-logits))
         self.value = np.concatenate([np.zeros(STATES), right])
         reach = np.ones(2 * STATES + 1)
@@ -132,8 +138,31 @@ class Bandit:
 
     def loss(self, one: Allocation, seeds: int) -> float:
         """Mean squared error of the gradient, times sampled tokens."""
-        errors = self.estimates(one, seeds, np.random.default_rng(1)) - self.gradient
-        return float((errors**2).sum(1).mean()) * self.cost(one)
+        found = self.estimates(one, seeds, np.random.default_rng(1))
+        return self._error(found) * self.cost(one)
+
+    def _error(self, estimates: Array) -> float:
+        return float(((estimates - self.gradient) ** 2).sum(1).mean())
+
+    def loss_of_exploring(self, seeds: int) -> float:
+        """The same of groups that explore, each branch before a call that was drawn beforehand."""
+        dice, size = np.random.default_rng(1), len(self.gradient)
+        calls = dice.choice(CALLS, (seeds, TRUNKS), p=self.explored)
+        states, seen = np.zeros((seeds, TRUNKS, 2), int), []
+        for step in range(DECISIONS):
+            chosen = dice.random(states.shape) < self.p[states]
+            chosen[..., 1] = np.where(step < calls, chosen[..., 0], chosen[..., 1])
+            seen.append((states, chosen - self.p[states]))
+            states = 2 * states + 1 + chosen
+        returns = self.value[states]
+        behind, total = _others(returns) / 2, np.zeros(seeds * size)
+        before = _others(returns.mean(-1))[..., None] * [1, 0]
+        for step, (where, scores) in enumerate(seen):
+            advantages = np.where((step < calls)[..., None], before, behind)
+            places = np.arange(seeds)[:, None, None] * size + self.parameter[where]
+            total += np.bincount(places.ravel(), (advantages * scores).ravel(), len(total))
+        costs = [self.cost(Allocation(TRUNKS, call, 2)) for call in CALLS]
+        return self._error(total.reshape(seeds, size) / TRUNKS) * float(self.explored @ costs)
 
     def fixed(self, budget: float) -> Iterator[Allocation]:
         for call, ends in product(range(1, DECISIONS), ENDS):
@@ -153,13 +182,13 @@ class Bandit:
         return actions, Seen(float(self.value[state]), self.costs.tolist(), scores)
 
     def pilot(self, tasks: int, dice: random.Random) -> Positions:
-        """Four trunks a task, each with one branch at a call that was drawn beforehand."""
+        """Groups that explore: trunks, each with a branch at a call that was drawn beforehand."""
         positions = Positions()
         for _ in range(tasks):
-            trunks = [self.seen(dice) for _ in range(4)]
+            trunks = [self.seen(dice) for _ in range(TRUNKS)]
             forks = []
             for number, (actions, seen) in enumerate(trunks):
-                call = dice.randrange(1, DECISIONS)
+                (call,) = dice.choices(CALLS, self.explored.tolist())
                 branch = self.seen(dice, actions[:call])[1]
                 forks.append(Fork(call, [seen, branch], number))
             positions.add([seen for _, seen in trunks], forks)
@@ -221,7 +250,8 @@ def cell(name: str, bandit: Bandit, given: argparse.Namespace, late: bool | None
 
     def gain(tasks: int) -> tuple[float, float, Allocation]:
         """The measured gain of what pilots advise, the predicted one, and the commonest advice."""
-        dice = [random.Random(seed) for seed in range(given.pilots)]
+        # What few tasks advise differs more.
+        dice = [random.Random(seed) for seed in range(max(given.pilots, 600 // tasks))]
         advised = [bandit.pilot(tasks, one).best(tokens=budget) for one in dice]
         chosen = [allocation(one) for one in advised]
         for one in set(chosen) - set(losses):
@@ -230,20 +260,32 @@ def cell(name: str, bandit: Bandit, given: argparse.Namespace, late: bool | None
         return measured, fmean(one.gain for one in advised), max(chosen, key=chosen.count)
 
     top, worst = max(gains, key=gains.__getitem__), min(gains, key=gains.__getitem__)
-    (best, predicted, often), (early, guessed, _) = gain(given.tasks), gain(given.tasks // 10)
+    best, predicted, often = gain(given.tasks)
     good, near = (None, None) if late is None else (AS_GOOD, PREDICTED)
     end = AT_THE_END if late else None
-    off, guess_off = (max(a / b, b / a) for a, b in ((predicted, best), (guessed, early)))
     metric, wrong = "efficiency, flat = 1", "predicted gain, times off"
-    few = f"best, {given.tasks // 10} tasks seen"
-    return [
+    off = _times(predicted, best)
+    rows = [
         Row(f"{name}: best ({often})", metric, best, str(top), gains[top], good),
         Row(f"{name}: best", metric, best, "flat", 1.0, end),
         Row(f"{name}: best", wrong, off, "", 1.0, near, more_is_better=False),
-        Row(f"{name}: {few}", metric, early, str(top), gains[top]),
-        Row(f"{name}: {few}", wrong, guess_off, "", 1.0, more_is_better=False),
+    ]
+    for tasks in FEW:
+        early, guessed, often = gain(tasks)
+        few, off = f"{name}: best, {tasks} tasks seen", _times(guessed, early)
+        rows.append(Row(f"{few} ({often})", metric, early, str(top), gains[top]))
+        rows.append(Row(few, wrong, off, "", 1.0, more_is_better=False))
+    exploring = losses[flat] / bandit.loss_of_exploring(given.seeds)
+    return [
+        *rows,
+        Row(f"{name}: while it explores", metric, exploring, "flat", 1.0),
         Row(f"{name}: worst fixed ({worst})", metric, gains[worst], "flat", 1.0),
     ]
+
+
+def _times(one: float, other: float) -> float:
+    """How many times one is off from the other."""
+    return max(one / other, other / one)
 
 
 def main() -> None:

@@ -61,7 +61,7 @@ def checked(random_model_path, tmp_path):
 def test_it_finds_where_the_reward_is_decided(checked):
     verdict = checked(decided_by_the_last)
     assert verdict.ready
-    assert "72 rollouts, 36 of them begin inside others" in verdict.text
+    assert "72 rollouts, 48 of them begin inside others" in verdict.text
     shares = [line.split() for line in verdict.text.splitlines() if line.endswith("%")]
     decided = [int(row[2].rstrip("%")) for row in shares]
     assert len(decided) == TURNS
@@ -72,7 +72,7 @@ def test_it_finds_where_the_reward_is_decided(checked):
 
 def test_it_names_what_keeps_an_agent_from_going_back(checked):
     verdict = checked(forgetful, tasks=2)
-    assert "12 asked for something else than before the point" in verdict.text
+    assert "16 asked for something else than before the point" in verdict.text
     assert "messages[0].content is '" in verdict.text
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.builders import call as make_call
 from tuner.config.explorer import BranchingSection
 from tuner.errors import FunctionError
-from tuner.rollout.where import Grown, Shares, Where
+from tuner.rollout.where import Grown, Shares, Where, exploring
 from tuner.traces import Origin, Outcome, RolloutId, Trace
 
 IDS = [RolloutId(1, 0, number) for number in range(4)]
@@ -31,7 +31,7 @@ def rule(**section):
 
 
 @pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("where", ["spread", "uncertain", "open"])
+@pytest.mark.parametrize("where", ["spread", "uncertain", "open", "best"])
 def test_a_point_does_not_hang_on_what_its_rollout_becomes(where, inside):
     """Whatever a trunk turns out to be, its own points are the same."""
     dice = random.Random(0)
@@ -66,6 +66,18 @@ def test_spread_goes_wherever_the_others_get_to():
     ]
     assert {point.call for point in drawn} == {1, 2, 3, 4}
     assert Counter(point.rollout for point in drawn) == dict.fromkeys(IDS, 200)
+
+
+def test_best_explores_each_position_for_about_as_many_tokens():
+    group = grown(*(trace(id_, 5) for id_ in IDS))
+    where = rule(where="best")
+    drawn = Counter(
+        point.call
+        for seed in range(500)
+        for point in where.points(group, 4, random.Random(seed), SHARES)
+    )
+    behind = {call: drawn[call] * (5 - call) for call in (1, 2, 3, 4)}
+    assert max(behind.values()) < 1.25 * min(behind.values())
 
 
 def test_uncertain_goes_where_the_others_answers_were_unlikely():
@@ -113,6 +125,15 @@ def test_a_function_is_asked_before_each_call_with_what_was_until_then():
         wrong.points(grown(trace(IDS[0], 3)), 1, random.Random(0), SHARES)
 
 
+@pytest.mark.parametrize(
+    ("repeat", "trunks", "ends"),
+    [(3, 2, 2), (4, 2, 2), (6, 3, 2), (8, 4, 2), (16, 4, 4), (32, 6, 5)],
+)
+def test_groups_that_explore_have_about_as_many_trunks_as_ends(repeat, trunks, ends):
+    assert exploring(repeat) == Shares(trunks, ends)
+    assert Where(BranchingSection(where="best"), repeat).shares(random.Random(0)).ends == ends
+
+
 def group_of(step, task, decisive):
     """Four trunks of five calls, two branches before call `decisive` of each; what came after it
     decides."""
@@ -126,6 +147,33 @@ def group_of(step, task, decisive):
             origin = Origin(id_, 1, decisive)
             found.append(trace(other, 5, float(dice.random() < 0.5), 20, origin))
     return found
+
+
+def explored(where, seeds=100):
+    """How many of so many groups explore."""
+    return sum(where.shares(random.Random(seed)).call is None for seed in range(seeds))
+
+
+def test_best_explores_while_it_knows_little():
+    where = Where(BranchingSection(where="best"), 16)
+    assert explored(where) == 100
+    where.learn([replace(trace(RolloutId(1, 0, n), 5), reward=0.0) for n in range(8)])
+    assert explored(where) == 100  # nothing was seen of what decides
+    where.learn([t for task in range(2) for t in group_of(2, task, 4)])
+    few = explored(where)
+    for step in range(3, 10):
+        where.learn([t for task in range(4) for t in group_of(step, task, 4)])
+    assert 100 > few > 2 * explored(where) > 0
+
+
+def test_one_step_is_enough_to_begin_where_the_end_decides():
+    """Four groups that explored, as the first step of a run has them."""
+    found = []
+    for seed in range(20):
+        where = Where(BranchingSection(where="best"), 16)
+        where.learn([t for at in range(1, 5) for t in group_of(1, 10 * seed + at, at)])
+        found.append(where.advice())
+    assert sum(one.call == 4 for one in found) > 14
 
 
 def test_best_begins_where_the_end_decides_once_it_has_seen_it():

@@ -21,9 +21,11 @@ K S / (n - 1)`, where
 
 The trunks say what they cost, where their scores are (a token that was sampled with probability p
 has `(1 - p)^2`, as in a table of logits with two choices, so that a certain one carries nothing)
-and how far their returns are from each other. The forks say which share of that distance is open:
-the variance between ends is, and the product of two ends' distances from the other trunks is not.
-It is taken to be the same share for S_k, E_k and B_k.
+and how far their returns are from each other. The forks say which share of that distance is open
+(`tuner.algorithms.openness`): the variance between ends is, and the product of two ends' distances
+from the other trunks is not. It is taken to be the same share for S_k, E_k and B_k. As the variance
+is nearly linear in the shares, their means give its own, and the plan with the least is the best
+one by what is known, however little that is.
 
 G is not seen in samples: `sum_{j >= k} min(K_j, 1) (S_j - S_j+1)` is what it would be if one token
 decided all that a call does. That what helps in one state helps in others, as far as nothing was
@@ -36,12 +38,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import exp
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tuner.algorithms.openness import Shown, openness
 
 POSITIONS = 64
 """Calls beyond are not told apart: they count for the last position, and nothing forks there."""
@@ -49,10 +52,11 @@ ENDS = 32
 """The most ends of a trunk that are tried."""
 _ALIKE = 0.95
 """a: how far states agree in what helps, where nothing is decided yet."""
-_DOUBT = 2.0
-"""As how many forks it counts that each call decides as much as its share of the scores."""
-_ENOUGH = 8.0
-"""How many forks a position must have had before more are advised there."""
+_POSSIBLE = 2.0
+"""How many forks a position must have had for more to be advised there: where calls run side by
+side, or the agent diverges, none may ever begin."""
+
+_OF_FORKS = ("forks", "open", "decided", "open2", "both", "decided2")
 
 Vector = NDArray[np.float64]
 
@@ -109,6 +113,7 @@ class Advice:
         decided: Share of the return's variance that each call decides.
         rollouts: How many trunks this was learned from.
         forks: And how many forks.
+        unknown: How uncertain it is what is decided where, from 1, at first, to 0.
     """
 
     trunks: int
@@ -122,9 +127,13 @@ class Advice:
     decided: tuple[float, ...]
     rollouts: int
     forks: int
+    unknown: float
 
     def __str__(self) -> str:
-        known = f"learned from {self.rollouts} rollouts and {self.forks} forks"
+        known = (
+            f"learned from {self.rollouts} rollouts and {self.forks} forks, {self.unknown:.0%} of "
+            "it still unknown"
+        )
         if self.call is None:
             return (
                 f"{self.trunks} rollouts from the beginning, {self.tokens:.0f} tokens a task: no "
@@ -147,30 +156,31 @@ class Positions:
         sums: By name a number for each position. Over trunks that `reached` it: their number,
             `tokens` and `scores`, and the scores of the calls `before`; the squared distance of the
             return from the mean of the others (`squares`), times the score (`spread`), times those
-            of the calls before (`early`). Over `forks`: their number, 1 / other trunks (`few`), the
-            variance of the ends' returns (`open`), and the product of two ends' distances from the
-            mean of the other trunks (`decided`).
+            of the calls before (`early`). Over `forks`: their number, the variance of the ends'
+            returns (`open`), the product of two ends' distances from the mean of the other trunks,
+            less what is to be expected of that mean's own (`decided`), and of these two the squares
+            (`open2`, `decided2`) and the product (`both`).
         totals: `trunks`, 1 / other trunks (`fewer`), `variance` of the trunks' returns times its
             `degrees` of freedom, and these.
     """
 
     def __init__(self) -> None:
         of_trunks = ("reached", "tokens", "scores", "before", "squares", "spread", "early")
-        of_forks = ("forks", "few", "open", "decided")
-        self.sums = {name: np.zeros(POSITIONS) for name in (*of_trunks, *of_forks)}
+        self.sums = {name: np.zeros(POSITIONS) for name in (*of_trunks, *_OF_FORKS)}
         self.totals = dict.fromkeys(("trunks", "fewer", "variance", "degrees"), 0.0)
 
     def add(self, trunks: Sequence[Seen], forks: Sequence[Fork] = ()) -> None:
         """Take note of a task's rollouts; what has nothing to be compared with says nothing."""
-        if len(trunks) > 1:
-            self._add_trunks(trunks)
+        if len(trunks) < 2:
+            return
+        variance, squares = _distances(trunks)
+        self._add_trunks(trunks, variance, squares)
         for fork in forks:
             others = [one.reward for at, one in enumerate(trunks) if at != fork.trunk]
-            if others and len(fork.ends) > 1 and 0 < fork.call < POSITIONS - 1:
-                self._add_fork(fork, others)
+            if len(fork.ends) > 1 and 0 < fork.call < POSITIONS - 1:
+                self._add_fork(fork, others, variance)
 
-    def _add_trunks(self, trunks: Sequence[Seen]) -> None:
-        variance, squares = _distances(trunks)
+    def _add_trunks(self, trunks: Sequence[Seen], variance: float, squares: Vector) -> None:
         count = len(trunks)
         for seen, square in zip(trunks, squares, strict=True):
             reached = np.minimum(_by_position(np.ones(len(seen.tokens))), 1.0)
@@ -192,13 +202,21 @@ class Positions:
         self.totals["variance"] += variance * (count - 1)
         self.totals["degrees"] += count - 1
 
-    def _add_fork(self, fork: Fork, others: Sequence[float]) -> None:
+    def _add_fork(self, fork: Fork, others: Sequence[float], variance: float) -> None:
         away = np.array([one.reward for one in fork.ends]) - np.mean(others)
         pairs = len(away) * (len(away) - 1)
-        self.sums["forks"][fork.call] += 1
-        self.sums["few"][fork.call] += 1 / len(others)
-        self.sums["open"][fork.call] += away.var(ddof=1)
-        self.sums["decided"][fork.call] += (away.sum() ** 2 - (away**2).sum()) / pairs
+        open_ = float(away.var(ddof=1))
+        decided = float((away.sum() ** 2 - (away**2).sum()) / pairs) - variance / len(others)
+        found = {
+            "forks": 1.0,
+            "open": open_,
+            "decided": decided,
+            "open2": open_**2,
+            "both": open_ * decided,
+            "decided2": decided**2,
+        }
+        for name, one in found.items():
+            self.sums[name][fork.call] += one
 
     def fade(self, keep: float) -> None:
         """Let what is known count less, since the policy has changed: once a step."""
@@ -257,6 +275,7 @@ class Positions:
             decided=tuple((-np.diff(shares, append=0.0)).tolist()),
             rollouts=round(self.totals["trunks"]),
             forks=round(self.sums["forks"].sum()),
+            unknown=known.unknown,
         )
 
 
@@ -281,7 +300,8 @@ class _Figures:
         open_: S_k; S for position 0.
         early, early_open, late: E, E_k and B_k.
         slope: G_k.
-        forkable: Where enough forks were seen.
+        forkable: Where forks were seen to begin.
+        unknown: How uncertain the open shares are, from 1 to 0.
     """
 
     cost: Vector
@@ -293,6 +313,7 @@ class _Figures:
     late: Vector
     slope: Vector
     forkable: tuple[int, ...]
+    unknown: float
 
     @classmethod
     def of(cls, seen: Positions) -> _Figures:
@@ -306,13 +327,9 @@ class _Figures:
         squares = np.maximum(sums["squares"] / trunks - reach * added, 0.0)
         spread = np.maximum(sums["spread"] / trunks - score * added, 0.0)
         early = np.maximum(sums["early"] / trunks - before * added, 0.0)
-        known = _DOUBT * variance * _ratio(_behind(score), score.sum(keepdims=True))
-        open_ = sums["open"] + known
-        decided = sums["decided"] - sums["few"] * variance + _DOUBT * variance - known
-        forks = sums["forks"] + _DOUBT
-        # All is open at the beginning: as sure as there were trunks.
-        open_[0], decided[0], forks[0] = variance * degrees, 0.0, degrees
-        share = _falling(open_, decided, forks)
+        shown = Shown(**{name: sums[name] for name in _OF_FORKS})
+        held = openness(score, variance, shown)
+        share = held.shares
         left = np.append(squares * share, 0.0)
         left[0] = variance
         return cls(
@@ -324,7 +341,8 @@ class _Figures:
             early_open=early * share,
             late=_behind(spread) * share,
             slope=_behind(np.minimum(score / reach, 1.0) * -np.diff(left)),
-            forkable=tuple(np.flatnonzero(sums["forks"] >= _ENOUGH).tolist()),
+            forkable=tuple(np.flatnonzero(sums["forks"] >= _POSSIBLE).tolist()),
+            unknown=held.unknown,
         )
 
     def plans(self, tokens: float | None, rollouts: int | None) -> Iterator[_Plan]:
@@ -375,24 +393,3 @@ def _behind(values: Vector) -> Vector:
 def _ratio(above: Vector, below: Vector) -> Vector:
     """One by the other, 0 where there is nothing to divide by."""
     return above / np.where(below > 0, below, np.inf)
-
-
-def _falling(open_: Vector, decided: Vector, forks: Vector) -> Vector:
-    """Which share is open: it never rises, and steps that may be chance are made smaller."""
-    pools: list[Vector] = []
-    for one in np.stack([open_, decided, forks, np.ones_like(forks)], axis=1):
-        pool: Vector = one
-        while pools and _share(pools[-1]) <= _share(pool):
-            pool = pool + pools.pop()
-        pools.append(pool)
-    shares = [_share(pools[0])]
-    for before, after in pairwise(pools):
-        step, chance = _share(before) - _share(after), 1 / before[2] + 1 / after[2]
-        shares.append(shares[-1] - step**3 / (step**2 + chance))
-    return np.repeat(shares, [int(pool[3]) for pool in pools])
-
-
-def _share(pool: Vector) -> float:
-    """What is open of what is open and what is decided."""
-    both = pool[0] + max(pool[1], 0.0)
-    return float(pool[0] / both) if both > 0 else 0.0

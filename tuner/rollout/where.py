@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
+from math import isqrt
 from random import Random
 from statistics import fmean, variance
 from typing import Any
@@ -31,9 +32,7 @@ Hazard = Callable[[Sequence[Call]], float]
 FADES = 0.98
 """What is left of what a step has shown after the next one: the policy changes."""
 EXPLORED = 16
-"""Where `best` decides, one of so many groups is branched as by `spread`, to go on knowing."""
-PILOT = 10
-"""Groups before the first advice."""
+"""Where `best` decides and knows all, one of so many groups explores: the policy changes."""
 _DOUBT = 0.02
 """What is added to variances of rewards: a little is always open."""
 
@@ -51,6 +50,16 @@ class Shares:
     trunks: int
     ends: int
     call: int | None = None
+
+
+def exploring(repeat: int) -> Shares:
+    """How a group of so many rollouts is divided that is to show what is decided where.
+
+    What ends differ in is open at their point, and what trunks differ in more than that is decided
+    before it: about as many of either tell most of both, and branches begin anywhere.
+    """
+    ends = max(2, isqrt(repeat))
+    return Shares(max(2, repeat // ends), ends)
 
 
 @dataclass(frozen=True)
@@ -83,28 +92,30 @@ class Where:
 
     Attributes:
         seen: What earlier steps have shown.
-        groups: How many groups they had.
     """
 
     section: BranchingSection
     repeat: int
     hazard: Hazard | None = None
     seen: Positions = field(default_factory=Positions)
-    groups: int = 0
 
     def shares(self, dice: Random) -> Shares:
-        """How a group is divided."""
-        by_rule = Shares(
-            self.section.trunks or max(2, self.repeat // self.section.ends), self.section.ends
-        )
-        explores = dice.randrange(EXPLORED) == 0
-        if self.section.where != "best" or explores or (advice := self.advice()) is None:
-            return by_rule
+        """How a group is divided.
+
+        `best` explores as likely as it is uncertain what is decided where. So it explores at first,
+        and for longer where successes are rare and most forks show nothing.
+        """
+        section = self.section
+        if section.where != "best":
+            return Shares(section.trunks or max(2, self.repeat // section.ends), section.ends)
+        advice = self.advice()
+        if advice is None or dice.random() < max(advice.unknown, 1 / EXPLORED):
+            return exploring(self.repeat)
         return Shares(advice.trunks, advice.ends, advice.call)
 
     def advice(self) -> Advice | None:
-        """What earlier steps advise; None until they have shown enough."""
-        if self.groups < PILOT or not self.seen.totals["degrees"]:
+        """What earlier steps advise; None while rollouts of no task ended differently."""
+        if not self.seen.totals["variance"]:
             return None
         return self.seen.best(rollouts=self.repeat)
 
@@ -137,6 +148,8 @@ class Where:
         weights = [1.0] * len(positions)
         if self.section.where == "uncertain":
             weights = [_surprise(others, call) for call in positions]
+        elif self.section.where == "best":  # it explores: about as many tokens behind each
+            weights = [1 / cost if (cost := _behind(others, call)) else 0.0 for call in positions]
         (call,) = dice.choices(positions, weights if any(weights) else None)
         return Point(id_, call, self._token(others, call, dice))
 
@@ -174,16 +187,14 @@ class Where:
         self.seen.fade(FADES)
         for members in groups.values():
             self.seen.add(*_group(members))
-        self.groups += len(groups)
 
     def state(self) -> dict[str, Any]:
         """What was learned, for JSON."""
-        return {"groups": self.groups, "seen": self.seen.state()}
+        return {"seen": self.seen.state()}
 
     def restored(self, state: dict[str, Any]) -> Where:
         """The same rule with what was learned until `state` was called."""
-        seen = Positions.restored(state["seen"])
-        return replace(self, seen=seen, groups=int(state["groups"]))
+        return replace(self, seen=Positions.restored(state["seen"]))
 
 
 def origins_of(traces: Iterable[Trace]) -> dict[RolloutId, Point[RolloutId]]:
@@ -203,6 +214,12 @@ def _surprise(traces: Sequence[Trace], call: int) -> float:
     """How unlikely a token of the calls at a position was, in nats: the mean over rollouts."""
     found = [trace.calls[call].logprobs for trace in traces if _has(trace, call)]
     return fmean(-fmean(logprobs) for logprobs in found if logprobs) if any(found) else 0.0
+
+
+def _behind(traces: Sequence[Trace], call: int) -> float:
+    """Tokens from a call on: the mean over rollouts that get there, 0 where none does."""
+    found = [trace.calls[call:] for trace in traces if _has(trace, call)]
+    return fmean(sum(len(one.completion_ids) for one in calls) for calls in found) if found else 0.0
 
 
 def _spread_of(traces: Sequence[Trace]) -> float:
