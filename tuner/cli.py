@@ -21,6 +21,7 @@ from tuner.commands.arguments import (
     functions_of,
 )
 from tuner.commands.check_command import check
+from tuner.commands.rebase_command import rebase
 from tuner.errors import ConfigError, TrainingError, TunerError
 from tuner.rerun.command import rerun
 from tuner.templates import Template, create, missing
@@ -278,6 +279,7 @@ def replay(
 
 
 app.command(epilog="Example: tuner check config.yaml")(check)
+app.command(epilog="Example: tuner rebase RUN --judge judges.py:mended")(rebase)
 app.command(epilog="Example: tuner rerun RUN train-3-0-2 --until 4")(rerun)
 
 

@@ -10,7 +10,8 @@
 
 A step that is interrupted at any point is taken up from what is on disk: the last checkpoint, and
 the traces of the steps after it. Recorded traces are trained again without generating, so no
-rollout that ended is lost and `save_interval` only decides how much training is repeated.
+rollout that ended is lost and `save_interval` only decides how much training is repeated. A run
+that goes on from the samples of another (`tuner.run.rebased`) trains them in the same way.
 
 With `synchronizer.sync_offset` collection runs ahead: training is in a thread, the engine has
 weights of its own, and `tuner.rollout.schedule` says what is begun when and what a step takes.
@@ -24,6 +25,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -42,9 +44,16 @@ from tuner.run.directory import TRAINER_STATE, Report, reported
 from tuner.run.interrupts import run_async
 from tuner.run.metrics import evaluation_metrics
 from tuner.run.record import RunRecord, finished_result, open_directory
-from tuner.sources import RolloutSource, RowSource, Source, read_examples
+from tuner.sources import Found, RolloutSource, RowSource, Source, read_examples
 from tuner.traces import Trace, TraceStore
-from tuner.training import Batch, PolicyTrainer, RecordedBatch, recorded_update
+from tuner.training import (
+    Batch,
+    Effective,
+    PolicyTrainer,
+    RecordedBatch,
+    effective_samples,
+    recorded_update,
+)
 
 logger = logging.getLogger("tuner")
 Task = dict[str, Any]
@@ -161,13 +170,18 @@ async def _steps(
             return work()
         return await asyncio.get_running_loop().run_in_executor(thread, work)
 
+    async def weigh(batch: Batch) -> Effective:
+        """What samples of another run's weights are worth to the trainer's."""
+        async with stack.training():
+            return await aside(partial(effective_samples, trainer, batch))
+
     started = time.perf_counter()
     if not record.recent and config.explorer.eval_on_startup and (metrics := await evaluate(0)):
         record.log(0, {**metrics, "time/step": time.perf_counter() - started})
 
     for step in record.remaining():
         started = time.perf_counter()
-        found = await source.take(step, trainer.step)
+        found = await source.take(step, trainer.step, weigh)
         idle, sync = time.perf_counter() - started, 0.0
         metrics = found.metrics
         last = step == record.total_steps
@@ -178,7 +192,7 @@ async def _steps(
         if found.batch.rows:
             async with stack.training():
                 with timeline.span("training", version=trainer.step + 1):
-                    update = await aside(partial(_update, trainer, found.batch))
+                    update = await aside(partial(_update, trainer, found))
                 trained = time.perf_counter()
                 with timeline.span("weights", version=trainer.step):
                     await stack.publish(trainer)
@@ -203,12 +217,14 @@ async def _steps(
             raise TrainingError(reason)
 
 
-def _update(trainer: PolicyTrainer, batch: Batch | RecordedBatch) -> dict[str, float]:
+def _update(trainer: PolicyTrainer, found: Found) -> dict[str, float]:
     """What the trainer does with a batch of rollouts, or of recorded data."""
-    if isinstance(batch, RecordedBatch):
-        metrics = recorded_update(trainer, batch)
+    if isinstance(found.batch, RecordedBatch):
+        metrics = recorded_update(trainer, found.batch)
     else:
-        scored = trainer.compute_ref_logp(trainer.compute_advantages(batch))
+        scored = trainer.compute_ref_logp(trainer.compute_advantages(found.batch))
+        if found.worth is not None:  # which took the forward pass that the update needs
+            scored = replace(scored, proximal=found.worth.logp)
         metrics = trainer.ppo_update(scored)
     trainer.step_lr_scheduler()
     return metrics

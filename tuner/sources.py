@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from tuner.algorithms.spec import ADVANTAGES
@@ -31,11 +31,14 @@ from tuner.run.metrics import (
     time_split,
     tree_metrics,
 )
+from tuner.run.rebased import Rebased, read_rebase, sentences
 from tuner.run.record import RunRecord
 from tuner.traces import Trace
-from tuner.training import Batch, RecordedBatch, TeacherPrompt, build_batch
+from tuner.training import Batch, Effective, RecordedBatch, TeacherPrompt, build_batch
 
 Task = dict[str, Any]
+Weigh = Callable[[Batch], Awaitable[Effective]]
+"""What the samples of a batch are worth to the weights that it trains."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +49,13 @@ class Found:
         batch: Rows with rewards, or rows of recorded data; may be empty of rollouts.
         metrics: By name.
         traces: Of rollouts every attempt; None for recorded data.
+        worth: Of samples of another run's weights, what they are worth to those that are trained.
     """
 
     batch: Batch | RecordedBatch
     metrics: dict[str, float]
     traces: Sequence[Trace] | None = None
+    worth: Effective | None = None
 
     def seconds(self, idle: float, training: float, sync: float) -> dict[str, float]:
         """Where the time of a step went: waiting for it, its update, giving the engine weights."""
@@ -70,7 +75,7 @@ class Source(Protocol):
     rows: Mapping[str, int] = {}
     """Of recorded data how many rows are used, and how many are left out by which reason."""
 
-    async def take(self, step: int, version: int) -> Found:
+    async def take(self, step: int, version: int, weigh: Weigh) -> Found:
         """What step `step` trains, whose weights have seen `version` updates."""
 
     def advance(self, step: int) -> dict[str, float]:
@@ -106,19 +111,51 @@ class RolloutSource(Source):
         self._latest: Sequence[Trace] = ()
         self._costs_said = any(row.get(RECOMPUTED) for row in record.recent)
         self._advised: tuple[int | None, int] | None = None
-        self._branching = branching_of(config, rollouts.runner, record.directory.branching)
+        self._tasks, self._rollouts = tasks, rollouts
+        rebased = read_rebase(record.directory)
+        self._rebased = rebased and Rebased(
+            record.directory, rebased, batch=config.buffer.batch_size
+        )
+        self._begin(record.start)
+
+    def _begin(self, start: int) -> None:
+        """Go on after step `start` with what is on disk."""
+        config, directory = self._config, self._record.directory
+        self._branching = branching_of(config, self._rollouts.runner, directory.branching)
         self._groups = TrainingGroups(
             config,
-            BatchLog(record.directory.batches),
-            tasks,
-            start=record.start,
-            total_steps=record.total_steps,
-            rollouts=rollouts,
-            on_rollout=record.console.rollout_done,
+            BatchLog(directory.batches),
+            self._tasks,
+            start=start,
+            total_steps=self._record.total_steps,
+            rollouts=self._rollouts,
+            on_rollout=self._record.console.rollout_done,
             branching=self._branching,
+            whole=self._rebased.whole() if self._rebased is not None else (),
         )
 
-    async def take(self, step: int, version: int) -> Found:
+    async def take(self, step: int, version: int, weigh: Weigh) -> Found:
+        found, rebased = await self._take(step, version), self._rebased
+        if rebased is None:
+            return found
+        assert found.traces is not None, "there are none of recorded rows alone"
+        worth = None
+        if rebased.asks(step) and any(t.foreign_from is not None for t in found.traces):
+            assert isinstance(found.batch, Batch), "as above"
+            worth = await weigh(found.batch) if found.batch.rows else None
+            if not rebased.goes_on(step, worth):
+                await self._groups.cancel()
+                rebased.set_aside(step)
+                self._record.console.say(sentences(rebased.record)[-1])
+                self._begin(step - 1)
+                found, worth = await self._take(step, version), None
+        elif rebased.record.first_changed == step:
+            rebased.goes_on(step, None)
+        return replace(
+            found, metrics=found.metrics | rebased.metrics(step, found.traces), worth=worth
+        )
+
+    async def _take(self, step: int, version: int) -> Found:
         config, groups, record = self._config, self._groups, self._record
         size, repeat = config.buffer.batch_size, config.algorithm.repeat_times
         record.console.begin(f"step {step}", size * repeat, step=step)
@@ -200,7 +237,7 @@ class RowSource(Source):
                 f"{reasons} (docs/offline.md)"
             )
 
-    async def take(self, step: int, version: int) -> Found:
+    async def take(self, step: int, version: int, weigh: Weigh) -> Found:
         size = self._config.buffer.batch_size
         self._record.console.begin(f"step {step}", size, step=step, of="rows")
         batch = batch_of(self._config, self._examples, step=step)
