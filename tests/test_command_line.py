@@ -48,7 +48,10 @@ def test_alone_it_says_what_there_is(capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     "command",
-    ["init", "run", "check", "eval", "compare", "doctor", "export", "view", "replay", "rerun"],
+    [
+        *("init", "run", "check", "eval", "compare", "doctor", "export", "view", "replay"),
+        *("rebase", "rerun"),
+    ],
 )
 def test_help_has_an_example(command, capsys, monkeypatch):
     status, output, _ = said(capsys, monkeypatch, command, "--help")

@@ -11,11 +11,10 @@ from tuner.commands.arguments import Overrides, RunDirectoryPath
 
 def rebase(
     run: RunDirectoryPath,
-    overrides: Overrides = None,
     judge: Annotated[
-        str,
-        typer.Option(help="The mended judge: package.module:function or path/file.py:function."),
-    ] = ...,  # type: ignore[assignment]  # typer's way to say that it is required
+        str, typer.Option(help="The mended one: package.module:function or path/file.py:function.")
+    ],
+    overrides: Overrides = None,
     workflow: Annotated[
         str | None, typer.Option(help="Likewise; as the run's configuration names it.")
     ] = None,
@@ -30,7 +29,7 @@ def rebase(
         ),
     ] = 0.5,
 ) -> None:
-    """The judge was wrong: score a run's rollouts again, and train from the first that this changes.
+    """The judge was wrong: score a run's rollouts again, and train on from what this changes.
 
     RUN stays as it is. What was recorded is trained again as long as it is worth it to the weights;
     from then on rollouts are made anew. Interrupted, the same command goes on.

@@ -1,5 +1,5 @@
-"""`tuner rebase`: the judge was wrong. Its mended version judges what was recorded, and the run goes
-on, in a directory of its own, from the first step in which a reward changed.
+"""`tuner rebase`: the judge was wrong. Its mended version judges what was recorded, and the run
+goes on, in a directory of its own, from the first step in which a reward changed.
 
 What of the old directory is in the new one is in `tuner.commands.rebase_files`, and what the loop
 does with it in `tuner.run.rebased`.

@@ -1,13 +1,13 @@
 """A run that goes on from the samples of another, whose rewards a mended judge gave again.
 
     steps before the first in which a reward changed     are as they were, weights included
-    that step and later ones, while samples are worth it  are trained again from what was recorded
-    from the first in which they are not                  new rollouts; the recorded ones are set aside
+    that one and later ones, while samples are worth it  are trained again from what was recorded
+    from the first in which they are not                 are sampled anew; the others are set aside
 
 The weights part at the first changed step, so from then on another policy sampled than is trained.
-What its samples are worth is the effective sample size of their tokens (`tuner.training.effective`),
-asked before each such step. What was decided stands in `rebase.json`, by which a run that was
-killed goes on.
+What its samples are worth is the effective sample size of their tokens
+(`tuner.training.effective`), asked before each such step. What was decided stands in
+`rebase.json`, by which a run that was killed goes on.
 """
 
 from __future__ import annotations
@@ -207,9 +207,9 @@ class Rebased:
         for trace in traces:
             sampled[trace.foreign_from is not None] += trace.sampled_tokens
         found = {"rebase/reused": sampled[True] / max(1, sampled.total())}
-        noted = self.record.of_step(step)
+        noted = {one.step: one for one in self.record.steps}.get(step)
         for name in ("effective_tokens", "effective_calls", "effective_rollouts"):
-            value = getattr(noted, name)
+            value = getattr(noted, name, None)
             found |= {} if value is None else {f"rebase/{name}": value}
         return found
 

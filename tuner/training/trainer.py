@@ -9,7 +9,7 @@ The loss, over the trained tokens of a step, with a token's weight m (they depen
 Advantage and policy loss are those of the algorithm (`tuner.algorithms.spec`). Three policies may
 have a part: the one that sampled (its log-probs are recorded), the one that the step began with,
 `old`, and the one that is trained. Where the first two are the same, `old` is what was recorded and
-w = 1; else w = min(old / recorded, cap). Samples of another run's weights are never the same. `ref` is the frozen start.
+w = 1; else w = min(old / recorded, cap), as where another run sampled. `ref` is the frozen start.
 
 PPO's critic has a loss of its own (`tuner.training.critic`). Recorded log-probs equal the
 trainer's own for the same weights; the difference is reported each step
