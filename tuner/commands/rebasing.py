@@ -160,8 +160,6 @@ def _configuration(old: RunDirectory) -> RunConfig:
     Raises:
         ConfigError: Such a run cannot be rebased.
     """
-    from tuner.run.rebased import training_files
-
     layers = read_layers(old.config, stored=True)
     if layers.backend == "trinity":
         raise ConfigError(
@@ -184,7 +182,7 @@ def _configuration(old: RunDirectory) -> RunConfig:
             f"{old.path}: tuner.feedback_attempts is {config.tuner.feedback_attempts}, so the "
             "rollouts went on by what the old judge said, and are not those of another; start anew"
         )
-    first = next((path for _, path in training_files(old.traces)), None)
+    first = min(old.traces.glob("step_*.jsonl"), default=None)
     judged = first is not None and any(t.seconds.get("judge") for t in read_traces(first))
     if not judged and config.tuner.judge is None:
         raise ConfigError(
