@@ -316,6 +316,23 @@ def test_a_judge_of_groups_sees_the_groups_again(random_model_path, tmp_path):
     assert {row["workflow/size"] for row in found.result.history[1:]} == {3}
 
 
+async def asking(task, response, auxiliary_models):
+    said = await runs.ask(auxiliary_models["helper"], response + "?")
+    return await runs.judge(task, said)
+
+
+def test_a_judge_that_asks_a_model_asks_it_again(random_model_path, tmp_path):
+    """What a model says is drawn by the rollout's seed, so it says the same."""
+    helper = f"explorer.auxiliary_models=[{{name: helper, model_path: {random_model_path}}}]"
+    limit = "explorer.auxiliary_models.0.max_response_tokens=4"
+    config = runs.config(random_model_path, tmp_path, helper, limit, "buffer.total_steps=2")
+    run = tune(config, judge=asking)
+    assert len({r for row in run.history for n, r in row.items() if n == "reward/mean"}) == 2
+    found = again(run.run_dir, asking, never)
+    assert found.record.first_changed is None
+    assert found.record.evaluations_changed == 0
+
+
 def test_a_judge_that_fails_gives_no_reward_and_one_that_had_failed_may(mistaken, tmp_path):
     """Neither is reward 0: how a rollout ended is what the new judge makes of it."""
     run = copied(mistaken.run_dir, tmp_path)
