@@ -1,9 +1,9 @@
 """The judge was wrong: how much sampling a rebased run saves, and what it learns, over three seeds.
 
-The repository's `config.yaml`, of whose tasks a third get a reward with the wrong sign. The run
-with that judge is rebased with the right one (`tuner rebase`) and compared with the run that had
-the right one from its beginning: greedy accuracy on the held-out problems, and tokens sampled for
-training.
+The repository's `config.yaml`. A third of its problems take three operations, and to these the
+wrong judge gives the reward with the other sign. The run with that judge is rebased with the right
+one (`tuner rebase`) and compared with the run that had the right one from its beginning: greedy
+accuracy on the held-out problems, and tokens sampled for training.
 
     python benchmarks/rebase.py [SEED ...] [--least SHARE]
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hashlib
 import os
 import sys
 import tempfile
@@ -41,10 +40,9 @@ from tuner.traces import read_traces  # noqa: E402
 
 
 async def wrong(task: dict[str, Any], response: Any, auxiliary_models: Any) -> JudgeOutput:
-    """As the right one, with the other sign for every third task."""
+    """As the right one, with the other sign where a problem takes three operations."""
     right = await example.judge_function(task, response, auxiliary_models)
-    number = int(hashlib.sha256(task["question"].encode()).hexdigest(), 16)
-    return JudgeOutput(reward=right.reward if number % 3 else -right.reward)
+    return JudgeOutput(reward=-right.reward if task["answer"].count("<<") == 3 else right.reward)
 
 
 def accuracy(result: TuneResult) -> float:
@@ -105,7 +103,7 @@ def of_seed(seed: int, folder: Path, least: float) -> list[Row]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("seeds", nargs="*", type=int, default=SEEDS)
-    parser.add_argument("--least", type=float, default=0.5, help="as --min-effective-samples")
+    parser.add_argument("--least", type=float, default=0.9, help="as --min-effective-samples")
     parser.add_argument("--folder", type=Path, help="where the runs stay")
     given = parser.parse_args(arguments)
     rows: list[Row] = []

@@ -27,7 +27,7 @@ def rebase(
             metavar="SHARE",
             help="What the tokens recorded for a step must be worth to the weights that it trains.",
         ),
-    ] = 0.5,
+    ] = 0.9,
 ) -> None:
     """The judge was wrong: score a run's rollouts again, and train on from what this changes.
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tuner.run.directory import RunDirectory
     from tuner.run.rebased import RebaseRecord
 
-LEAST = 0.5
+LEAST = 0.9
 """Of the tokens what they must be worth, where nobody says it."""
 Function = Callable[..., Any]
 
