@@ -5,7 +5,7 @@ wrong judge gives the reward with the other sign. The run with that judge is reb
 one (`tuner rebase`) and compared with the run that had the right one from its beginning: greedy
 accuracy on the held-out problems, and tokens sampled for training.
 
-    python benchmarks/rebase.py [SEED ...] [--least SHARE]
+    python benchmarks/rebase.py [SEED ...] [--folder FOLDER]
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def accuracy(result: TuneResult) -> float:
     return fmean(asyncio.run(rewards()))
 
 
-def of_seed(seed: int, folder: Path, least: float) -> list[Row]:
+def of_seed(seed: int, folder: Path) -> list[Row]:
     """Three runs of one seed, and what they say."""
 
     def run(judge: Any, name: str) -> TuneResult:
@@ -77,7 +77,6 @@ def of_seed(seed: int, folder: Path, least: float) -> list[Row]:
         mistaken.run_dir,
         example.judge_function,
         workflow=example.run_react_agent,
-        min_effective_samples=least,
     )
     print(found)
     used = found.record.tokens("kept", "again")
@@ -103,13 +102,12 @@ def of_seed(seed: int, folder: Path, least: float) -> list[Row]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("seeds", nargs="*", type=int, default=SEEDS)
-    parser.add_argument("--least", type=float, default=0.9, help="as --min-effective-samples")
     parser.add_argument("--folder", type=Path, help="where the runs stay")
     given = parser.parse_args(arguments)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for seed in given.seeds:
-            rows += of_seed(seed, given.folder or Path(folder), given.least)
+            rows += of_seed(seed, given.folder or Path(folder))
     report("rebase", rows, ["torch", "transformers", "agentscope"])
 
 

@@ -31,7 +31,7 @@ from tuner.run.metrics import (
     time_split,
     tree_metrics,
 )
-from tuner.run.rebased import Rebased, read_rebase, sentences
+from tuner.run.rebased import Rebased, sentences
 from tuner.run.record import RunRecord
 from tuner.traces import Trace
 from tuner.training import Batch, Effective, RecordedBatch, TeacherPrompt, build_batch
@@ -112,10 +112,7 @@ class RolloutSource(Source):
         self._costs_said = any(row.get(RECOMPUTED) for row in record.recent)
         self._advised: tuple[int | None, int] | None = None
         self._tasks, self._rollouts = tasks, rollouts
-        rebased = read_rebase(record.directory)
-        self._rebased = rebased and Rebased(
-            record.directory, rebased, batch=config.buffer.batch_size
-        )
+        self._rebased = Rebased.of(record.directory, batch=config.buffer.batch_size)
         self._begin(record.start)
 
     def _begin(self, start: int) -> None:
@@ -138,10 +135,9 @@ class RolloutSource(Source):
         found, rebased = await self._take(step, version), self._rebased
         if rebased is None:
             return found
-        assert found.traces is not None, "there are none of recorded rows alone"
         worth = None
-        if rebased.asks(step) and any(t.foreign_from is not None for t in found.traces):
-            assert isinstance(found.batch, Batch), "as above"
+        if rebased.asks(step, found.traces or ()):
+            assert isinstance(found.batch, Batch), "recorded rows have no traces"
             worth = await weigh(found.batch) if found.batch.rows else None
             if not rebased.goes_on(step, worth):
                 await self._groups.cancel()
@@ -151,9 +147,8 @@ class RolloutSource(Source):
                 found, worth = await self._take(step, version), None
         elif rebased.record.first_changed == step:
             rebased.goes_on(step, None)
-        return replace(
-            found, metrics=found.metrics | rebased.metrics(step, found.traces), worth=worth
-        )
+        metrics = found.metrics | rebased.metrics(step, found.traces or ())
+        return replace(found, metrics=metrics, worth=worth)
 
     async def _take(self, step: int, version: int) -> Found:
         config, groups, record = self._config, self._groups, self._record

@@ -61,7 +61,7 @@ def run(random_model_path, tmp_path_factory):
 def test_the_mended_judge_is_named_in_the_new_run_and_the_table_printed(run, said):
     root = run.run_dir.parents[1]
     mended = f"{root}/functions.py:judge"
-    options = ("--judge", mended, "--min-effective-samples", 0)
+    options = ("--judge", mended, "--min-effective-samples", 0, "--max-reused", 1)
     status, output, _ = said("rebase", run.run_dir, *options)
     assert not status
     assert "the first step in which a reward changed: 1" in output

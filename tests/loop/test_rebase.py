@@ -56,7 +56,7 @@ def again(run, judge=runs.judge, workflow=runs.workflow, **options):
         workflow=workflow,
         train_dataset=runs.TRAIN,
         eval_dataset={"held-out": runs.EVAL},
-        **options,
+        **{"max_reused": 1, **options},
     )
 
 
@@ -191,10 +191,21 @@ def test_samples_are_used_again_and_every_token_is_accounted_for(mistaken, clean
     ]
 
 
+def test_of_the_steps_after_the_change_as_many_are_sampled_anew_as_is_said(mistaken, tmp_path):
+    run = copied(mistaken.run_dir, tmp_path)
+    found = again(run, min_effective_samples=0, max_reused=0.6)
+    first = found.record.first_changed
+    used = int(0.6 * (7 - first))
+    assert used > 1
+    uses = [step.use for step in found.record.steps[first - 1 :]]
+    assert uses == ["again"] * used + ["anew"] * (7 - first - used)
+    assert "no more, since these are 60% of the steps (--max-reused); before step" in str(found)
+
+
 def test_a_rebased_run_that_is_killed_goes_on_to_the_same_weights(
     random_model_path, mistaken, reused, tmp_path
 ):
-    worth = [one.effective_tokens for one in reused.record.steps if one.effective_tokens]
+    worth = [one.effective_capped for one in reused.record.steps if one.effective_capped]
     least = sorted(worth)[0] + 1e-9  # so that it ends where they are worth least
     straight = again(copied(mistaken.run_dir, tmp_path / "straight"), min_effective_samples=least)
     ended = straight.record.ended

@@ -28,6 +28,13 @@ def rebase(
             help="What the tokens recorded for a step must be worth to the weights that it trains.",
         ),
     ] = 0.9,
+    max_reused: Annotated[
+        float,
+        typer.Option(
+            metavar="SHARE",
+            help="Of the steps from the first changed one on how many may be trained again.",
+        ),
+    ] = 0.5,
 ) -> None:
     """The judge was wrong: score a run's rollouts again, and train on from what this changes.
 
@@ -42,6 +49,7 @@ def rebase(
         workflow=workflow,
         name=name,
         min_effective_samples=min_effective_samples,
+        max_reused=max_reused,
         overrides=overrides or [],
     )
     typer.echo(result)

@@ -14,6 +14,7 @@ It has another name until it is complete, so a preparation that was killed is be
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -47,6 +48,7 @@ class Preparation:
         config: Of the new run.
         judge: The mended one.
         record: What is asked for; what is found is added.
+        total_steps: Length of the new run.
     """
 
     old: RunDirectory
@@ -54,6 +56,7 @@ class Preparation:
     config: RunConfig
     judge: Callable[..., Any]
     record: RebaseRecord
+    total_steps: int
 
     def __post_init__(self) -> None:
         self._batch = self.config.buffer.batch_size
@@ -179,8 +182,11 @@ class Preparation:
             if row["step"] < first
         )
         self.record.foreign_from = updates + 1
+        again = self.record.max_reused * (self.total_steps - first + 1)
+        self.record.last_again = first - 1 + max(1, math.floor(again))
         for _, path in training_files(to.traces):
-            kept, aside = [], []
+            kept: list[Trace] = []
+            aside: list[Trace] = []
             for trace in read_traces(path):
                 if self._step(trace) >= first:
                     trace = replace(trace, foreign_from=updates + 1)

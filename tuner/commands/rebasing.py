@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tuner.algorithms.spec import ADVANTAGES
 from tuner.config import RunConfig
 from tuner.config.load import checked, read_layers
+from tuner.data.order import planned_steps
 from tuner.errors import ConfigError, TunerError
 from tuner.functions.calling import check_judge_function
 from tuner.functions.loading import load_function, require_nothing_loads, without_collection
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 LEAST = 0.9
 """Of the tokens what they must be worth, where nobody says it."""
+MOST = 0.5
+"""Of the steps how many are trained again, likewise."""
 Function = Callable[..., Any]
 
 
@@ -57,6 +60,7 @@ def rebase(
     eval_dataset: Any = None,
     name: str | None = None,
     min_effective_samples: float = LEAST,
+    max_reused: float = MOST,
     overrides: Sequence[str] = (),
 ) -> Rebase:
     """Judge a run's recorded rollouts again, and train from the first step that this changes.
@@ -70,8 +74,10 @@ def rebase(
         train_dataset, eval_dataset: As `tune()` was given them; None: the configuration's.
         name: Name of the new run, beside the old one; `<run>-rebased`.
         min_effective_samples: What the tokens recorded for a step must be worth to the weights that
-            it trains, as a share of them: (sum w)^2 / (n sum w^2). From the first step on where
-            they are worth less, rollouts are made anew.
+            it trains, as a share of them: (sum w)^2 / (n sum w^2), with the weights that the loss
+            gives them. From the first step on where they are worth less, rollouts are made anew.
+        max_reused: Of the steps from the first changed one on at most so many are trained from what
+            was recorded, as a share; the others are for what the old policy never tried.
         overrides: `key=value` strings, of what may change in a run that goes on, and secrets.
 
     Raises:
@@ -82,11 +88,12 @@ def rebase(
         TrainingError: Training failed; the message is the diagnosis.
     """
     require_nothing_loads("rebase()")
-    if not 0 <= min_effective_samples <= 1:
-        raise ConfigError(
-            f"min_effective_samples is {min_effective_samples:g}: it is a share, from 0 (all of "
-            "the samples are used) to 1"
-        )
+    for option, share in (
+        ("min_effective_samples", min_effective_samples),
+        ("max_reused", max_reused),
+    ):
+        if not 0 <= share <= 1:
+            raise ConfigError(f"{option} is {share:g}: it is a share, from 0 to 1")
     old = _directory(Path(run))
     before = _configuration(old)
     called = load_function(judge, setting="--judge") if isinstance(judge, str) else judge
@@ -109,10 +116,14 @@ def rebase(
         "continue_from_checkpoint": True,
     }
     ready = replace(prepared, config=prepared.config.model_copy(update=where))
-    return outside_event_loop(lambda: _rebased(old, before, ready, min_effective_samples))
+    return outside_event_loop(
+        lambda: _rebased(old, before, ready, least=min_effective_samples, most=max_reused)
+    )
 
 
-def _rebased(old: RunDirectory, before: RunConfig, run: Run, least: float) -> Rebase:
+def _rebased(
+    old: RunDirectory, before: RunConfig, run: Run, *, least: float, most: float
+) -> Rebase:
     with without_collection():
         from tuner.commands.rebase_files import Preparation
         from tuner.loop import run_local
@@ -121,7 +132,10 @@ def _rebased(old: RunDirectory, before: RunConfig, run: Run, least: float) -> Re
 
     new = RunDirectory(run.config.run_dir)
     asked = RebaseRecord(
-        run=old.path.absolute(), judge=run.config.tuner.judge, min_effective_samples=least
+        run=old.path.absolute(),
+        judge=run.config.tuner.judge,
+        min_effective_samples=least,
+        max_reused=most,
     )
     if new.path.exists():
         _check_goes_on(new, asked)
@@ -129,7 +143,8 @@ def _rebased(old: RunDirectory, before: RunConfig, run: Run, least: float) -> Re
         _check_same(old, before, run)
         assert run.judge is not None, "there is the mended one"
         with held(old.path):
-            Preparation(old, new, run.config, run.judge, asked).make()
+            steps = planned_steps(run.config, len(run.train_tasks))
+            Preparation(old, new, run.config, run.judge, asked, steps).make()
     result = run_local(**vars(run), report=leave_report)
     record = read_rebase(new)
     assert record is not None, "it was written above"
@@ -227,6 +242,7 @@ def _check_goes_on(new: RunDirectory, asked: RebaseRecord) -> None:
         ("run", "RUN"),
         ("judge", "--judge"),
         ("min_effective_samples", "--min-effective-samples"),
+        ("max_reused", "--max-reused"),
     ):
         was, now = getattr(found, field_), getattr(asked, field_)
         if was != now:
@@ -244,10 +260,9 @@ def _check_same(old: RunDirectory, before: RunConfig, run: Run) -> None:
     from tuner.run.continuation import MAY_CHANGE_HERE, check_same_run
     from tuner.run.record import fingerprints
 
-    may_change = (*MAY_CHANGE_HERE, "tuner.judge")
-    named = before.tuner.workflow, run.config.tuner.workflow
-    if None in named:  # by an object that no file can name
-        may_change = (*may_change, "tuner.workflow")
+    # One that no file can name has none there.
+    named = None not in (before.tuner.workflow, run.config.tuner.workflow)
+    may_change = (*MAY_CHANGE_HERE, "tuner.judge", *(() if named else ("tuner.workflow",)))
     data = {"train": run.train_tasks, **run.eval_tasks}
     check_same_run(
         old,

@@ -28,6 +28,7 @@ from tuner.traces import Trace, read_traces
 from tuner.traces.store import trace_line, trace_to_json
 from tuner.training import Effective
 
+EFFECTIVE = ("effective_capped", "effective_tokens", "effective_calls", "effective_rollouts")
 Use = Literal["kept", "again", "anew", ""]
 
 
@@ -41,8 +42,9 @@ class RebasedStep(BaseModel):
         rollouts, tokens: Last attempts that were recorded, and tokens sampled for all attempts.
         use: "kept": it is before the first change; "again": trained again from what was recorded;
             "anew": sampled anew, and what was recorded is set aside; "": not yet decided.
-        effective_tokens, effective_calls, effective_rollouts: What those that are trained are worth
-            to the weights before the step, as a share; None where nobody asked.
+        effective_tokens, effective_capped, effective_calls, effective_rollouts: What those that are
+            trained are worth to the weights before the step, as shares (`Effective`); `capped`
+            decides. None where nobody asked.
     """
 
     step: int
@@ -52,6 +54,7 @@ class RebasedStep(BaseModel):
     tokens: int = 0
     use: Use = ""
     effective_tokens: float | None = None
+    effective_capped: float | None = None
     effective_calls: float | None = None
     effective_rollouts: float | None = None
 
@@ -63,6 +66,9 @@ class RebaseRecord(BaseModel):
         run: The other run's directory.
         judge: The mended judge, where it has a name.
         min_effective_samples: The least share of the tokens that they are to be worth.
+        max_reused: The largest share of the steps from the first changed one on that are trained
+            again, however much their samples are worth.
+        last_again: The step that this makes the last of them; None: no reward changed.
         first_changed: The first step in which a reward changed; None: none did.
         foreign_from: The first version of the weights that the runs do not share; likewise.
         trained: The last step that the other run trained.
@@ -76,6 +82,8 @@ class RebaseRecord(BaseModel):
     run: Path
     judge: str | None = None
     min_effective_samples: float
+    max_reused: float = 1.0
+    last_again: int | None = None
     first_changed: int | None = None
     foreign_from: int | None = None
     trained: int = 0
@@ -134,6 +142,16 @@ class Rebased:
         if record.ended is not None:  # it may have been killed meanwhile
             self._move(record.ended)
 
+    @staticmethod
+    def of(directory: RunDirectory, *, batch: int) -> Rebased | None:
+        """What a run's directory says of it; None where the run goes on from no other.
+
+        Raises:
+            TunerError: The file is damaged.
+        """
+        record = read_rebase(directory)
+        return None if record is None else Rebased(directory, record, batch=batch)
+
     def whole(self) -> set[int]:
         """The groups that were complete when the other run took them, which are still there."""
         last = self.record.trained
@@ -142,9 +160,11 @@ class Rebased:
         taken = BatchLog(self._directory.batches).read()
         return taken_until(taken, last, batch=self._batch)
 
-    def asks(self, step: int) -> bool:
-        """Whether what was recorded may be worth less than it was in the other run."""
-        return self.record.first_changed is not None and step > self.record.first_changed
+    def asks(self, step: int, traces: Sequence[Trace]) -> bool:
+        """Whether a step trains something that may be worth less than it was in the other run."""
+        first = self.record.first_changed
+        recorded = any(trace.foreign_from is not None for trace in traces)
+        return first is not None and step > first and recorded
 
     def goes_on(self, step: int, effective: Effective | None) -> bool:
         """Whether a step is trained from what was recorded; noted, so that it is decided once.
@@ -157,11 +177,13 @@ class Rebased:
         noted = self.record.of_step(step)
         if effective is not None:
             noted.effective_tokens = effective.tokens.share
+            noted.effective_capped = effective.capped.share
             noted.effective_calls = effective.calls.share
             noted.effective_rollouts = effective.rollouts.share
-        worth = effective is None or effective.tokens.share >= self.record.min_effective_samples
+        worth = effective is None or effective.capped.share >= self.record.min_effective_samples
+        last = self.record.last_again
         if noted.use == "":
-            noted.use = "again" if worth else "anew"
+            noted.use = "again" if worth and (last is None or step <= last) else "anew"
         self.write()
         return noted.use == "again"
 
@@ -181,7 +203,8 @@ class Rebased:
         taken = taken_until(log.read(), step - 1, batch=self._batch)
         self._directory.set_aside.mkdir(exist_ok=True)
         for planned, path in training_files(self._directory.traces):
-            kept, aside = [], []
+            kept: list[Trace] = []
+            aside: list[Trace] = []
             for trace in read_traces(path):
                 number = (planned - 1) * self._batch + trace.id.task
                 old = trace.foreign_from is not None and number not in taken
@@ -208,7 +231,7 @@ class Rebased:
             sampled[trace.foreign_from is not None] += trace.sampled_tokens
         found = {"rebase/reused": sampled[True] / max(1, sampled.total())}
         noted = {one.step: one for one in self.record.steps}.get(step)
-        for name in ("effective_tokens", "effective_calls", "effective_rollouts"):
+        for name in EFFECTIVE:
             value = getattr(noted, name, None)
             found |= {} if value is None else {f"rebase/{name}": value}
         return found
@@ -237,11 +260,12 @@ def table(record: RebaseRecord) -> str:
     from rich.table import Table
 
     shown = Table(title=f"rebase of {record.run.name}")
-    for name in ("step", "judged", "changed", "tokens", "worth: tokens", "calls", "rollouts", ""):
+    worth = ("worth: capped", "tokens", "calls", "rollouts")
+    for name in ("step", "judged", "changed", "tokens", *worth, ""):
         shown.add_column(name, justify="left" if not name else "right")
     for one in record.steps:
-        worth = (one.effective_tokens, one.effective_calls, one.effective_rollouts)
-        shares = ["" if share is None else f"{share:.3f}" for share in worth]
+        values = (getattr(one, name) for name in EFFECTIVE)
+        shares = ["" if share is None else f"{share:.3f}" for share in values]
         counts = (one.step, one.judged, one.changed, f"{one.tokens:,}")
         shown.add_row(*map(str, counts), *shares, _SAID[one.use])
     output = io.StringIO()
@@ -278,12 +302,15 @@ def sentences(record: RebaseRecord) -> list[str]:
         "that are trained again",
     ]
     if record.ended is not None:
-        share = record.of_step(record.ended).effective_tokens or 0.0
+        share = record.of_step(record.ended).effective_capped
+        worth = f"before step {record.ended} the tokens that were recorded for it were worth "
+        worth += "nothing" if share is None else f"{share:.3f} of theirs to the current weights"
+        why = f"{worth}, less than {record.min_effective_samples:g} (--min-effective-samples)"
+        if share is None or share >= record.min_effective_samples:
+            why = f"these are {record.max_reused:.0%} of the steps (--max-reused); {worth}"
         aside = sum(one.rollouts for one in record.steps if one.use == "anew")
         lines.append(
-            f"no more, since before step {record.ended} the tokens that were recorded for it were "
-            f"worth {share:.3f} of theirs to the current weights, less than "
-            f"{record.min_effective_samples:g} (--min-effective-samples): {aside:,} rollouts, "
-            f"{record.tokens('anew'):,} tokens, are in set_aside/"
+            f"no more, since {why}: {aside:,} rollouts, {record.tokens('anew'):,} tokens, are in "
+            "set_aside/"
         )
     return lines
