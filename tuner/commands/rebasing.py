@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from tuner.algorithms.spec import ADVANTAGES
 from tuner.config import RunConfig
 from tuner.config.load import checked, read_layers
-from tuner.data.order import planned_steps
 from tuner.errors import ConfigError, TunerError
 from tuner.functions.calling import check_judge_function
 from tuner.functions.loading import load_function, require_nothing_loads, without_collection
@@ -126,6 +125,7 @@ def _rebased(
 ) -> Rebase:
     with without_collection():
         from tuner.commands.rebase_files import Preparation
+        from tuner.data.order import planned_steps
         from tuner.loop import run_local
         from tuner.run.directory import RunDirectory, held
         from tuner.run.rebased import RebaseRecord, read_rebase
