@@ -59,6 +59,7 @@ def test_alone_it_says_what_there_is(capsys, monkeypatch):
         "export",
         "view",
         "replay",
+        "rebase",
         "rerun",
     ],
 )

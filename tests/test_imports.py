@@ -25,6 +25,7 @@ ORDER = [
     {"run"},
     {"assembly"},
     {"sources"},
+    {"recorded_sources"},
     {"loop"},
     {"settings"},
     {"tune"},

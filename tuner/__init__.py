@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tuner.chat_models import require_agentscope1, require_agentscope2
     from tuner.commands.evaluation import evaluate
+    from tuner.commands.rebasing import Rebase, rebase
     from tuner.commands.scores import Evaluation
     from tuner.config import RemoteModel, RunConfig
     from tuner.data.dataset import Dataset, DatasetConfig
@@ -57,6 +58,7 @@ _MODULES = {
     "tuner.chat_models": ("require_agentscope1", "require_agentscope2"),
     "tuner.cli": ("__version__",),
     "tuner.commands.evaluation": ("evaluate",),
+    "tuner.commands.rebasing": ("Rebase", "rebase"),
     "tuner.commands.scores": ("Evaluation",),
     "tuner.config": ("RemoteModel", "RunConfig"),
     "tuner.data.dataset": ("Dataset", "DatasetConfig"),
@@ -95,6 +97,7 @@ __all__ = [
     "MissingDependencyError",
     "ModelLoadError",
     "PromptTuneConfig",
+    "Rebase",
     "Rejected",
     "RemoteModel",
     "RunConfig",
@@ -112,6 +115,7 @@ __all__ = [
     "check_judge_function",
     "check_workflow_function",
     "evaluate",
+    "rebase",
     "recorded",
     "require_agentscope1",
     "require_agentscope2",

@@ -19,10 +19,10 @@ from tuner.data.order import planned_steps
 from tuner.data.recorded import Examples
 from tuner.functions.calling import where
 from tuner.gateway import SamplingDefaults
+from tuner.recorded_sources import batch_of, training_data
 from tuner.result import Verdict
 from tuner.rollout import StepPlan, collect
 from tuner.run.interrupts import run_async
-from tuner.sources import batch_of, training_data
 from tuner.traces import Outcome, Trace, TraceStore
 from tuner.training import Batch, PolicyTrainer, RecordedBatch, Row, build_batch
 from tuner.training.forward.activations import tokens_of_pass

@@ -21,6 +21,7 @@ from tuner.commands.arguments import (
     functions_of,
 )
 from tuner.commands.check_command import check
+from tuner.commands.rebase_command import rebase
 from tuner.commands.train_command import train
 from tuner.errors import ConfigError, TrainingError, TunerError
 from tuner.rerun.command import rerun
@@ -265,6 +266,7 @@ app.command(epilog="Example: tuner check config.yaml")(check)
 app.command(epilog="Example: tuner train checkpoints/p/run --config sft.yaml name=best")(train)
 app.command(epilog="Example: tuner compare checkpoints/p/small-lr checkpoints/p/large-lr")(compare)
 app.command(epilog="Example: tuner serve config.yaml --port 8700")(serve)
+app.command(epilog="Example: tuner rebase RUN --judge judges.py:mended")(rebase)
 app.command(epilog="Example: tuner rerun RUN train-3-0-2 --until 4")(rerun)
 
 

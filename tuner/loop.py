@@ -10,7 +10,8 @@
 
 A step that is interrupted at any point is taken up from what is on disk: the last checkpoint, and
 the traces of the steps after it. Recorded traces are trained again without generating, so no
-rollout that ended is lost and `save_interval` only decides how much training is repeated.
+rollout that ended is lost and `save_interval` only decides how much training is repeated. A run
+that goes on from the samples of another (`tuner.run.rebased`) trains them in the same way.
 
 With `synchronizer.sync_offset` collection runs ahead: training is in a thread, the engine has
 weights of its own, and `tuner.rollout.schedule` says what is begun when and what a step takes.
@@ -24,6 +25,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -37,6 +39,7 @@ from tuner.data.recorded import Examples
 from tuner.data.recorded_traces import History
 from tuner.errors import TrainingError
 from tuner.gateway import SamplingDefaults
+from tuner.recorded_sources import Data, RowSource, TraceSource, training_data, units
 from tuner.result import TuneResult
 from tuner.rollout import Rollouts, StepPlan
 from tuner.run.console import ConsoleMonitor
@@ -44,22 +47,16 @@ from tuner.run.directory import TRAINER_STATE, Report, reported
 from tuner.run.interrupts import run_async
 from tuner.run.metrics import evaluation_metrics
 from tuner.run.record import RunRecord, finished_result, open_directory
-from tuner.sources import (
-    Data,
-    RolloutSource,
-    RowSource,
-    Source,
-    TraceSource,
-    training_data,
-    units,
-)
+from tuner.sources import RolloutSource, Source
 from tuner.traces import Trace, TraceStore
 from tuner.training import (
     Batch,
+    Effective,
     OffPolicyBatch,
     PolicyTrainer,
     RecordedBatch,
     TooFewEffective,
+    effective_samples,
     off_policy_update,
     recorded_update,
 )
@@ -191,13 +188,18 @@ async def _steps(
         async with stack.training():
             return metrics | await aside(partial(source.held_out, trainer))
 
+    async def weigh(batch: Batch) -> Effective:
+        """What samples of another run's weights are worth to the trainer's."""
+        async with stack.training():
+            return await aside(partial(effective_samples, trainer, batch))
+
     started = time.perf_counter()
     if not record.recent and config.explorer.eval_on_startup and (metrics := await measured(0)):
         record.log(0, {**metrics, "time/step": time.perf_counter() - started})
 
     for step in record.remaining():
         started = time.perf_counter()
-        found = await source.take(step, trainer.step)
+        found = await source.take(step, trainer.step, weigh)
         idle, sync = time.perf_counter() - started, 0.0
         metrics = found.metrics
         last = step == record.total_steps
@@ -209,7 +211,7 @@ async def _steps(
             async with stack.training():
                 with timeline.span("training", version=trainer.step + 1):
                     try:
-                        changed = await aside(partial(update, trainer, found.batch))
+                        changed = await aside(partial(update, trainer, found.batch, found.worth))
                     except TooFewEffective:  # what was learned until here is kept
                         if step > record.start + 1:
                             await aside(partial(record.save, step - 1, trainer, stack.save_weights))
@@ -239,14 +241,22 @@ async def _steps(
             raise TrainingError(reason)
 
 
-def update(trainer: PolicyTrainer, batch: Batch | RecordedBatch) -> dict[str, float]:
-    """What the trainer does with a batch of rollouts, or of recorded data."""
+def update(
+    trainer: PolicyTrainer, batch: Batch | RecordedBatch, worth: Effective | None = None
+) -> dict[str, float]:
+    """What the trainer does with a batch of rollouts, or of recorded data.
+
+    Args:
+        worth: What the rollouts are worth to the weights, where that was asked before.
+    """
     if isinstance(batch, RecordedBatch):
         metrics = recorded_update(trainer, batch)
     elif isinstance(batch, OffPolicyBatch):
         metrics = off_policy_update(trainer, batch)
     else:
         scored = trainer.compute_ref_logp(trainer.compute_advantages(batch))
+        if worth is not None:  # which took the forward pass that the update needs
+            scored = replace(scored, proximal=worth.logp)
         metrics = trainer.ppo_update(scored)
     trainer.step_lr_scheduler()
     return metrics

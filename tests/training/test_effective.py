@@ -142,3 +142,43 @@ def test_what_nobody_sampled_is_refused():
     rows = (replace(batch.rows[0], logprobs=()), *batch.rows[1:])
     with pytest.raises(TrainingError, match="0 recorded log-probs: only what was sampled"):
         effective_of(replace(batch, rows=rows), on_policy(batch))
+
+
+@pytest.mark.parametrize("proximal", ["auto", "loglinear"])
+def test_samples_of_another_run_are_never_taken_for_those_of_the_same_version(proximal):
+    """Its versions count that run's updates, so the policy that the step begins with is computed,
+    and the loss weighed by it, as where that is asked for."""
+    traces = random_batch(6)
+    updated = {}
+    for name, asked, foreign in (
+        ("foreign", proximal, 0),
+        ("recomputed", "recompute", None),
+        ("own", proximal, None),
+    ):
+        batch = build_batch([replace(one, foreign_from=foreign) for one in traces])
+        settings = TrainerSettings(total_steps=9, lr=1e-2, proximal=asked)
+        trainer = PolicyTrainer(copy.deepcopy(tiny_model()), settings)
+        assert {version for row in batch.rows for version in row.versions} == {trainer.step}
+        metrics = trainer.ppo_update(trainer.compute_advantages(batch))
+        assert metrics["stale_fraction"] == pytest.approx(float(name == "foreign"))
+        updated[name] = trainer.model.state_dict()
+    same = {
+        name: all(torch.equal(one[key], updated["foreign"][key]) for key in one)
+        for name, one in updated.items()
+    }
+    assert same == {"foreign": True, "recomputed": True, "own": False}
+
+
+def test_weights_that_both_runs_have_are_no_other_run():
+    """Of a rollout that another run recorded, only tokens of versions from `foreign_from` on."""
+    calls = [
+        replace(call("a", [1], [2, 3], [-1.0, -1.0]), versions=(1, 2)),
+        replace(call("b", [1], [2, 3], [-1.0, -1.0]), versions=(2, 3)),
+    ]
+    traces = [
+        trace(0, 0, calls, reward=0.0, foreign_from=3),
+        trace(0, 1, calls, reward=1.0),
+    ]
+    batch = build_batch(traces)
+    assert [row.foreign for row in batch.rows] == [False, True, False, False]
+    assert batch.foreign

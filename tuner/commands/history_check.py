@@ -19,9 +19,9 @@ from tuner.check import (
 )
 from tuner.config import RunConfig
 from tuner.data.order import planned_steps
+from tuner.recorded_sources import training_data
 from tuner.result import Verdict
 from tuner.run.interrupts import run_async
-from tuner.sources import training_data
 from tuner.training import Batch, Effective, effective_samples
 from tuner.tune import Run
 
@@ -32,7 +32,7 @@ def check_history(run: Run) -> Verdict:
     Must be called where no event loop is running.
 
     Raises:
-        ModelLoadError, DatasetError, ConfigError: As `tuner.sources.training_data`.
+        ModelLoadError, DatasetError, ConfigError: As `tuner.recorded_sources.training_data`.
     """
     data = training_data(run.config, run.train_tasks, run.history)
     return run_async(_check(run, data)) if isinstance(data, Comparable) else check_run(run)

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from tuner.data.order import batch_indices
 from tuner.errors import TrainingError
 from tuner.gateway import SamplingDefaults
 from tuner.rollout.attempt import Again
-from tuner.rollout.batch_log import BatchLog
+from tuner.rollout.batch_log import BatchLog, taken_until
 from tuner.rollout.branching import Branching
 from tuner.rollout.limits import Ending
 from tuner.rollout.panel import panels_of
@@ -217,6 +217,7 @@ class TrainingGroups:
         total_steps: Length of the run.
         rollouts: Runs them; its store has what was recorded before.
         branching: Divides groups, where some of their rollouts begin inside others.
+        whole: Groups that are complete as they were recorded, whatever `branching` would do now.
         on_rollout: Called with each rollout that ended.
 
     Attributes:
@@ -235,6 +236,7 @@ class TrainingGroups:
         rollouts: Rollouts,
         on_rollout: Callable[[Trace], None],
         branching: Branching | None = None,
+        whole: Collection[int] = (),
     ) -> None:
         self._config = config
         self._tasks = tasks
@@ -266,14 +268,11 @@ class TrainingGroups:
             version=start,
             hold=max(self._taken, default=1) - 1,
         )
-        self._restore(start, total_steps)
+        self._restore(start, total_steps, whole)
 
-    def _restore(self, start: int, total_steps: int) -> None:
+    def _restore(self, start: int, total_steps: int, whole: Collection[int]) -> None:
         """Look at what is on disk: groups that no step has taken are not lost."""
-        trained: set[int] = set()
-        for step in range(1, start + 1):
-            planned = range((step - 1) * self._batch, step * self._batch)
-            trained.update(self._taken.get(step, planned))
+        trained = taken_until(self._taken, start, batch=self._batch)
         first = next(n for n in range(len(trained) + 1) if n not in trained) // self._batch + 1
         for step in range(first, total_steps + 1):
             for trace in self._rollouts.known("train", step):
@@ -284,7 +283,7 @@ class TrainingGroups:
         for number, traces in self._known.items():
             final = {trace.id for trace in traces if trace.final}
             versions = [v for t in traces for c in t.calls for v in c.versions]
-            if len(final) == self._repeat:
+            if len(final) == self._repeat or number in whole:
                 known = [trace for trace in traces if trace.id in final]
                 oldest = min(versions, default=total_steps)
                 complete[number] = (sorted(known, key=lambda t: (t.id, t.attempt)), oldest)

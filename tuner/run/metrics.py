@@ -133,13 +133,15 @@ def tree_metrics(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
-    """Updates between the weights that sampled a trained token and those that it trains.
+    """Updates between the weights that sampled a trained token and those that it trains; nobody can
+    count them where another run's weights did.
 
     Args:
         batch: What is trained.
         version: Updates that the weights have seen which it trains.
     """
-    ages = [version - sampled for row in batch.rows for sampled in row.versions]
+    own = [row for row in batch.rows if not row.foreign]
+    ages = [version - sampled for row in own for sampled in row.versions]
     if not ages:
         return {}
     return {"staleness/mean": _mean(ages), "staleness/max": max(ages)}

@@ -199,12 +199,7 @@ def open_directory(config: RunConfig, data: Mapping[str, Sequence[Task]]) -> Ite
     """
     path = config.run_dir if config.continue_from_checkpoint else free_name(config.run_dir)
     directory = RunDirectory(path)
-    fingerprint = {name: fingerprint_of(tasks) for name, tasks in data.items()}
-    adapter = config.model.lora_configs[0].path if config.model.lora_configs else None
-    paths = (config.model.model_path, config.model.critic_model_path, adapter)
-    for name, of_model in zip(WEIGHTS, paths, strict=True):
-        if of_model and (found := fingerprint_of_weights(Path(of_model))) is not None:
-            fingerprint[name] = found
+    fingerprint = fingerprints(config, data)
     with held(path):
         if directory.has_begun():
             check_same_run(
@@ -218,6 +213,17 @@ def open_directory(config: RunConfig, data: Mapping[str, Sequence[Task]]) -> Ite
         write_atomically(path / "data.json", json.dumps(fingerprint, indent=2))
         write_atomically(directory.config, config.to_yaml())
         yield directory
+
+
+def fingerprints(config: RunConfig, data: Mapping[str, Sequence[Task]]) -> dict[str, str]:
+    """What tells the rows of a run's datasets, and the weights that it begins with, from others."""
+    found = {name: fingerprint_of(tasks) for name, tasks in data.items()}
+    adapter = config.model.lora_configs[0].path if config.model.lora_configs else None
+    paths = (config.model.model_path, config.model.critic_model_path, adapter)
+    for name, of_model in zip(WEIGHTS, paths, strict=True):
+        if of_model and (weights := fingerprint_of_weights(Path(of_model))) is not None:
+            found[name] = weights
+    return found
 
 
 def finished_result(

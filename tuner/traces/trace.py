@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -111,6 +112,9 @@ class Trace:
         origin: Where it begins, if inside another rollout. The calls before that are there, as
             they were given back (`Call.replayed`).
         results: What recorded functions returned, in the order in which they did.
+        foreign_from: Where another run recorded it, from whose samples this one goes on (`tuner
+            rebase`), the first version of the weights that the two do not share: from there on
+            `Call.versions` count the updates of the other run. None: this run sampled it.
     """
 
     id: RolloutId
@@ -128,6 +132,7 @@ class Trace:
     started: float = 0.0
     origin: Origin | None = None
     results: tuple[FunctionResult, ...] = ()
+    foreign_from: int | None = None
 
     @property
     def sampled_tokens(self) -> int:
@@ -138,6 +143,11 @@ class Trace:
     def replayed_tokens(self) -> int:
         """Tokens of its calls that another rollout's script gave."""
         return sum(call.replayed for call in self.calls)
+
+    def is_foreign(self, versions: Sequence[int]) -> bool:
+        """Whether weights that this run never had sampled one of some tokens with these versions,
+        which rise."""
+        return self.foreign_from is not None and versions[-1] >= self.foreign_from
 
     @property
     def usage(self) -> Usage:

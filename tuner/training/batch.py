@@ -51,6 +51,8 @@ class Row:
             are trained.
         teacher_prompt_ids: What a teacher reads in place of `prompt_ids`; empty: the same.
         place: Index of its call among its rollout's, in order of commitment.
+        foreign: Whether weights that the trainer never had sampled some of it, those of another
+            run (`Trace.foreign_from`): `versions` then do not say how old it is.
     """
 
     call_id: str
@@ -67,6 +69,7 @@ class Row:
     begun: int = 0
     teacher_prompt_ids: tuple[int, ...] = ()
     place: int = 0
+    foreign: bool = False
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
@@ -106,6 +109,15 @@ class Batch:
     @property
     def trained_tokens(self) -> int:
         return sum(len(row.completion_ids) for row in self.rows)
+
+    @property
+    def foreign(self) -> bool:
+        """Whether weights that the trainer never had sampled some of it."""
+        return any(row.foreign for row in self.rows)
+
+    def stale(self, step: int) -> bool:
+        """Whether other weights than those that have seen `step` updates sampled some of it."""
+        return self.foreign or any(v != step for row in self.rows for v in row.versions)
 
     @property
     def call_N(self) -> Tensor:
@@ -256,6 +268,7 @@ def build_batch(
                     begun=start,
                     teacher_prompt_ids=taught and taught + call.completion_ids[:start],
                     place=place,
+                    foreign=trace.is_foreign(call.versions[start:stop]),
                 )
                 for start, stop in stretches
             ]

@@ -15,12 +15,16 @@ a token's weight has variance s^2, that of T tokens has about T s^2, and of n ro
 `n exp(-T s^2)` are left: with s = 0.1 and 1,000 tokens not one of a thousand. `calls` is between
 the two: what one decision of the agent is worth, given what it had read.
 
-Nothing is clipped here. A loss with a cap is less noisy than these numbers say, and biased by what
-the cap takes away.
+One token in 3,000 whose weight is 100 leaves a quarter of all the others. A loss that caps weights,
+as ours does, never sees it: its update has the noise that `capped` says, with the weights `min(w,
+cap)`, and a bias instead, by what the cap takes away. That is small while most weights are near 1,
+which is when `capped` is near 1: a token that the policy has left has a weight near 0, and each one
+that it took up in its place at most the cap.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -60,6 +64,8 @@ class Effective:
 
     Attributes:
         tokens, calls, rollouts: Of its trained tokens, and of the calls and rollouts that have any.
+        capped: Of its tokens with the weights that the loss gives them: at most its cap, and 0
+            where it rejects them. Without either as `tokens`.
         logp: The policy's log-probs, N tensors [T_row]; `ScoredBatch.proximal` takes them, so that
             nothing is computed twice.
         log_weights: Of each token `logp - recorded`, likewise, float64, on the CPU.
@@ -68,6 +74,7 @@ class Effective:
     tokens: EffectiveSize
     calls: EffectiveSize
     rollouts: EffectiveSize
+    capped: EffectiveSize
     logp: tuple[Tensor, ...]
     log_weights: tuple[Tensor, ...]
 
@@ -82,15 +89,29 @@ def effective_samples(trainer: PolicyTrainer, batch: Batch) -> Effective:
     Raises:
         TrainingError: A row has none: nobody sampled it.
     """
-    return effective_of(batch, trainer.compute_logp(batch))
+    settings = trainer.settings
+    return effective_of(
+        batch,
+        trainer.compute_logp(batch),
+        cap=settings.importance_cap,
+        rejection=settings.rejection,
+    )
 
 
-def effective_of(batch: Batch, logp: Iterable[Tensor]) -> Effective:
+def effective_of(
+    batch: Batch,
+    logp: Iterable[Tensor],
+    *,
+    cap: float | None = None,
+    rejection: tuple[float, float] | None = None,
+) -> Effective:
     """As `effective_samples`, of log-probs that are known.
 
     Args:
         batch: N rows.
         logp: The policy's log-probs of them, N tensors [T_row].
+        cap: What the loss bounds weights by; None: by nothing.
+        rejection: Bounds beyond which it leaves tokens out.
 
     Raises:
         TrainingError: A row has no log-probs that it was sampled with.
@@ -109,8 +130,10 @@ def effective_of(batch: Batch, logp: Iterable[Tensor]) -> Effective:
     )
     log_N = torch.tensor([float(each.sum()) for each in log_weights], dtype=torch.float64)
     rollout_N = torch.tensor([row.rollout for row in batch.rows], dtype=torch.long)
+    log_T = torch.cat(log_weights) if log_weights else log_N
     return Effective(
-        tokens=effective_size(torch.cat(log_weights) if log_weights else log_N),
+        tokens=effective_size(log_T),
+        capped=effective_size(_as_in_the_loss(log_T, cap, rejection)),
         calls=effective_size(_sums(log_N, batch.call_N)),
         rollouts=effective_size(_sums(log_N, rollout_N)),
         logp=found,
@@ -130,6 +153,16 @@ def effective_size(log_weights: Tensor) -> EffectiveSize:
     # The largest is 1, so that neither sum overflows or is 0.
     weights = (log_weights.double() - largest).exp()
     return EffectiveSize(float(weights.sum() ** 2 / (weights**2).sum()), count)
+
+
+def _as_in_the_loss(
+    log_T: Tensor, cap: float | None, rejection: tuple[float, float] | None
+) -> Tensor:
+    """Logarithms of the weights that the loss gives tokens (`tuner.training.loss`)."""
+    if rejection is not None:
+        low, high = rejection
+        log_T = log_T.masked_fill((log_T.exp() < low) | (log_T.exp() > high), -math.inf)
+    return log_T if cap is None else log_T.clamp(max=math.log(cap))
 
 
 def _sums(values_N: Tensor, index_N: Tensor) -> Tensor:

@@ -31,7 +31,8 @@ class Tokens:
         advantages_T: Advantages.
         weights_T: What each token weighs in the step's loss (`row_weights`).
         call_T: Index of each token's call, 0 .. `calls` - 1, which is one sequence.
-        staleness_T: Steps between the policy that sampled and the one that the step began with.
+        staleness_T: Steps between the policy that sampled and the one that the step began with; at
+            least 1 where the first is another run's.
         proximal_T: Log-probs under the policy that the step began with, where a forward pass was
             taken for them.
         ref_T: Log-probs under the reference, where there is one.
@@ -115,7 +116,7 @@ def _proximal(settings: TrainerSettings, tokens: Tokens) -> Tensor:
 
     For s = 0 it is the recorded log-prob. Source: AReaL's `prox_logp_method: loglinear`.
     """
-    if settings.proximal == "loglinear":
+    if settings.proximal == "loglinear" and tokens.proximal_T is None:
         behaviour_T = tokens.recorded_T
         alpha_T = tokens.staleness_T.clamp(min=0).to(behaviour_T)
         alpha_T = alpha_T / (alpha_T + 1)

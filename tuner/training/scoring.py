@@ -118,10 +118,12 @@ def tokens_of(
 
 
 def _staleness(row: Row, step: int) -> IntArray:
-    """Steps between the policy that sampled each token and the one of `step`, shape [T]."""
+    """Steps between the policy that sampled each token and the one of `step`, shape [T]; of a
+    foreign row at least 1, which is all that is known."""
     if not row.versions:
         return np.zeros(len(row.completion_ids), dtype=np.int64)
-    return step - np.array(row.versions, dtype=np.int64)
+    staleness = step - np.array(row.versions, dtype=np.int64)
+    return np.maximum(staleness, 1) if row.foreign else staleness
 
 
 def call_returns(

@@ -9,7 +9,7 @@ The loss, over the trained tokens of a step, with a token's weight m (they depen
 Advantage and policy loss are those of the algorithm (`tuner.algorithms.spec`). Three policies may
 have a part: the one that sampled (its log-probs are recorded), the one that the step began with,
 `old`, and the one that is trained. Where the first two are the same, `old` is what was recorded and
-w = 1; else w = min(old / recorded, cap). `ref` is the frozen start.
+w = 1; else w = min(old / recorded, cap), as where another run sampled. `ref` is the frozen start.
 
 PPO's critic has a loss of its own (`tuner.training.critic`). Recorded log-probs equal the
 trainer's own for the same weights; the difference is reported each step
@@ -240,10 +240,9 @@ class PolicyTrainer:
             return None
         if scored.proximal is not None:
             return scored.proximal
-        stale = any(version != self.step for row in batch.rows for version in row.versions)
-        if settings.proximal == "recompute" or (settings.proximal == "auto" and stale):
-            return self.compute_logp(batch)
-        return None
+        # What is between foreign weights and these is no number of updates.
+        wanted = {"auto": batch.stale(self.step), "loglinear": batch.foreign, "recompute": True}
+        return self.compute_logp(batch) if wanted.get(settings.proximal, False) else None
 
     def _update(self, scored: ScoredBatch, proximal: tuple[Tensor, ...] | None) -> dict[str, float]:
         totals, largest = self._forward.room.fitting(partial(self._gradients, scored, proximal))

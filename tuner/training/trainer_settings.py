@@ -69,7 +69,7 @@ class TrainerSettings:
         updates: Updates of the weights on each batch, one after the other.
         proximal: Where the log-probs of the policy that the step began with come from: those
             recorded, a forward pass, or the two interpolated; `auto` takes a forward pass where
-            a token was sampled by older weights.
+            a token was sampled by older weights, or those of another run.
         importance_cap: Bound of the weight proximal / behaviour; None: no weights.
         rejection: Tokens whose weight is outside these bounds do not count; None: all do.
     """
