@@ -92,7 +92,11 @@ class Front:
     async def _session(
         self, caller: Caller, method: str, path: str, headers: Mapping[str, str], body: bytes
     ) -> Session:
-        """The session that a request belongs to; the reader for what belongs to none."""
+        """The session that a request belongs to; the reader for what belongs to none.
+
+        Counts that an application asks for belong to none: they are without the reasoning that
+        `tuner.reasoning = keep` would put back.
+        """
         path = served_path(path)
         try:
             if caller.session is not None:
