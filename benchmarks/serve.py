@@ -91,9 +91,14 @@ def calls_of(sessions: int, seconds: float) -> int:
     return max(3, 2000 // sessions)
 
 
-async def measure(port: int, keys: Sequence[str], seconds: float) -> dict[str, float]:
-    """Calls per second, and what was added to `seconds` in milliseconds."""
-    count, rng = calls_of(len(keys), seconds), random.Random(0)
+async def measure(port: int, keys: Sequence[str], seconds: float, count: int) -> dict[str, float]:
+    """Calls per second, and what was added to `seconds` in milliseconds.
+
+    Args:
+        keys: Of the sessions.
+        count: How many calls each makes.
+    """
+    rng = random.Random(0)
 
     async def ask(key: str) -> list[float]:
         await asyncio.sleep(rng.uniform(0, seconds))  # not all at one moment, again and again
@@ -181,12 +186,12 @@ def measure_all(rounds: int, litellm: str) -> tuple[Found, float]:
 
 def measure_one(who: str, server: Running, seconds: float, found: Found) -> int:
     """Measure one server with each number of sessions; how many calls it answered."""
-    asyncio.run(measure(server.port, server.keys(4), 0.0))  # what is done when it is used first
-    count = 4 * calls_of(4, 0.0)
+    asyncio.run(measure(server.port, server.keys(8), seconds, 10))  # what is done when it is new
+    count = 80
     for sessions in SESSIONS:
         keys, before = server.keys(sessions), server.cpu
-        got = asyncio.run(measure(server.port, keys, seconds))
-        calls = sessions * calls_of(sessions, seconds)
+        each = calls_of(sessions, seconds)
+        got, calls = asyncio.run(measure(server.port, keys, seconds, each)), sessions * each
         got["cpu"] = 1000 * (server.cpu - before) / calls
         count += calls
         for metric in ("p50", "p99") if seconds else ("rate", "cpu"):

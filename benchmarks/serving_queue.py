@@ -7,10 +7,10 @@ Nothing is served here: what `benchmarks/serve.py` measured goes in. Sessions co
 (Poisson), and a session's calls all go to the server that opened it, so each server is a queue of
 its own: no idle one helps a busy one.
 
-- A **server's process** works on one call at a time, for 1/rate seconds, where the rate is the
-  measured one of 256 sessions with recording on disk: an M/G/1 queue. How far single calls are from
-  that mean is not measured apart; they are drawn from a log-normal distribution with the ratio of
-  p99 to p50 that was measured with one session at a time.
+- A **server's process** works on one call at a time, on a core of its own, for as long as it was
+  measured to compute for a call of 256 sessions, recording on disk: an M/G/1 queue. How far single
+  calls are from that mean is not measured apart; they are drawn from a log-normal distribution with
+  the ratio of p99 to p50 that was measured with one session at a time.
 - An **engine's replica** samples `slots` completions at a time, each at `tokens-per-second`; their
   lengths are log-normal with a mean of `tokens` and a coefficient of variation of 1: M/G/k. These
   three are assumptions, to be replaced by what your engine does on your GPUs.
@@ -34,7 +34,8 @@ from _report import RESULTS, Row, report
 
 Z99 = 2.3263
 """The 99th percentile of the normal distribution."""
-UTILISATIONS = (0.5, 0.7, 0.9)
+SERVERS_BUSY = (0.5, 0.7, 0.9)
+REPLICAS_BUSY = (0.9, 0.97)  # of 256 places some are free nearly always
 CALLS = 400_000
 """How many are simulated for each queue; the first tenth is not counted."""
 
@@ -44,12 +45,12 @@ class Measured:
     """What a server of one process did, from `benchmarks/results/serve.json`.
 
     Attributes:
-        rate: Calls per second.
+        seconds: What it computes for a call.
         spread: p99 over p50 of the latency of one session.
         stored: Bytes on disk for each call.
     """
 
-    rate: float
+    seconds: float
     spread: float
     stored: float
 
@@ -65,7 +66,7 @@ class Measured:
         ours = {(row["case"], row["metric"]): row["ours"] for row in rows}
         one = {name: ours["1 session", f"added latency, {name}, ms"] for name in ("p50", "p99")}
         return cls(
-            rate=ours["256 sessions", "calls/s"],
+            seconds=ours["256 sessions", "computed by the server, ms per call"] / 1000,
             spread=one["p99"] / one["p50"],
             stored=ours["on disk", "bytes per call"],
         )
@@ -133,18 +134,18 @@ def rows(options: argparse.Namespace, measured: Measured) -> list[Row]:
     ]
     sigma = math.log(max(measured.spread, 1.0)) / Z99
     seconds = options.tokens / options.tokens_per_second
-    for load in UTILISATIONS:
-        mean = 1 / measured.rate
-        waits = single_waits(rng, load * measured.rate, lognormal(rng, mean, sigma, CALLS))
+    for load in SERVERS_BUSY:
+        mean = measured.seconds
+        waits = single_waits(rng, load / mean, lognormal(rng, mean, sigma, CALLS))
         theory = pollaczek_khinchine(load, mean, squared_variation(sigma))
         case = f"server processes, {load:.0%} busy"
         found += [
-            Row(case, "how many", math.ceil(calls / (load * measured.rate))),
+            Row(case, "how many", math.ceil(calls * mean / load)),
             Row(case, "mean wait, ms", 1e3 * waits.mean(), "Pollaczek-Khinchine", 1e3 * theory),
             Row(case, "wait, p99, ms", 1e3 * float(np.quantile(waits, 0.99))),
         ]
     sigma = math.sqrt(math.log(2))  # a coefficient of variation of 1
-    for load in UTILISATIONS:
+    for load in REPLICAS_BUSY:
         rate = load * options.slots / seconds
         waits = pooled_waits(rng, rate, lognormal(rng, seconds, sigma, CALLS), options.slots)
         theory = allen_cunneen(load, seconds, 1.0, options.slots)
