@@ -53,7 +53,7 @@ AT_ONCE = 4
 """Sessions at the same time in each process."""
 MODEL = Path(__file__).parents[2] / "models" / "tiny_math"
 QUESTION = "Tom starts with 43 pens. He buys 35 more pens. How many pens does Tom have now?"
-TOKENS = 24
+TOKENS = 64
 RETRIES = 100
 """Of the libraries."""
 SECRET = re.compile(r"secret-\d+")
@@ -418,13 +418,19 @@ def wrong_with(used: Used, info: SessionInfo, calls: list[CallInfo], trace: Trac
 
 
 def broken_turns(trace: Trace) -> list[str]:
-    """Turns of a conversation that do not go on with the token ids of the one before."""
+    """Turns of a conversation that do not go on with the token ids of the one before.
+
+    A turn that was cut off, or has the end of its reasoning among its words, is another text for
+    the template, also at a server that nobody kills.
+    """
     calls = [call for call in trace.calls if not call.undelivered]
     return [
         f"{after.id} does not go on from {before.id}"
         for before, after in pairwise(calls)
         if (said := (*before.prompt_ids, *before.completion_ids))
         and after.prompt_ids[: len(said)] != said
+        and before.finish_reason != "length"
+        and "</think>" not in str(before.response.get("content"))
     ]
 
 

@@ -103,9 +103,7 @@ class Asking:
         return [one.id for one in self.server.store.sessions()]
 
 
-async def say(
-    client: openai.AsyncOpenAI, messages: list[dict[str, Any]], text: str, **asked: Any
-) -> Any:
+async def say(client: openai.AsyncOpenAI, messages: list[Any], text: str, **asked: Any) -> Any:
     """One turn: `messages` grow by what is said and answered; the raw response."""
     messages.append({"role": "user", "content": text})
     asked = {"max_tokens": 40, "temperature": 0, **asked}
