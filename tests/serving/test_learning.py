@@ -757,7 +757,7 @@ def test_a_servers_sessions_keep_their_arms_over_its_doors_and_after_a_restart(
                     await ask(url, session)
                     await session.reward(number % 2)
                     await session.end()
-                while (models := await client.models()).candidate is None:  # noqa: ASYNC110
+                while (models := await client.models()).candidate is None:
                     assert models.learning["failure"] is None
                     await asyncio.sleep(0.05)
                 sessions = [await client.open() for _ in range(16)]
