@@ -23,6 +23,7 @@ from tuner.commands.arguments import (
 from tuner.commands.check_command import check
 from tuner.errors import ConfigError, TrainingError, TunerError
 from tuner.rerun.command import rerun
+from tuner.serving.compare_command import compare
 from tuner.serving.serve_command import serve
 from tuner.templates import Template, create, missing
 
@@ -168,25 +169,6 @@ def evaluate(
         raise typer.Exit(FAILED)
 
 
-@app.command(epilog="Example: tuner compare checkpoints/p/small-lr checkpoints/p/large-lr")
-def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Two or more.")],
-    split: Annotated[
-        str | None,
-        typer.Option(
-            help="Whose tasks: train, or an evaluation set. None: all sets they have in common."
-        ),
-    ] = None,
-    tasks: Annotated[int, typer.Option(min=0, help="How many tasks of a split are shown.")] = 10,
-    as_json: AsJson = False,
-) -> None:
-    """Runs side by side: settings that differ, curves, and the rewards of the same tasks."""
-    from tuner.commands.comparison import compare
-
-    found = compare(runs, split=split)
-    typer.echo(found.model_dump_json(indent=2) if as_json else found.text(tasks))
-
-
 @app.command(epilog="Example: tuner doctor")
 def doctor(as_json: AsJson = False) -> None:
     """Python, GPU, libraries and extras: what works here, why not, and what would mend it."""
@@ -279,6 +261,7 @@ def replay(
 
 
 app.command(epilog="Example: tuner check config.yaml")(check)
+app.command(epilog="Example: tuner compare checkpoints/p/small-lr checkpoints/p/large-lr")(compare)
 app.command(epilog="Example: tuner serve config.yaml --port 8700")(serve)
 app.command(epilog="Example: tuner rerun RUN train-3-0-2 --until 4")(rerun)
 

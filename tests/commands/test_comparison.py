@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.viewer.stored import small, store_run
-from tuner.commands.comparison import compare, sparkline
-from tuner.errors import TunerError
+from tuner.commands.comparison import compare, prove, sparkline
+from tuner.errors import ProofError, TunerError
+from tuner.run.proof import Plan
 from tuner.traces import Outcome, RolloutId
 
 
@@ -128,3 +129,64 @@ def test_the_command_prints_tables_or_json(runs, said):
 def test_what_cannot_be_compared_is_said(runs, given, split, message):
     with pytest.raises(TunerError, match=message):
         compare(given(*runs), split=split)
+
+
+@pytest.fixture
+def evaluations(tmp_path):
+    """Two evaluations of 120 tasks: a quarter became better, and one failed."""
+    old = [[float(task % 2)] for task in range(120)]
+    new = [[1.0] if task % 4 == 0 else reward for task, reward in enumerate(old)]
+    return (
+        store_run(tmp_path / "old", evaluated(1, old)),
+        store_run(tmp_path / "new", evaluated(2, [*new[:-1], [None]])),
+    )
+
+
+def test_a_proof_is_of_pairs_and_leaves_out_what_has_no_reward(evaluations):
+    found = prove(evaluations, Plan(effect=0.2))
+    assert (found.runs, found.split, found.steps) == (("old", "new"), "held", (1, 2))
+    assert (found.without_reward, found.decision.sessions) == (1, 119)
+    assert found.decision.verdict == "promote"
+    assert found.decision.estimate == pytest.approx(30 / 119)
+    assert prove(evaluations[::-1], Plan(effect=0.2)).decision.verdict == "keep"
+
+
+def test_the_order_of_pairs_has_nothing_to_do_with_rewards(evaluations, tmp_path):
+    """`compare` has the tasks first that differ most; bets on such an order would win anything."""
+    old = [[0.5]] * 60
+    mixed = [[0.5 + (0.4 if task < 30 else -0.4)] for task in range(60)]
+    pair = [
+        store_run(tmp_path / "a", evaluated(1, old)),
+        store_run(tmp_path / "b", evaluated(1, mixed)),
+    ]
+    decision = prove(pair, Plan(effect=0.2)).decision
+    assert decision.estimate == pytest.approx(0)
+    assert decision.verdict != "promote"
+
+
+def test_the_command_proves_or_says_why_not(evaluations, runs, said):
+    status, output, _ = said("compare", *evaluations, "--proof", "--effect", "0.2")
+    assert not status
+    assert output.startswith("new (step 2) against old (step 1) on held\n1 tasks left out")
+    assert "promote: the candidate is better by more than 0." in output
+    _, output, _ = said("compare", *evaluations, "--proof", "--effect", "0.2", "--json")
+    assert json.loads(output)["decision"]["verdict"] == "promote"
+    status, _, error = said("compare", evaluations[0], "--proof", "--effect", "0.2")
+    assert status == 2
+    assert "1 runs are given: a proof is of two" in error
+    status, _, error = said(
+        "compare", *evaluations, "--proof", "--effect", "0.2", "--rewards", "0.5", "1"
+    )
+    assert "reward 0.0 of the" in error
+
+
+def test_a_decision_is_of_one_evaluation_set(tmp_path):
+    both = [
+        store_run(
+            tmp_path / name, [*evaluated(1, [[1.0]], "held"), *evaluated(1, [[1.0]], "other")]
+        )
+        for name in "ab"
+    ]
+    with pytest.raises(ProofError, match=r"have (held, other|other, held) in common"):
+        prove(both, Plan(effect=0.2))
+    assert prove(both, Plan(effect=0.2), split="other").decision.sessions == 1

@@ -1,7 +1,8 @@
-"""`tuner compare`: runs side by side: settings that differ, curves, and the same tasks."""
+"""`tuner compare`: runs side by side: settings that differ, curves, and the same tasks; a proof."""
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 from collections import Counter
@@ -13,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from tuner.data.dataset import row_text
-from tuner.errors import TunerError
+from tuner.errors import ProofError, TunerError
 from tuner.run.directory import RunDirectory
 from tuner.run.estimates import Estimate, estimate
+from tuner.run.proof import Comparison as Proving
+from tuner.run.proof import Decision, Plan
 from tuner.run.summary import differing_settings, read_run
 from tuner.traces import Trace, read_traces
 
@@ -157,6 +160,75 @@ def compare(paths: Sequence[Path], *, split: str | None = None) -> Comparison:
         curves=_curves([one.metrics for one in read]),
         tasks={one: _tasks([files[one] for files in found]) for one in splits},
     )
+
+
+class Proof(BaseModel):
+    """Whether the second run is better than the first, task by task.
+
+    Attributes:
+        runs: Their names.
+        split: Whose tasks.
+        steps: The steps of the rollouts.
+        without_reward: Tasks of which a run has no reward, and that say nothing.
+        decision: What the others prove; `expected_more` counts tasks.
+    """
+
+    runs: tuple[str, str]
+    split: str
+    steps: tuple[int, int]
+    without_reward: int
+    decision: Decision
+
+    def text(self) -> str:
+        """For people."""
+        (old, new), (first, last) = self.runs, self.steps
+        lines = [f"{new} (step {last}) against {old} (step {first}) on {self.split}"]
+        if self.without_reward:
+            lines.append(f"{self.without_reward} tasks left out: a run has no reward of them")
+        return "\n".join([*lines, self.decision.text])
+
+
+def prove(paths: Sequence[Path], plan: Plan, *, split: str | None = None) -> Proof:
+    """Whether the second of two runs is better than the first on the tasks that both have.
+
+    Args:
+        paths: Two directories, as in `compare`.
+        plan: What is to be proven.
+        split: Whose tasks; None: those of the one evaluation set that both have.
+
+    Raises:
+        ProofError: There are not two runs, they have several evaluation sets in common, or a
+            reward is outside of the plan's range.
+        TunerError: As `compare`.
+    """
+    if len(paths) != 2:
+        raise ProofError(f"{len(paths)} runs are given: a proof is of two, what serves first")
+    found = compare(paths, split=split)
+    if len(found.tasks) != 1:
+        raise ProofError(
+            f"the runs have {', '.join(found.tasks) or 'no tasks'} in common, and a decision is of "
+            "one set: name it with --split"
+        )
+    ((name, tasks),) = found.tasks.items()
+    proving, without_reward = Proving(plan), 0
+    for row in sorted(tasks.common, key=_place):
+        serving, candidate = row.rewards
+        if serving is None or candidate is None:
+            without_reward += 1
+        else:
+            proving.add_pair(serving, candidate)
+    return Proof(
+        runs=(found.runs[0], found.runs[1]),
+        split=name,
+        steps=(tasks.steps[0], tasks.steps[1]),
+        without_reward=without_reward,
+        decision=proving.decision(),
+    )
+
+
+def _place(row: TaskRewards) -> str:
+    """Sorts tasks in an order that has nothing to do with their rewards."""
+    return hashlib.sha256(row_text(row.task).encode()).hexdigest()
 
 
 def _curves(

@@ -33,13 +33,17 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-_BETS = np.array([0.25, 0.5, 1.0, 2.0, 4.0])
-_WEIGHTS = np.array([0.05, 0.15, 0.5, 0.2, 0.1])
-"""Multiples of the bet that the plan asks for, and the wealth that begins with each."""
+_BETS = np.array([0.0, 0.25, 0.5, 1.0, 2.0, 4.0])
+_WEIGHTS_SB = np.array([[0.2, 0.04, 0.12, 0.4, 0.16, 0.08], [0.0, 0.05, 0.15, 0.5, 0.2, 0.1]])
+"""Multiples of the bet that the target asks for, and the wealth that begins with each, by side.
+Against "at most m" a fifth is never bet: it takes a few more sessions, and what happens by chance
+stays clear of alpha."""
 _MOST = 0.8
 """Of its wealth a gambler never bets more than this against the worst that may come."""
 _BELIEVED = 4
 """For as many sessions the score's spread counts as the largest that is usual."""
+_LARGEST, _SMALLEST = 1e300, 1e-200
+"""Wealth above is cut and below lost: what is proven is proven, and processors slow down there."""
 _HALVINGS = 24
 """Of the range in which a bound is looked for."""
 
@@ -62,8 +66,8 @@ class Evidence:
     ) -> None:
         shape = comparisons, len(hypotheses_M), 2
         self.hypotheses_M = hypotheses_M
-        self.log_wealth_DMSB = np.broadcast_to(np.log(_WEIGHTS), (*shape, len(_BETS))).copy()
-        self.peak_DMS = np.zeros(shape)
+        self.wealth_DMSB = np.broadcast_to(_WEIGHTS_SB, (*shape, len(_BETS))).copy()
+        self.peak_DMS = np.ones(shape)  # the largest e-values so far
         self.sessions = 0
         self.rewards_D = np.full(comparisons, 0.5)  # with one session in the middle of the range
         self.scores_D = np.zeros(comparisons)
@@ -73,8 +77,8 @@ class Evidence:
     @property
     def bets_DB(self) -> Floats:
         """What is bet next, where the worst that may come allows it."""
-        kelly_D: Floats = self._target / self.spread_D
-        return kelly_D[:, None] * _BETS
+        bets_DB: Floats = (self._target / self.spread_D)[:, None] * _BETS
+        return bets_DB
 
     @property
     def spread_D(self) -> Floats:
@@ -83,10 +87,10 @@ class Evidence:
         return spread
 
     @property
-    def log_e_DMS(self) -> Floats:
-        """Logarithm of the e-value against each hypothesis, now."""
-        log_e: Floats = np.logaddexp.reduce(self.log_wealth_DMSB, axis=-1)
-        return log_e
+    def e_DMS(self) -> Floats:
+        """The e-value against each hypothesis, now."""
+        e_values: Floats = self.wealth_DMSB.sum(axis=-1)
+        return e_values
 
     def add_sessions(self, candidate_D: NDArray[np.bool_], reward_D: Floats, share: float) -> None:
         """One session of each comparison.
@@ -120,8 +124,10 @@ class Evidence:
         )
         most_DMS = _MOST / np.maximum(loss_DMS, 1e-12)
         bets_DMSB = np.minimum(self.bets_DB[:, None, None, :], most_DMS[..., None])
-        self.log_wealth_DMSB += np.log1p(bets_DMSB * gain_DMS[..., None])
-        np.maximum(self.peak_DMS, self.log_e_DMS, out=self.peak_DMS)
+        self.wealth_DMSB *= 1 + bets_DMSB * gain_DMS[..., None]
+        np.minimum(self.wealth_DMSB, _LARGEST, out=self.wealth_DMSB)
+        self.wealth_DMSB[self.wealth_DMSB < _SMALLEST] = 0.0
+        np.maximum(self.peak_DMS, self.e_DMS, out=self.peak_DMS)
         self.scores_D += score_D
         self.squares_D += score_D**2
         self.sessions += 1
@@ -132,7 +138,7 @@ def lower_bounds(scores_DN: Floats, *, alpha: float) -> Floats:
 
     Scores are never below -1 and may be as large as they like: a gambler who bets on large ones
     loses no more than what the smallest one takes. What is bet is k * sqrt(2 log(1 / alpha) /
-    (N E[score^2])), which is best for N of them (Waudby-Smith and Ramdas, section 3.2).
+    (N E[score^2])), as Waudby-Smith and Ramdas bet where N is known.
 
     Args:
         scores_DN: N scores of each of D series, in an order that has nothing to do with them.
@@ -157,7 +163,7 @@ def _most_won(scores_DN: Floats, bets_DN: Floats, m_D: Floats) -> Floats:
     """Logarithm of the most that was ever won against "the mean is at most m"."""
     most_D = _MOST / (m_D + 1)
     log_wealth_DN = np.full(scores_DN.shape, -np.inf)
-    for multiple, weight in zip(_BETS, _WEIGHTS, strict=True):
+    for multiple, weight in zip(_BETS[1:], _WEIGHTS_SB[1, 1:], strict=True):
         bet_DN = np.minimum(multiple * bets_DN, most_D[:, None])
         won_DN = np.cumsum(np.log1p(bet_DN * (scores_DN - m_D[:, None])), axis=1)
         np.logaddexp(log_wealth_DN, np.log(weight) + won_DN, out=log_wealth_DN)

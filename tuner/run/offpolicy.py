@@ -136,10 +136,7 @@ def off_policy(
         ProofError: There are no two sessions, a reward is outside of the plan's range, a log-ratio
             is nan, or a session has values, but not one for each call.
     """
-    if len(sessions) < 2:
-        raise ProofError(
-            f"{len(sessions)} logged sessions say nothing (left out: {dict(left_out or {})})"
-        )
+    check_enough(len(sessions), left_out or {})
     for session in sessions:
         _check(session, plan)
     log_N = np.clip([sum(one.log_ratios) for one in sessions], -_FARTHEST, _FARTHEST)
@@ -164,6 +161,16 @@ def off_policy(
     return _estimated(sessions, plan, seen, weights_N, rewards_N, tasks_N, parts_N, clip)
 
 
+def check_enough(sessions: int, left_out: Mapping[str, int]) -> None:
+    """
+    Raises:
+        ProofError: There are no two sessions.
+    """
+    if sessions < 2:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items()) or "none"
+        raise ProofError(f"{sessions} logged sessions say nothing (left out: {reasons})")
+
+
 def effective(log_weights: Floats) -> float:
     """Effective sample size (sum w)^2 / sum w^2 (Kish 1965), from logarithms of weights."""
     if not len(log_weights):
@@ -173,7 +180,7 @@ def effective(log_weights: Floats) -> float:
 
 
 def _check(session: LoggedSession, plan: Plan) -> None:
-    plan.scaled(session.reward, "logged session")
+    plan.scaled(session.reward, "a logged session")
     if any(math.isnan(ratio) for ratio in session.log_ratios):
         raise ProofError(f"a session of task {session.task[:80]} has a log-ratio that is nan")
     if session.values and len(session.values) != len(session.log_ratios):
@@ -217,9 +224,10 @@ def _estimated(
     """The estimates and the interval, where weights say something."""
     clipped_N = np.minimum(weights_N, clip)
     baselines_N = _others(rewards_N, tasks_N)
-    robust_N = np.array(
-        [_robust(one, baseline) for one, baseline in zip(sessions, baselines_N, strict=True)]
-    )
+    robust_N = baselines_N + weights_N * (rewards_N - baselines_N)
+    for place, session in enumerate(sessions):
+        if session.values:
+            robust_N[place] = _robust(session)
     estimate = float(parts_N @ (robust_N - rewards_N))
     lower, upper = interval(weights_N, rewards_N, tasks_N, plan)
     verdict: Verdict = "not yet"
@@ -244,9 +252,10 @@ def _estimated(
     return found.model_copy(update={"text": _text(found, plan)})
 
 
-def _robust(session: LoggedSession, baseline: float) -> float:
-    """v_1 + sum_t w_1..t (v_t+1 - v_t), with the reward as the last value."""
-    values = [*(session.values or [baseline] * len(session.log_ratios)), session.reward]
+def _robust(session: LoggedSession) -> float:
+    """v_1 + sum_t rho_1..t (v_t+1 - v_t), with the reward as the last value; where the values are
+    one value v it is v + w (R - v)."""
+    values = [*session.values, session.reward]
     weights = np.exp(np.clip(np.cumsum(session.log_ratios), -_FARTHEST, _FARTHEST))
     return float(values[0] + weights @ np.diff(values))
 

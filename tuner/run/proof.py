@@ -25,6 +25,7 @@ from tuner.run.betting import Evidence, Floats
 Arm = Literal["serving", "candidate"]
 Verdict = Literal["promote", "keep", "not yet"]
 
+_CALLED = {"serving": "what serves", "candidate": "the candidate"}
 _FINE, _REACH, _COARSE = 12, 5, 40
 """Grid of the bounds: so many points an effect, so many effects around, and over the range."""
 
@@ -76,7 +77,7 @@ class Plan:
     def range(self) -> float:
         return self.high - self.low
 
-    def scaled(self, reward: float, arm: str) -> float:
+    def scaled(self, reward: float, whose: str) -> float:
         """A reward as a part of the range.
 
         Raises:
@@ -84,7 +85,7 @@ class Plan:
         """
         if not self.low <= reward <= self.high:  # nan included
             raise ProofError(
-                f"reward {reward} of the {arm} is outside of the plan's range [{self.low:g}, "
+                f"reward {reward} of {whose} is outside of the plan's range [{self.low:g}, "
                 f"{self.high:g}]: the proof holds for rewards within a range that is stated "
                 "before; state one that holds all rewards that can come"
             )
@@ -167,7 +168,7 @@ class Comparison:
         self.plan = plan
         self._paired: bool | None = None
         self._evidence = evidence_of(plan, _grid(plan))
-        self._of_arms = {"serving": [0.0, 0.0], "candidate": [0.0, 0.0]}
+        self._of_arms = {arm: [0.0, 0.0] for arm in _CALLED}
 
     def add(self, arm: Arm, reward: float, *, share: float | None = None) -> None:
         """A session that was judged.
@@ -181,12 +182,12 @@ class Comparison:
             ProofError: The reward is outside of the plan's range, the share no chance, the arm none
                 of the two, or there are pairs.
         """
-        if arm not in self._of_arms:
+        if arm not in _CALLED:
             raise ProofError(f"arm {arm!r} is neither 'serving' nor 'candidate'")
         chance = self.plan.share if share is None else share
         if not 0 < chance < 1:
             raise ProofError(f"share {chance} is not between 0 and 1")
-        scaled = self.plan.scaled(reward, arm)
+        scaled = self.plan.scaled(reward, _CALLED[arm])
         self._is_paired(False)
         self._evidence.add_sessions(np.array([arm == "candidate"]), np.array([scaled]), chance)
         self._count(arm, reward)
@@ -199,7 +200,8 @@ class Comparison:
         Raises:
             ProofError: A reward is outside of the plan's range, or there are single sessions.
         """
-        scaled = self.plan.scaled(candidate, "candidate") - self.plan.scaled(serving, "serving")
+        scaled = self.plan.scaled(candidate, _CALLED["candidate"])
+        scaled -= self.plan.scaled(serving, _CALLED["serving"])
         self._is_paired(True)
         self._evidence.add_pairs(np.array([scaled]))
         self._count("serving", serving)
@@ -211,9 +213,9 @@ class Comparison:
         lower, upper = self._bounds()
         at_margin, at_effect = self._places()
         verdict: Verdict = "not yet"
-        if evidence.peak_DMS[0, at_margin, 0] >= -math.log(plan.alpha):
+        if evidence.peak_DMS[0, at_margin, 0] >= 1 / plan.alpha:
             verdict = "promote"
-        elif evidence.peak_DMS[0, at_effect, 1] >= -math.log(1 - plan.power):
+        elif evidence.peak_DMS[0, at_effect, 1] >= 1 / (1 - plan.power):
             verdict = "keep"
         estimate = float(evidence.scores_D[0]) / max(1, evidence.sessions) * plan.range
         more = 0 if verdict != "not yet" else self._expected_more()
@@ -225,8 +227,8 @@ class Comparison:
             sessions=evidence.sessions,
             expected_more=more,
             text=self._text(verdict, estimate, (lower, upper), more),
-            e_value=_exp(float(evidence.log_e_DMS[0, at_margin, 0])),
-            p_value=_exp(-float(evidence.peak_DMS[0, at_margin, 0])),
+            e_value=float(evidence.e_DMS[0, at_margin, 0]),
+            p_value=1 / float(evidence.peak_DMS[0, at_margin, 0]),
         )
 
     def state(self) -> dict[str, Any]:
@@ -235,12 +237,12 @@ class Comparison:
         return {
             "plan": asdict(self.plan),
             "paired": self._paired,
-            "of_arms": self._of_arms,
+            "of_arms": {arm: list(counts) for arm, counts in self._of_arms.items()},
             "sessions": evidence.sessions,
             "rewards": evidence.rewards_D.tolist(),
             "scores": evidence.scores_D.tolist(),
             "squares": evidence.squares_D.tolist(),
-            "log_wealth": evidence.log_wealth_DMSB.tolist(),
+            "wealth": evidence.wealth_DMSB.tolist(),
             "peak": evidence.peak_DMS.tolist(),
         }
 
@@ -256,13 +258,13 @@ class Comparison:
             comparison._is_paired(state["paired"])
         comparison._of_arms = {arm: list(counts) for arm, counts in state["of_arms"].items()}
         evidence = comparison._evidence
-        log_wealth_DMSB = np.array(state["log_wealth"])
-        if log_wealth_DMSB.shape != evidence.log_wealth_DMSB.shape:
+        wealth_DMSB = np.array(state["wealth"])
+        if wealth_DMSB.shape != evidence.wealth_DMSB.shape:
             raise ProofError(
                 "the comparison was stored by another version of tuner, which bet otherwise: "
                 "begin it anew"
             )
-        evidence.log_wealth_DMSB, evidence.peak_DMS = log_wealth_DMSB, np.array(state["peak"])
+        evidence.wealth_DMSB, evidence.peak_DMS = wealth_DMSB, np.array(state["peak"])
         evidence.sessions = int(state["sessions"])
         evidence.rewards_D = np.array(state["rewards"])
         evidence.scores_D = np.array(state["scores"])
@@ -286,8 +288,8 @@ class Comparison:
     def _bounds(self) -> tuple[float, float]:
         """The largest refuted m of "at most m" and the smallest of "at least m", in rewards."""
         plan, grid_M = self.plan, self._evidence.hypotheses_M
-        refuted_M = self._evidence.peak_DMS[0, :, 0] >= -math.log(plan.alpha)
-        missed_M = self._evidence.peak_DMS[0, :, 1] >= -math.log(1 - plan.power)
+        refuted_M = self._evidence.peak_DMS[0, :, 0] >= 1 / plan.alpha
+        missed_M = self._evidence.peak_DMS[0, :, 1] >= 1 / (1 - plan.power)
         lower = grid_M[refuted_M].max(initial=-1.0) * plan.range
         upper = grid_M[missed_M].min(initial=1.0) * plan.range
         return float(lower), float(upper)
@@ -299,22 +301,24 @@ class Comparison:
         return int(np.searchsorted(grid_M, margin)), int(np.searchsorted(grid_M, effect))
 
     def _expected_more(self) -> int | None:
-        """Sessions until the first bet wins, if the difference is the estimate, drawn to the
-        planned effect while there are few."""
+        """Sessions until what is bet best wins, if the difference is the estimate, drawn to the
+        planned effect while there are few sessions; about right, and more rather than less."""
         plan, evidence = self.plan, self._evidence
         margin, effect = plan.margin / plan.range, plan.effect / plan.range
         spread, bets_B = float(evidence.spread_D[0]), evidence.bets_DB[0]
-        few = spread / (effect - margin) ** 2
+        few = spread / (effect - margin) ** 2 / 2
         likely = (float(evidence.scores_D[0]) + few * effect) / (evidence.sessions + few)
         found = []
-        at_margin, at_effect = self._places()
-        for side, place, gain, chance in (
-            (0, at_margin, likely - margin, plan.alpha),
-            (1, at_effect, effect - likely, 1 - plan.power),
+        for side, place, gain, chance in zip(
+            (0, 1),
+            self._places(),
+            (likely - margin, effect - likely),
+            (plan.alpha, 1 - plan.power),
+            strict=True,
         ):
-            missing_B = -math.log(chance) - evidence.log_wealth_DMSB[0, place, side]
-            growth_B = bets_B * gain - bets_B**2 * (spread + gain**2) / 2
-            found += [one / rate for one, rate in zip(missing_B, growth_B, strict=True) if rate > 0]
+            missing = -math.log(chance * max(float(evidence.e_DMS[0, place, side]), 1e-300))
+            growth = float((bets_B * gain - bets_B**2 * (spread + gain**2) / 2).max())
+            found += [missing / growth] if growth > 0 else []
         return max(1, math.ceil(min(found))) if found else None
 
     def _text(
@@ -355,8 +359,3 @@ def _grid(plan: Plan) -> Floats:
     apart = (np.abs(all_M - margin) > 1e-9) & (np.abs(all_M - effect) > 1e-9)
     inside = all_M[apart & (np.abs(all_M) <= 1)]
     return np.unique(np.concatenate([inside, [margin, effect]]))
-
-
-def _exp(value: float) -> float:
-    """exp without overflow."""
-    return math.exp(min(value, 700.0))

@@ -1,0 +1,3 @@
+"""The command line."""
+
+from tests.commands.conftest import said  # noqa: F401  # the fixture
