@@ -716,3 +716,69 @@ def test_a_served_model_learns_from_late_and_noisy_feedback_without_a_restart(tm
             assert row["tokens/sampled"] == row["tokens/trained"] + dropped
 
     run(work())
+
+
+def test_a_servers_sessions_keep_their_arms_over_its_doors_and_after_a_restart(
+    random_model_path, tmp_path
+):
+    settings = config(
+        random_model_path,
+        tmp_path,
+        "tuner.serving.canary=0.5",
+        "buffer.batch_size=4",
+        by="live",
+    )
+
+    def started():
+        directory = RunDirectory(settings.run_dir)
+        make_private(directory.path)
+        directory.create()
+        return running(learning_config(settings), directory, ADMIN_KEY, beside=learning({}))
+
+    async def ask(url, session):
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=session.key) as client:
+            await client.chat.completions.create(
+                model="served", messages=[{"role": "user", "content": session.id}]
+            )
+
+    async def versions(server):
+        """The versions that sampled each session, and its arm."""
+        ledger = server.live.onlooker.ledger
+        return {
+            one.id: (one.lowest, one.highest, ledger.arm(one.id)) for one in server.store.sessions()
+        }
+
+    async def before():
+        async with started() as server:
+            url = server.door.base_url.removesuffix("/v1")
+            async with AsyncClient(url, key=ADMIN_KEY) as client:
+                for number in range(4):
+                    session = await client.open()
+                    await ask(url, session)
+                    await session.reward(number % 2)
+                    await session.end()
+                while (models := await client.models()).candidate is None:
+                    assert models.learning["failure"] is None
+                    await asyncio.sleep(0.05)
+                sessions = [await client.open() for _ in range(16)]
+                for session in sessions:
+                    await ask(url, session)
+            return sessions, await versions(server)
+
+    async def after(sessions):
+        async with started() as server:
+            url = server.door.base_url.removesuffix("/v1")
+            for session in sessions:
+                await ask(url, session)
+            return await versions(server)
+
+    sessions, first = run(before())
+    second = run(after(sessions))
+    arms = set()
+    for session in sessions:
+        low, high, (candidate, arm) = first[session.id]
+        arms.add(arm)
+        assert candidate == 1
+        assert low == high == (1 if arm == "candidate" else 0)
+        assert second[session.id] == first[session.id]
+    assert arms == {"serving", "candidate"}
