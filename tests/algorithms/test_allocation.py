@@ -129,7 +129,7 @@ def test_an_advice_says_why_in_a_sentence():
         "times as much from a token as without branches. Getting there takes 18 tokens and going "
         "on 2, 97% of the return's variance is decided behind it, and 100% of the rollouts get "
     )
-    assert said.endswith("(learned from 300 rollouts and 300 forks, 4% of it still unknown)")
+    assert said.endswith("(learned from 300 rollouts and 300 forks, 3% of it still unknown)")
 
 
 def test_a_budget_of_rollouts_is_kept():
