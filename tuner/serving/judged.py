@@ -11,7 +11,6 @@ Algorithms that compare nothing inside a group (`ppo` with its critic) take each
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
@@ -23,7 +22,7 @@ from tuner.config import RunConfig
 from tuner.run.metrics import batch_metrics, has_signal, rollout_metrics, staleness_metrics
 from tuner.serving.serving_store import ServingStore
 from tuner.serving.stored import StoredSession
-from tuner.sources import Found, Source
+from tuner.sources import Found
 from tuner.traces import Call, RolloutId, Trace
 from tuner.training import Batch, TeacherPrompt, build_batch
 from tuner.training.batch import own_prompt, untrainable
@@ -104,7 +103,7 @@ class Taken(Found):
     sessions: tuple[str, ...] = ()
 
 
-class JudgedSource(Source):
+class JudgedSource:
     """Judged sessions of a store, each taken once.
 
     Args:
@@ -174,21 +173,16 @@ class JudgedSource(Source):
             spent=numbers("trained IS NOT NULL"),
         )
 
-    async def take(self, step: int, version: int) -> Taken:
-        """Wait until there is enough, and take it; what is too old altogether goes with it.
+    def taken(self, groups: Sequence[Sequence[StoredSession]], *, step: int, version: int) -> Taken:
+        """What an update trains on; what is too old altogether goes with it.
 
         The sessions stay where they are until they are marked.
 
         Args:
+            groups: As `ready` gives them.
             step: Number of the update.
             version: Updates that the weights have seen which it changes.
         """
-        while not (groups := self.ready()):  # noqa: ASYNC110  # the store tells nobody
-            await asyncio.sleep(LOOK)
-        return self.taken(groups, step=step, version=version)
-
-    def taken(self, groups: Sequence[Sequence[StoredSession]], *, step: int, version: int) -> Taken:
-        """What an update trains on: `groups`, as `ready` gives them; the others as of `take`."""
         config = self._config
         _, stale = self._judged()
         members = [(number, one) for number, group in enumerate(groups) for one in group]
@@ -223,9 +217,6 @@ class JudgedSource(Source):
             "calls/redacted": sum(one.redacted for one in sessions),
         }
         return Taken(batch, metrics, traces, sessions=tuple(one.id for one in sessions))
-
-    async def close(self) -> None:
-        pass
 
 
 def rewarded(trace: Trace) -> Trace:
