@@ -18,6 +18,7 @@ from tuner.serving.routing import LiveSessions
 
 logger = logging.getLogger(__name__)
 
+_GONE = 499  # the client left before there was an answer; nobody gets this
 _AFTER_THE_END = 0.05  # seconds until a request of an ended session is refused
 
 
@@ -52,7 +53,8 @@ class Front:
         self, method: str, path: str, headers: Mapping[str, str], body: bytes
     ) -> Reply | StreamReply:
         """As `Gateway.handle`, for keys of the store's sessions and applications."""
-        begun, who, session = time.perf_counter(), "nobody", None
+        begun, who, status = time.perf_counter(), "nobody", _GONE
+        session: Session | None = None
         reply: Reply | StreamReply
         try:
             caller = self._keys.caller(headers)
@@ -63,20 +65,23 @@ class Front:
             if session is not self._live.reader:
                 said = (*reply.headers, (self._header, session.id))
                 reply = replace(reply, headers=said)
+            status = reply.status if isinstance(reply, Reply) else 200
         except RequestError as error:
             if error.code == "session_sealed":  # agents that go on regardless, in a loop
                 await asyncio.sleep(_AFTER_THE_END)
             reply = self.refusal(path, headers, error)
+            status = error.status
         except Exception as error:
             logger.exception("a request failed before it reached its session")
             failed = RequestError(f"the server failed: {type(error).__name__}", status=500)
             reply = self.refusal(path, headers, failed)
-        seconds = time.perf_counter() - begun
-        status = reply.status if isinstance(reply, Reply) else 200
-        self._metrics.request(served_path(path), status, seconds)
-        if self._log:
-            of = None if session is None or session is self._live.reader else session.id
-            log_request(method, path, status, seconds, session=of, who=who)
+            status = reply.status
+        finally:
+            seconds = time.perf_counter() - begun
+            self._metrics.request(served_path(path), status, seconds)
+            if self._log:
+                of = None if session is None or session is self._live.reader else session.id
+                log_request(method, path, status, seconds, session=of, who=who)
         return reply
 
     def refusal(self, path: str, headers: Mapping[str, str], error: RequestError) -> Reply:
