@@ -225,6 +225,39 @@ def test_what_serves_changes_by_promotion_alone_and_goes_back_by_rollback(
     run(work())
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.lora_configs=[{name: own, lora_rank: 4, lora_alpha: 8}]",
+        "algorithm.algorithm_type=ppo",
+    ],
+)
+def test_an_adapter_and_a_critic_go_back_and_on_with_the_weights(
+    override, random_model_path, tmp_path
+):
+    async def work():
+        repeat = ["algorithm.repeat_times=1"] if "ppo" in override else []
+        settings = config(random_model_path, tmp_path, override, *repeat)
+        async with Server(settings) as server:
+            begin = server.weights()
+            for number in range(4):
+                await server.talk(f"question {number}", reward=number % 2)
+            await server.learner.turn()
+            first = server.weights()
+            await server.learner.turn()
+            assert await server.learner.rollback() == 1
+            assert same(first, server.weights())
+            assert same(first, server.weights("trained"))
+            assert not same(begin, first)
+        async with Server(settings) as server:
+            assert same(first, server.weights())
+            assert same(first, server.weights("trained"))
+            assert await server.learner.rollback() == 0
+            assert same(begin, server.weights())
+
+    run(work())
+
+
 def test_a_rollback_while_an_update_runs_leaves_that_update(random_model_path, tmp_path):
     async def work():
         async with Server(config(random_model_path, tmp_path)) as server:
