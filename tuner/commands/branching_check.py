@@ -15,7 +15,7 @@ from tuner.result import Verdict
 from tuner.rollout import Rollouts
 from tuner.rollout.attempt import Again
 from tuner.rollout.branching import Branching
-from tuner.rollout.where import Where, exploring
+from tuner.rollout.where import Where
 from tuner.run.interrupts import run_async
 from tuner.traces import Outcome, RolloutId, Trace
 from tuner.tune import Run
@@ -53,8 +53,8 @@ def check_branching(run: Run, *, tasks: int) -> Verdict:
 
 async def _check(run: Run, tasks: int, repeat: int) -> Verdict:
     config = run.config
-    divided = exploring(repeat)
-    where = Where(BranchingSection(ends=divided.ends, trunks=divided.trunks), repeat)
+    # It learns at the end, so until then each group explores.
+    where = Where(BranchingSection(where="best"), repeat)
     defaults = SamplingDefaults(
         **config.rollout_args(config.buffer.explorer_input.taskset).model_dump()
     )
