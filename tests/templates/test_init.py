@@ -9,7 +9,8 @@ import pytest
 
 from tests import forked
 from tests.test_command_line import said
-from tuner import cli, templates
+from tuner import templates
+from tuner.commands.arguments import functions_of
 from tuner.errors import ConfigError
 from tuner.templates import Template, create, missing
 
@@ -39,7 +40,7 @@ def test_a_template_trains(template, tmp_path):
 
 def test_its_file_names_its_functions(template, tmp_path):
     create(template, tmp_path)
-    workflow, judge, backend = cli._functions(tmp_path / "config.yaml", [])
+    workflow, judge, backend = functions_of(tmp_path / "config.yaml", [])
     assert callable(workflow)
     assert (judge is None) == (template is Template.QUEUE)  # whose environment judges
     assert backend == "local"
