@@ -122,10 +122,9 @@ class Keys:
             return Caller("admin", key)
         if (application := self._store.application_of_key(known)) is not None:
             return Caller("application", key, application=application)
-        try:
-            return Caller("session", key, session=self._store.session_of_key(known).id)
-        except LookupError:
-            raise unknown_key() from None
+        if (session := self._store.id_of_key(known)) is not None:
+            return Caller("session", key, session=session)
+        raise unknown_key()
 
 
 class Rates:

@@ -118,6 +118,11 @@ class ServingStore(Replies):
         """
         return self._one("key = ?", key)
 
+    def id_of_key(self, key: bytes) -> str | None:
+        """The id of the session whose key has this digest, or None: asked with each request."""
+        found = self.ask("SELECT id FROM sessions WHERE key = ?", key)
+        return found[0][0] if found else None
+
     def opening(self, key: bytes) -> bytes | None:
         """`opening` of the session whose key has this digest; None where it has none."""
         found: bytes | None = self.ask("SELECT opening FROM sessions WHERE key = ?", key)[0][0]
