@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 ALIKE = 1.0
 """a: how sure it is, without forks, that calls decide as much as their shares of the scores. At 0
 one call would decide all, at infinity each exactly its share; at 1, of two that are alike one does
-most of it, more often than not. Of 1, 1.5, 2 and 4 this had the least to lose on the bandits of
+most of it, more often than not. Of 1, 1.5 and 2 this had the least to lose on the bandits of
 `benchmarks/bandits.py` after 20 and 50 tasks."""
 _GRID = np.linspace(0.0, 1.0, 101)
 """The shares that are told apart; forks of thousands of tasks are not surer than a hundredth."""
