@@ -30,6 +30,7 @@ ORDER = [
     {"settings"},
     {"tune"},
     {"areal", "trinity", "viewer", "check", "templates"},
+    {"environments"},
     {"commands"},
     {"prompts", "rerun", "serving"},
     {"testing"},

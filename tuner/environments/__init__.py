@@ -1,0 +1,5 @@
+"""Environments in other people's formats, each as the workflow, judge and dataset of `tune()`."""
+
+from tuner.environments.seam import Environment, brought
+
+__all__ = ["Environment", "brought"]
