@@ -208,14 +208,16 @@ class _Endpoint:
             self._gateway.handle(scope["method"], scope["path"], headers, body)
         )
         gone = asyncio.ensure_future(_disconnected(receive))
+        gone.add_done_callback(lambda _: answer.cancel())
         try:
-            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if answer.done():
-                reply = answer.result()
-                if isinstance(reply, StreamReply):
-                    await _send_events(reply, gone, send)
-                else:
-                    await _send(reply, scope, receive, send)
+            reply = await answer
+            if isinstance(reply, StreamReply):
+                await _send_events(reply, gone, send)
+            else:
+                await _send(reply, scope, receive, send)
+        except asyncio.CancelledError:
+            if not gone.done():  # it is this request that is broken off
+                raise
         finally:
             answer.cancel()
             gone.cancel()
