@@ -51,6 +51,8 @@ from gateway import (
     wait_for,
 )
 
+from tuner.traces.store import SERVED
+
 SECONDS = 0.25
 """What the stub takes for an answer where latency is measured."""
 SESSIONS = (1, 16, 256, 1000)
@@ -177,7 +179,7 @@ def measure_all(rounds: int, litellm: str) -> tuple[Found, float]:
             with tempfile.TemporaryDirectory() as folder:
                 with ours(seconds, core, Path(folder)) as server:
                     count = measure_one("ours", server, seconds, found)
-                size = sum(p.stat().st_size for p in Path(folder).rglob("serving.sqlite*"))
+                size = sum(p.stat().st_size for p in Path(folder).rglob(f"{SERVED}*"))
                 stored.append(size / count)
             with theirs(litellm, seconds, core, load_core) as server:
                 measure_one("LiteLLM", server, seconds, found)

@@ -14,7 +14,7 @@ from tuner.errors import ConfigError, ModelLoadError, ProofError
 from tuner.loop import run_local
 from tuner.run.directory import RunDirectory
 from tuner.run.proof import Plan
-from tuner.serving.logged import STORE, compare_logged, usable
+from tuner.serving.logged import compare_logged, usable
 from tuner.serving.serving_store import ServingStore
 from tuner.traces import Origin, Outcome, RolloutId, TraceStore, read_traces
 
@@ -154,7 +154,7 @@ def test_the_judged_sessions_of_a_server_are_traffic_and_one_without_a_group_is_
 ):
     recorded = list(read_traces(trained / "whole" / "traces" / "step_000002.jsonl"))
     checkpoint = RunDirectory(trained / "whole").checkpoint(2)
-    store = ServingStore(tmp_path / STORE)
+    store = ServingStore(tmp_path / "serving.sqlite")
     for number, one in enumerate([*recorded, recorded[0]]):
         session, group = f"s-{number:04}", "same" if number < 3 else None
         store.open(session, key=session.encode(), seed=1, group=group)

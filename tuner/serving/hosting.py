@@ -39,10 +39,10 @@ from tuner.serving.front import Front
 from tuner.serving.ledger import promoted_versions
 from tuner.serving.routing import LiveSessions
 from tuner.serving.serving_store import ServingStore
+from tuner.traces.store import SERVED
 
 logger = logging.getLogger(__name__)
 
-STORE = "serving.sqlite"
 _PATIENCE = 10  # seconds that answers in flight have when the server ends
 _REPLIES_SECONDS = 86400.0
 _TIDY_SECONDS = 5.0
@@ -223,7 +223,7 @@ async def running(
     """
     settings = config.tuner.serving
     redact = settings.redact and load_function(settings.redact, setting="tuner.serving.redact")
-    store = ServingStore(directory.path / STORE)
+    store = ServingStore(directory.path / SERVED)
     try:
         # What learns beside puts what serves in its place before the door opens.
         weights = None if beside is not None else weights_to_serve(directory, store)
