@@ -127,7 +127,7 @@ def ours(seconds: float, core: int, folder: Path) -> Iterator[Running]:
         (folder / "log").open("wb") as log,
         process(command, core, env=environment, stderr=log) as child,
     ):
-        wait_for(port)
+        wait_for(port, child, folder / "log")
         with Client(f"http://127.0.0.1:{port}", key=ADMIN_KEY) as client:
             yield Running(
                 port, child.pid, lambda count: [client.open().key or "" for _ in range(count)]
@@ -197,6 +197,7 @@ def measure_one(who: str, server: Running, seconds: float, found: Found) -> int:
         got["cpu"] = 1000 * (server.cpu - before) / calls
         count += calls
         for metric in ("p50", "p99") if seconds else ("rate", "cpu"):
+            print(f"{who}, {sessions:,} sessions, {metric}: {got[metric]:.2f}", flush=True)
             found.setdefault((who, sessions, metric), []).append(got[metric])
     return count
 
