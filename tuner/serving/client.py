@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 import httpx
 
 from tuner.serving import asking
-from tuner.serving.agent_clients import Handle, keyed
 from tuner.serving.api_types import ApplicationKey, CallInfo, ServedModels, SessionInfo
-from tuner.serving.asking import Asked, Filters, Opening, Outcome, Patience
+from tuner.serving.asking import Asked, Filters, Handle, Opening, Outcome, Patience, keyed
 
 if TYPE_CHECKING:
     from anthropic import Anthropic, AsyncAnthropic
