@@ -25,7 +25,7 @@ from tuner.serving.judged import Groups, chosen, units
 from tuner.serving.learning import check_can_learn, learning, learning_config
 from tuner.serving.ledger import Ledger
 from tuner.serving.serving_store import ServingStore
-from tuner.serving.stored import StoredSession
+from tuner.serving.tables import StoredSession
 from tuner.viewer.reader import served
 
 ROOT = Path(__file__).resolve().parents[2]

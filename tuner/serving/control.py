@@ -29,7 +29,7 @@ from tuner.serving.callers import (
 from tuner.serving.exposition import Metrics
 from tuner.serving.routing import LiveSessions, new_id
 from tuner.serving.serving_store import ServingStore
-from tuner.serving.stored import StoredCall, StoredSession
+from tuner.serving.tables import StoredCall, StoredSession
 
 T = TypeVar("T")
 

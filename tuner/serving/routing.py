@@ -33,7 +33,7 @@ from tuner.serving.restoring import (
     restored_conversations,
 )
 from tuner.serving.serving_store import ServingStore
-from tuner.serving.stored import StoredSession
+from tuner.serving.tables import StoredSession
 from tuner.traces import Call
 
 RESTING_SECONDS = 600.0

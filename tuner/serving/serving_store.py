@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.serving.replies import Replies
-from tuner.serving.stored import StoredCall, StoredSession, trace_of
+from tuner.serving.tables import StoredCall, StoredSession, trace_of
 from tuner.traces import Call, Trace
 from tuner.traces.packing import FORMAT, Packer, unpack
 from tuner.traces.plain import from_plain, to_plain
