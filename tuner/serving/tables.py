@@ -6,6 +6,7 @@ ends. A machine that loses power may lose the last moments, and the file stays w
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sqlite3
 from collections.abc import Iterator, Sequence
@@ -167,6 +168,11 @@ def trace_of(session: StoredSession, stored: Sequence[StoredCall]) -> Trace:
         seconds={"generation": sum(call.seconds for call in calls)},
         started=session.opened,
     )
+
+
+def digest(key: str) -> bytes:
+    """What is stored of a key. Keys are random and long, so that a plain hash hides them."""
+    return hashlib.sha256(key.encode()).digest()
 
 
 class Tables:
