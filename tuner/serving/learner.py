@@ -37,10 +37,9 @@ from tuner.loop import update
 from tuner.run.directory import RunDirectory, read_metrics
 from tuner.run.monitors import JsonlMonitor
 from tuner.run.proof import Decision
-from tuner.serving.canary import Canary
-from tuner.serving.held_out import HeldOut
 from tuner.serving.judged import LOOK, JudgedSource, Taken
 from tuner.serving.ledger import Kind, Ledger, numbers
+from tuner.serving.proving import Canary, HeldOut
 from tuner.serving.serving_store import ServingStore
 from tuner.serving.versions import Learned, Versions
 from tuner.training import PolicyTrainer

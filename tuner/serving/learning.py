@@ -115,8 +115,8 @@ def build_learner(
         eval_tasks: Rows of each evaluation set, by its name.
     """
     from tuner.assembly.stack import build_trainer
-    from tuner.serving.held_out import HeldOut
     from tuner.serving.learner import Learner
+    from tuner.serving.proving import HeldOut
 
     directory.create()
     held_out = None
