@@ -10,7 +10,7 @@ from tests.serving.served import MODEL, QUESTION, config_of, say, served, until
 from tuner.errors import ConfigError, MissingDependencyError
 from tuner.serving.front import Rates, TooOften
 from tuner.serving.hosting import admin_key_for
-from tuner.serving.serve_command import require_libraries
+from tuner.serving.serving_commands import require_libraries
 
 
 async def test_a_key_that_asks_too_often_is_told_when_to_come_again(tmp_path):
