@@ -19,10 +19,10 @@ from tuner.gateway import Gateway, Session
 from tuner.gateway.request_error import RequestError
 from tuner.gateway.routes import EXCHANGES, presented_key, served_path
 from tuner.gateway.service import Reply, StreamReply
-from tuner.serving.exposition import Metrics, log_request
 from tuner.serving.routing import LiveSessions
 from tuner.serving.serving_store import ServingStore
 from tuner.serving.tables import digest
+from tuner.serving.telemetry import Metrics, log_request
 
 logger = logging.getLogger(__name__)
 
