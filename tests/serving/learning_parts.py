@@ -6,7 +6,7 @@ from tuner.assembly.stack import build_stack
 from tuner.config.load import load_config
 from tuner.gateway import SamplingDefaults
 from tuner.run.directory import RunDirectory, make_private
-from tuner.serving.learning import build_learner, check_can_learn, learning_config
+from tuner.serving.learning.beside import build_learner, check_can_learn, learning_config
 from tuner.serving.serving_store import ServingStore
 
 

@@ -20,10 +20,10 @@ from tuner.functions.outputs import JudgeOutput, WorkflowOutput
 from tuner.rewards import final_answer, math_equal
 from tuner.run.directory import RunDirectory, make_private, read_metrics
 from tuner.serving.hosting import running, weights_to_serve
-from tuner.serving.judged import Groups, chosen, units
-from tuner.serving.learning import check_can_learn, learning, learning_config
-from tuner.serving.ledger import Ledger
-from tuner.serving.proving import Pairs
+from tuner.serving.learning.beside import check_can_learn, learning, learning_config
+from tuner.serving.learning.judged import Groups, chosen, units
+from tuner.serving.learning.ledger import Ledger
+from tuner.serving.learning.proving import Pairs
 from tuner.serving.serving_store import ServingStore
 from tuner.serving.tables import StoredSession
 from tuner.viewer.reader import served

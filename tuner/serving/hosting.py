@@ -34,7 +34,7 @@ from tuner.serving.api_types import ServedModels
 from tuner.serving.control import Control, Models
 from tuner.serving.control_routes import control_app
 from tuner.serving.front import Front, Keys, Rates
-from tuner.serving.ledger import promoted_versions
+from tuner.serving.learning.ledger import promoted_versions
 from tuner.serving.routing import LiveSessions
 from tuner.serving.serving_store import ServingStore
 from tuner.serving.telemetry import Metrics, log_as_json

@@ -62,7 +62,7 @@ def learns(config: RunConfig, path: Path, overrides: list[str]) -> tuple[RunConf
         FunctionError, DatasetError: As `tune()`, of the held-out tasks.
     """
     from tuner.commands.arguments import functions_of
-    from tuner.serving.learning import check_can_learn, learning, learning_config
+    from tuner.serving.learning.beside import check_can_learn, learning, learning_config
     from tuner.tune import prepare_evaluation
 
     check_can_learn(config)

@@ -36,9 +36,9 @@ from tuner.run.console import ConsoleMonitor
 from tuner.run.directory import RunDirectory
 from tuner.run.metrics import evaluation_metrics
 from tuner.run.proof import Arm, Comparison, Decision, Plan
-from tuner.serving.ledger import Judgement, Ledger
+from tuner.serving.learning.ledger import Judgement, Ledger
+from tuner.serving.learning.versions import Versions
 from tuner.serving.serving_store import ServingStore
-from tuner.serving.versions import Versions
 from tuner.traces import Trace, TraceStore
 
 
