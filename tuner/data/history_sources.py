@@ -133,17 +133,14 @@ def _served(path: Path) -> Iterator[Stored]:
     except (ImportError, sqlite3.Error, TunerError) as error:
         raise DatasetError(f"{path} cannot be read as a server's sessions: {error}") from error
     try:
-        last = ""
-        while page := store.sessions(after=last):
-            for session in page:
-                group = session.group and f"{session.application}: {session.group}"
-                yield Stored(
-                    store.trace(session.id),
-                    str(path.resolve()),
-                    group=group,
-                    tags=frozenset(session.tags),
-                    metadata=session.metadata,
-                )
-            last = page[-1].id
+        for session in store.every():
+            group = session.group and f"{session.application}: {session.group}"
+            yield Stored(
+                store.trace(session.id),
+                str(path.resolve()),
+                group=group,
+                tags=frozenset(session.tags),
+                metadata=session.metadata,
+            )
     finally:
         store.close()

@@ -181,12 +181,8 @@ def _served(run: Path) -> list[Trace]:
     """The judged sessions of a server."""
     from tuner.serving.serving_store import ServingStore
 
-    found, after = list[Trace](), ""
     with closing(ServingStore(run.expanduser() / SERVED, readonly=True)) as store:
-        while page := store.sessions(judged=True, after=after):
-            found += [store.trace(session.id) for session in page]
-            after = page[-1].id
-    return found
+        return [store.trace(session.id) for session in store.every(judged=True)]
 
 
 def usable(traces: Iterable[Trace], *, trained_by: int = 0) -> tuple[list[Trace], dict[str, int]]:
