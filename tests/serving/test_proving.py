@@ -1,6 +1,7 @@
 """Whether a candidate serves: what live sessions and held-out tasks say of it."""
 
 import asyncio
+from collections import Counter
 
 import pytest
 
@@ -15,6 +16,7 @@ from tests.serving.learning_parts import (
     run,
     same,
 )
+from tuner.functions.outputs import JudgeOutput
 from tuner.run.directory import read_metrics
 from tuner.serving.learning.proving import Pairs
 
@@ -117,6 +119,43 @@ def test_held_out_tasks_that_fail_with_a_candidate_keep_it_from_serving(tmp_path
     found = pairs(better, failed=(0, 1)).decision(rules)
     assert found.verdict == "not yet"
     assert "1 held-out tasks failed with the candidate" in found.text
+    worse = [(1.0, 0.0)] * 60
+    assert pairs(worse, failed=(0, 1)).decision(rules).verdict == "keep"
+
+
+def test_a_task_of_which_a_rollout_failed_is_no_pair_and_counts_for_who_failed(
+    random_model_path, tmp_path
+):
+    fails = {"lost": [1, 2], "lost, too": [2], "mended": [3], "broken": [1, 2, 3, 4]}
+    asked = Counter()  # the candidate is asked first, and each is asked twice
+
+    async def workflow(task, model):
+        name = task["question"]
+        asked[name] += 1
+        if asked[name] in fails.get(name, ()):
+            raise ValueError(name)
+        return await asking(task, model)
+
+    async def judge(task, response):
+        return JudgeOutput(reward=asked[task["question"]] / 4)
+
+    async def work():
+        settings = config(
+            random_model_path,
+            tmp_path,
+            "buffer.explorer_input.eval_tasksets=[{name: test, repeat_times: 2}]",
+            "explorer.max_retry_times=0",
+            "explorer.runner_per_model=1",
+            by="held_out",
+        )
+        tasks = [{"question": name} for name in ("sound", *fails)]
+        async with Server(settings, (workflow, judge), {"test": tasks}) as server:
+            own = await server.learner.versions.own()
+            found = await server.learner._held_out.compare(0, 1, own)
+            assert found.rewards == [(0.875, 0.375)]
+            assert found.failed == (2, 3)
+
+    run(work())
 
 
 def test_a_candidate_that_users_misled_is_not_promoted_and_is_left(tmp_path):

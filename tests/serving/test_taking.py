@@ -159,3 +159,23 @@ def test_where_only_calls_are_judged_the_others_of_the_session_are_not_trained(
             assert row["tokens/sampled"] == row["tokens/trained"] + silent
 
     run(work())
+
+
+def test_where_a_session_is_judged_a_call_with_a_reward_of_its_own_silences_no_other(
+    random_model_path, tmp_path
+):
+    async def work():
+        async with Server(config(random_model_path, tmp_path)) as server:
+            for reward in (0.0, 1.0):
+                session = server.open()
+                for text in ("one", "two"):
+                    await server.ask(session, f"{text} {reward}")
+                first = session.calls[0]
+                server.end(session)
+                server.judge_session(session.id, 0.5, call=first.id)
+                server.judge_session(session.id, reward)
+            await server.learner.turn()
+            row = read_metrics(server.directory.metrics, up_to=99)[-1]
+            assert row["tokens/sampled"] == row["tokens/trained"] > 0
+
+    run(work())
