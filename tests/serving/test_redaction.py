@@ -134,9 +134,7 @@ def test_nothing_that_spells_a_redacted_call_is_left_of_it():
     assert "[name]" in stored
     assert not re.search("Tom|7.?77", stored)
     assert (bare.masked, bare.usage) == ((), whole.usage)
-    assert (
-        redacted(replace(whole, response={"role": "assistant", "content": "Tim"}), hidden) is None
-    )
+    assert redacted(replace(whole, response={"content": "Tim"}), hidden) is None
     assert redacted(whole, lambda messages: []).response["content"] is None
 
 

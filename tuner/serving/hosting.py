@@ -16,7 +16,7 @@ import secrets
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ class Server:
         stack: Engine and gateway.
         store: What it keeps; changed in the event loop alone.
         live: Its open sessions.
-        models: Which weights serve; who trains beside puts its own here.
+        models: Which weights serve; who trains beside puts its own here before the door opens.
         admin_key: The admin's.
         door: Where it is found; there once it is open.
     """
@@ -90,13 +90,13 @@ class Server:
     door: HttpDoor | None = None
 
     def app(self, keys: Keys, rates: Rates) -> Any:
-        """The control API, which asks for `models` each time."""
+        """The control API."""
         control = Control(
             self.store,
             self.live,
             keys=keys,
             rates=rates,
-            models=_Current(self),
+            models=self.models,
             metrics=self.metrics,
             failure=lambda: self.stack.engine.failure,
         )
@@ -117,19 +117,6 @@ class Server:
         self.store.forget_replies(now - _REPLIES_SECONDS)
         self.live.rest()
         await asyncio.to_thread(self.store.checkpoint)
-
-
-@dataclass(frozen=True)
-class _Current:
-    """The models of a server, whoever decides about them now."""
-
-    server: Server
-
-    def models(self) -> ServedModels:
-        return self.server.models.models()
-
-    async def rollback(self) -> ServedModels:
-        return await self.server.models.rollback()
 
 
 Beside = Callable[[Server], AbstractAsyncContextManager[None]]
@@ -235,12 +222,9 @@ async def running(
         )
         try:
             server = _assembled(config, directory, stack, store, admin_key, redact or None)
-            if beside is None:
-                async with _open(server, host, port):
-                    yield server
-            else:
-                async with beside(server), _open(server, host, port):
-                    yield server
+            goes_on = nullcontext() if beside is None else beside(server)
+            async with goes_on, _open(server, host, port):
+                yield server
         finally:
             await stack.aclose()  # what is in flight is stored as undelivered
     finally:
