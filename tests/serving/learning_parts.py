@@ -117,11 +117,8 @@ class Server:
         return {one.id: one.trained for one in self.store.sessions()}
 
     def weights(self, which="serving"):
-        """A copy of the weights that serve, are trained, or are tried."""
-        model = {
-            "serving": self.stack.served.model if self.stack.served else None,
-            "trained": self.stack.model,
-        }[which]
+        """A copy of the weights that serve, or of those that are trained."""
+        model = {"serving": self.stack.served.model, "trained": self.stack.model}[which]
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
@@ -162,7 +159,7 @@ def problems(split, count):
     return [json.loads(line) for line in lines[:count]]
 
 
-def gsm8k(root, *overrides, by):
+def gsm8k(root):
     return config(
         TINY,
         root,
@@ -174,6 +171,5 @@ def gsm8k(root, *overrides, by):
         "algorithm.optimizer.lr=1e-3",
         f"buffer.explorer_input.eval_tasksets=[{{name: test, path: {GSM8K}, split: test}}]",
         "tuner.serving.promotion.effect=0.1",
-        *overrides,
-        by=by,
+        by="held_out",
     )

@@ -119,7 +119,7 @@ class Users:
 
 def test_a_served_model_learns_from_late_and_noisy_feedback_without_a_restart(tmp_path):
     async def work():
-        settings = gsm8k(tmp_path, by="held_out")
+        settings = gsm8k(tmp_path)
         check_can_learn(settings)
         directory = RunDirectory(settings.run_dir)
         make_private(directory.path)

@@ -162,7 +162,7 @@ def test_a_candidate_that_users_misled_is_not_promoted_and_is_left(tmp_path):
     """Every thumb says the contrary of what is right; the held-out tasks know better."""
 
     async def work():
-        settings = gsm8k(tmp_path, by="held_out")
+        settings = gsm8k(tmp_path)
         tasks = problems("train", 64)
         async with Server(settings, (asking, judging), {"test": problems("test", 50)}) as server:
             begin = server.weights()
