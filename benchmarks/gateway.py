@@ -48,6 +48,7 @@ GOAL_MS = {False: 0.3, True: 2.0}
 """In process, of an answer and of a stream of 33 events."""
 GOAL_RATE = 1500
 LITELLM_KEY = "sk-benchmark"
+_LAST_LINES = 30
 TOOL = {
     "type": "function",
     "function": {
@@ -412,14 +413,16 @@ def litellm_proxy(
         }
         stub = this_script("--part", "stub", "--port", str(stub_port), "--seconds", str(seconds))
         command = [executable, "--config", str(config), "--port", str(port)]
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        with (
-            process(stub, stub_core, **quiet),
-            process([*command, "--host", "127.0.0.1"], core, env=environment, **quiet) as child,
-        ):
-            wait_for(stub_port)
-            wait_for(port)
-            yield port, child.pid
+        log = Path(folder) / "log"
+        with log.open("wb") as errors:
+            quiet = {"stdout": subprocess.DEVNULL, "stderr": errors}
+            with (
+                process(stub, stub_core, **quiet) as behind,
+                process([*command, "--host", "127.0.0.1"], core, env=environment, **quiet) as child,
+            ):
+                wait_for(stub_port, behind, log)
+                wait_for(port, child, log)
+                yield port, child.pid
 
 
 def free_port() -> int:
@@ -428,17 +431,25 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def wait_for(port: int) -> None:
-    """Wait until somebody listens; LiteLLM takes half a minute to start.
+def wait_for(port: int, child: subprocess.Popen[str], log: Path) -> None:
+    """Wait until a process listens; LiteLLM takes half a minute to start.
+
+    Args:
+        log: What it writes its errors to.
 
     Raises:
-        RuntimeError: Nobody does within two minutes.
+        RuntimeError: It has ended, or does not listen within two minutes; with the end of its log.
     """
+    what = f"nothing listens on port {port} after two minutes"
     for _ in range(1200):
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
             return
+        if child.poll() is not None:
+            what = f"what was to listen on port {port} has ended with status {child.returncode}"
+            break
         time.sleep(0.1)
-    raise RuntimeError(f"nothing listens on port {port}")
+    said = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:]
+    raise RuntimeError("\n".join([f"{what}; the end of its log:", *said]))
 
 
 def main() -> None:

@@ -51,6 +51,8 @@ from gateway import (
     wait_for,
 )
 
+from tuner.traces.store import SERVED
+
 SECONDS = 0.25
 """What the stub takes for an answer where latency is measured."""
 SESSIONS = (1, 16, 256, 1000)
@@ -125,7 +127,7 @@ def ours(seconds: float, core: int, folder: Path) -> Iterator[Running]:
         (folder / "log").open("wb") as log,
         process(command, core, env=environment, stderr=log) as child,
     ):
-        wait_for(port)
+        wait_for(port, child, folder / "log")
         with Client(f"http://127.0.0.1:{port}", key=ADMIN_KEY) as client:
             yield Running(
                 port, child.pid, lambda count: [client.open().key or "" for _ in range(count)]
@@ -177,7 +179,7 @@ def measure_all(rounds: int, litellm: str) -> tuple[Found, float]:
             with tempfile.TemporaryDirectory() as folder:
                 with ours(seconds, core, Path(folder)) as server:
                     count = measure_one("ours", server, seconds, found)
-                size = sum(p.stat().st_size for p in Path(folder).rglob("serving.sqlite*"))
+                size = sum(p.stat().st_size for p in Path(folder).rglob(f"{SERVED}*"))
                 stored.append(size / count)
             with theirs(litellm, seconds, core, load_core) as server:
                 measure_one("LiteLLM", server, seconds, found)
@@ -195,6 +197,7 @@ def measure_one(who: str, server: Running, seconds: float, found: Found) -> int:
         got["cpu"] = 1000 * (server.cpu - before) / calls
         count += calls
         for metric in ("p50", "p99") if seconds else ("rate", "cpu"):
+            print(f"{who}, {sessions:,} sessions, {metric}: {got[metric]:.2f}", flush=True)
             found.setdefault((who, sessions, metric), []).append(got[metric])
     return count
 

@@ -25,8 +25,7 @@ from tuner.commands.rebase_command import rebase
 from tuner.commands.train_command import train
 from tuner.errors import ConfigError, TrainingError, TunerError
 from tuner.rerun.command import rerun
-from tuner.serving.compare_command import compare
-from tuner.serving.serve_command import serve
+from tuner.serving.serving_commands import compare, serve
 from tuner.templates import Template, create, missing
 
 try:

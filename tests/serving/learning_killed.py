@@ -5,7 +5,7 @@ import asyncio
 from tests.loop.runs import killing_itself
 from tests.serving.learning_parts import Server, config
 from tuner.run import directory as run_directory
-from tuner.serving.ledger import Ledger
+from tuner.serving.learning.ledger import Ledger
 from tuner.serving.serving_store import ServingStore
 from tuner.training import PolicyTrainer
 

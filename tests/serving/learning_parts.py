@@ -1,16 +1,26 @@
 """A server that learns, without its doors: store, engine, trainer; and users who ask and judge."""
 
 import asyncio
+import json
+from pathlib import Path
+
+import torch
 
 from tuner.assembly.stack import build_stack
 from tuner.config.load import load_config
+from tuner.functions.outputs import JudgeOutput, WorkflowOutput
 from tuner.gateway import SamplingDefaults
+from tuner.rewards import final_answer, math_equal
 from tuner.run.directory import RunDirectory, make_private
-from tuner.serving.learning import build_learner, check_can_learn, learning_config
+from tuner.serving.learning.beside import build_learner, check_can_learn, learning_config
 from tuner.serving.serving_store import ServingStore
 
+ROOT = Path(__file__).resolve().parents[2]
+TINY, GSM8K = ROOT / "models/tiny_math", ROOT / "examples/gsm8k/data"
+SYSTEM = "You are a helpful math problem solving agent."
 
-def config(model, root, *overrides, by="always", **sections):
+
+def config(model, root, *overrides, by="always"):
     return load_config(
         None,
         settings={
@@ -21,7 +31,6 @@ def config(model, root, *overrides, by="always", **sections):
             "algorithm": {"repeat_times": 2, "optimizer": {"lr": 0.01}},
             "buffer": {"batch_size": 2},
             "tuner": {"serving": {"promotion": {"by": by}}},
-            **sections,
         },
         overrides=overrides,
     )
@@ -59,11 +68,11 @@ class Server:
         await self.stack.aclose()
         self.store.close()
 
-    def open(self, *, group=None, task=None):
+    def open(self, *, task=None):
         ((number,),) = self.store.ask("SELECT COUNT(*) + 1 FROM sessions")
         id_ = f"s-{number:08x}"
         with self.store.writing():
-            self.store.open(id_, key=id_.encode(), seed=number, group=group, task=task or {})
+            self.store.open(id_, key=id_.encode(), seed=number, task=task or {})
             model = self.config.model
             session = self.stack.gateway.open_session(
                 id_,
@@ -77,13 +86,8 @@ class Server:
 
     async def ask(self, session, asked):
         """The answer to a text, or to the question of a task."""
-        messages = [{"role": "user", "content": asked}]
-        if isinstance(asked, dict):
-            system = "You are a helpful math problem solving agent."
-            messages = [
-                {"role": "system", "content": system},
-                {"role": "user", "content": asked["question"]},
-            ]
+        text = [{"role": "user", "content": asked}]
+        messages = about(asked) if isinstance(asked, dict) else text
         async with session.async_client() as client:
             answer = await client.chat.completions.create(
                 model=session.model_name, messages=messages
@@ -99,13 +103,11 @@ class Server:
     def judge_session(self, session_id, reward, call=None):
         self.store.reward(session_id, reward, call=call)
 
-    async def talk(self, text, reward=None, *, group=None):
+    async def talk(self, text, reward=None):
         """A session with one call, ended, and judged if there is a reward; its id."""
-        session = self.open(group=group)
-        answer = await self.ask(session, text)
+        session = self.open()
+        await self.ask(session, text)
         self.end(session)
-        if callable(reward):
-            reward = reward(text, answer)
         if reward is not None:
             self.judge_session(session.id, reward)
         return session.id
@@ -115,14 +117,59 @@ class Server:
         return {one.id: one.trained for one in self.store.sessions()}
 
     def weights(self, which="serving"):
-        """A copy of the weights that serve, are trained, or are tried."""
-        model = {
-            "serving": self.stack.served.model if self.stack.served else None,
-            "trained": self.stack.model,
-        }[which]
+        """A copy of the weights that serve, or of those that are trained."""
+        model = {"serving": self.stack.served.model, "trained": self.stack.model}[which]
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def run(work):
     """The result of a coroutine."""
     return asyncio.run(work)
+
+
+def same(one, other):
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def about(task):
+    """What the model is asked about a task."""
+    return [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": task["question"]},
+    ]
+
+
+async def asking(task, model):
+    answer = await model.client.chat.completions.create(
+        model=model.model_name, messages=about(task)
+    )
+    return WorkflowOutput(response=answer.choices[0].message.content or "")
+
+
+async def judging(task, response):
+    return JudgeOutput(reward=right(task, response))
+
+
+def right(task, text):
+    return math_equal(final_answer(text), final_answer(task["answer"]))
+
+
+def problems(split, count):
+    lines = (GSM8K / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines[:count]]
+
+
+def gsm8k(root):
+    return config(
+        TINY,
+        root,
+        "model.max_model_len=512",
+        "model.max_response_tokens=96",
+        "trainer.max_token_len_per_gpu=2048",
+        "buffer.batch_size=64",
+        "explorer.runner_per_model=64",
+        "algorithm.optimizer.lr=1e-3",
+        f"buffer.explorer_input.eval_tasksets=[{{name: test, path: {GSM8K}, split: test}}]",
+        "tuner.serving.promotion.effect=0.1",
+        by="held_out",
+    )

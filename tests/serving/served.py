@@ -14,7 +14,7 @@ import openai
 from tuner.config.load import checked, read_layers
 from tuner.run.directory import RunDirectory
 from tuner.serving.hosting import Server, running
-from tuner.serving.stored import StoredCall
+from tuner.serving.tables import StoredCall
 from tuner.tune import TINY_MODEL, with_default_model
 
 ADMIN = "sk-admin-of-the-tests"

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -10,13 +11,15 @@ import torch
 
 from tests.builders import call, trace
 from tests.loop import runs
+from tests.serving.served import QUESTION, say, served
 from tuner.errors import ConfigError, ModelLoadError, ProofError
 from tuner.loop import run_local
 from tuner.run.directory import RunDirectory
 from tuner.run.proof import Plan
-from tuner.serving.logged import STORE, compare_logged, usable
+from tuner.serving.logged import compare_logged, usable
 from tuner.serving.serving_store import ServingStore
 from tuner.traces import Origin, Outcome, RolloutId, TraceStore, read_traces
+from tuner.tune import TINY_MODEL
 
 PLAN = Plan(effect=0.1)
 
@@ -74,6 +77,7 @@ def test_the_weights_of_what_sampled_are_one_and_of_what_came_later_are_not(
     )
     assert same.versions == later.versions == (1, 1)
     assert same.found.sessions == 12
+    assert same.cut_calls == (same.found.calls if name == "whole" else 0)
     assert same.found.tasks == 2
     assert same.found.effective_sessions == pytest.approx(12, abs=1e-3)
     assert same.found.mean_weight == pytest.approx(1, abs=1e-4)
@@ -82,7 +86,7 @@ def test_the_weights_of_what_sampled_are_one_and_of_what_came_later_are_not(
     assert later.candidate == f"{name} step 2"
 
 
-def test_what_the_candidate_has_learned_from_says_nothing_of_it(trained):
+def test_what_the_candidate_has_learned_from_says_nothing_of_it(trained, tmp_path):
     """Its own rewards made it: on them it looks better than it is."""
     run = trained / "whole"
     found = compare_logged(
@@ -91,6 +95,19 @@ def test_what_the_candidate_has_learned_from_says_nothing_of_it(trained):
     assert (found.sessions, found.left_out) == (12, {"trained_the_candidate": 12})
     with pytest.raises(ProofError, match=r"0 logged sessions .* 24 trained_the_candidate"):
         compare_logged(run, run, PLAN, device="cpu")
+    copied = elsewhere(run, tmp_path)
+    all_of_it = compare_logged(copied, RunDirectory(run).checkpoint(1), PLAN, device="cpu")
+    assert (all_of_it.found.sessions, all_of_it.found.left_out) == (24, {})
+    assert all_of_it.versions == (0, 1)
+
+
+def test_of_what_was_served_or_evaluated_a_candidate_has_learned_what_updates_took():
+    of = trace(0, 0, [call("c", [1, 2], [3], [-0.5])], reward=1.0)
+    ids = [RolloutId(step, 0, 0, "serve") for step in range(4)]
+    ids.append(RolloutId(1, 0, 0, "held-out"))
+    used, reasons = usable([replace(of, id=one) for one in ids], trained_by=2)
+    assert [one.id for one in used] == [ids[0], ids[3], ids[4]]
+    assert reasons == {"trained_the_candidate": 2}
 
 
 def test_a_candidates_log_probs_are_those_of_its_own_forward_pass(trained, tmp_path):
@@ -103,7 +120,12 @@ def test_a_candidates_log_probs_are_those_of_its_own_forward_pass(trained, tmp_p
     store = TraceStore(tmp_path / "traces")
     for rollout in range(2):
         store.append(trace(0, rollout, calls, reward=0.5))
-    found = compare_logged(tmp_path, checkpoint, PLAN, least_effective=1, device="cpu").found
+    replaced = [call("r", prompt, completion, [-9.0] * 3, temperature=0.7)]
+    store.append(trace(0, 0, replaced, reward=0.5, final=False))
+    found = compare_logged(
+        tmp_path, checkpoint, PLAN, least_effective=1, clip=1.5, device="cpu"
+    ).found
+    assert (found.sessions, found.clip) == (2, 1.5)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     with torch.no_grad():
         logits = model(torch.tensor([prompt + completion])).logits[0, 3:-1] / 0.7
@@ -114,19 +136,20 @@ def test_a_candidates_log_probs_are_those_of_its_own_forward_pass(trained, tmp_p
 def test_sessions_whose_weight_is_not_known_are_left_out_by_reason(trained):
     good = trace(0, 0, [call("c", [1, 2], [3], [-0.5])], reward=1.0)
     (of_good,) = good.calls
-    spoilt = {
-        "no_reward": replace(good, reward=None),
-        "timeout": replace(good, outcome=Outcome.TIMEOUT, reward=None),
-        "branch": replace(good, origin=Origin(RolloutId(1, 0, 1), 1, 0)),
-        "greedy_call": replace(good, calls=(call("c", [1], [3], [0.0], temperature=0.0),)),
-        "undelivered_call": replace(good, calls=(of_good, replace(of_good, undelivered=True))),
-        "invalid_call": replace(good, calls=(replace(of_good, invalid="no log-probs"),)),
-        "call_without_ids": replace(good, calls=(call("c", [], [], []),)),
-        "replayed_call": replace(good, calls=(replace(of_good, replayed=1),)),
-    }
-    used, reasons = usable([good, *spoilt.values(), good])
+    spoilt = [
+        ("no_reward", replace(good, reward=None)),
+        ("timeout", replace(good, outcome=Outcome.TIMEOUT, reward=None)),
+        ("branch", replace(good, origin=Origin(RolloutId(1, 0, 1), 1, 0))),
+        ("greedy_call", replace(good, calls=(call("c", [1], [3], [0.0], temperature=0.0),))),
+        ("undelivered_call", replace(good, calls=(of_good, replace(of_good, undelivered=True)))),
+        ("invalid_call", replace(good, calls=(replace(of_good, invalid="no log-probs"),))),
+        ("call_without_ids", replace(good, calls=(call("c", [], [3], [-0.5]),))),
+        ("call_without_ids", replace(good, calls=(call("c", [1], [], []),))),
+        ("replayed_call", replace(good, calls=(replace(of_good, replayed=1),))),
+    ]
+    used, reasons = usable([good, *(one for _, one in spoilt), good])
     assert used == [good, good]
-    assert reasons == dict.fromkeys(sorted(spoilt), 1)
+    assert reasons == dict(sorted(Counter(reason for reason, _ in spoilt).items()))
 
 
 def test_masked_and_excluded_tokens_were_sampled_and_count(trained, tmp_path):
@@ -154,7 +177,7 @@ def test_the_judged_sessions_of_a_server_are_traffic_and_one_without_a_group_is_
 ):
     recorded = list(read_traces(trained / "whole" / "traces" / "step_000002.jsonl"))
     checkpoint = RunDirectory(trained / "whole").checkpoint(2)
-    store = ServingStore(tmp_path / STORE)
+    store = ServingStore(tmp_path / "serving.sqlite")
     for number, one in enumerate([*recorded, recorded[0]]):
         session, group = f"s-{number:04}", "same" if number < 3 else None
         store.open(session, key=session.encode(), seed=1, group=group)
@@ -162,7 +185,7 @@ def test_the_judged_sessions_of_a_server_are_traffic_and_one_without_a_group_is_
         if number < len(recorded):
             store.reward(session, one.reward)
     store.close()
-    served = compare_logged(tmp_path, checkpoint, PLAN, least_effective=1, device="cpu").found
+    found = compare_logged(tmp_path, checkpoint, PLAN, least_effective=1, device="cpu").found
     run = compare_logged(
         elsewhere(trained / "whole", tmp_path / "run"),
         checkpoint,
@@ -171,9 +194,29 @@ def test_the_judged_sessions_of_a_server_are_traffic_and_one_without_a_group_is_
         least_effective=1,
         device="cpu",
     ).found
-    assert (served.sessions, served.tasks) == (12, 10)
-    assert served.effective_sessions == pytest.approx(run.effective_sessions)
-    assert served.left_out == {}
+    assert (found.sessions, found.tasks) == (12, 10)
+    assert found.effective_sessions == pytest.approx(run.effective_sessions)
+    assert found.left_out == {}
+
+
+async def test_a_call_in_a_form_weighs_one_under_the_weights_that_sampled_it(tmp_path):
+    form = {
+        "type": "object",
+        "properties": {"pens": {"type": "integer"}},
+        "required": ["pens"],
+        "additionalProperties": False,
+    }
+    asked = {"type": "json_schema", "json_schema": {"name": "pens", "schema": form}}
+    async with served(tmp_path) as asking:
+        for _ in range(2):
+            id_, key = await asking.opened()
+            await say(asking.client(key), [], QUESTION, temperature=1, response_format=asked)
+            await asking.control("POST", f"/sessions/{id_}/reward", json={"reward": 1})
+            assert asking.calls(id_)[0].call.constrained
+    run = tmp_path / "p/served"
+    found = compare_logged(run, TINY_MODEL, PLAN, least_effective=1, device="cpu").found
+    assert found.sessions == 2
+    assert found.mean_weight == pytest.approx(1, abs=1e-3)
 
 
 def test_the_command_prints_estimates_or_refuses_and_says_what_is_missing(trained, said):
@@ -192,10 +235,13 @@ def test_the_command_prints_estimates_or_refuses_and_says_what_is_missing(traine
         assert text in output, output
     status, output, _ = said(*arguments)
     assert not status
+    assert "candidate, plain" not in output
     assert output.splitlines()[-1] == (
         "not yet: the weights say nothing: effective sample size 12 of 12, and 20 are wanted; "
         "collect live sessions"
     )
+    _, output, _ = said(*arguments[:-2])
+    assert "left out: 12 trained_the_candidate" in output
     _, output, _ = said(*arguments, "--json")
     assert json.loads(output)["found"]["refused"].startswith("the weights say nothing")
 

@@ -1,9 +1,17 @@
 """What is redacted is not on disk: neither as words, nor as ids, nor in replies."""
 
+import json
+import re
+from dataclasses import replace
+
 import openai
 import pytest
 
+from tests.builders import call
 from tests.serving.served import MODEL, say, served
+from tuner.serving.restoring import SessionSink, redacted
+from tuner.serving.serving_store import ServingStore
+from tuner.traces.plain import to_plain
 
 REDACTED = "\n".join(
     [
@@ -50,6 +58,8 @@ async def test_a_call_that_is_redacted_keeps_no_tokens_and_is_counted(tmp_path, 
             (True, used.completion_tokens)
         ]
         await say(client, talk, "why?")  # the conversation goes on in memory
+        await say(client, [], "How many?", extra_headers={"Idempotency-Key": "other"})
+        assert asking.server.store.ask("SELECT COUNT(*) FROM replies") == [(0,)]
         await asking.control("POST", f"/sessions/{id_}/reward", json={"reward": 1})
         await asking.control("POST", f"/sessions/{id_}/end")
         assert asking.server.store.untrained() == []
@@ -94,6 +104,58 @@ async def test_a_response_with_something_redacted_is_gone_on_from_in_memory(tmp_
         await client.responses.create(input="why?", previous_response_id=first.id, **asked)
         assert len(asking.ids()) == 1
         assert asking.server.store.ask("SELECT COUNT(*) FROM responses") == [(0,)]
+
+
+def hidden(messages):
+    return [{**one, "content": one["content"].replace("Tom", "[name]")} for one in messages]
+
+
+def test_nothing_that_spells_a_redacted_call_is_left_of_it():
+    whole = replace(
+        call(
+            "c",
+            [7_770],
+            [7_771],
+            [-7.772],
+            stop=("Tom",),
+            grammar='start: "Tom"',
+            logit_bias=((7_773, 1.0),),
+            bad_words=((7_774,),),
+            stop_token_ids=(7_775,),
+        ),
+        response={"role": "assistant", "content": "Tom"},
+        tools=[{"type": "function", "function": {"name": "Tom"}}],
+        kept=("Tom",),
+        top_logprobs=(((7_776, -7.777),),),
+        masked=((0, 1),),
+    )
+    bare = redacted(whole, hidden)
+    stored = json.dumps(to_plain(bare))
+    assert "[name]" in stored
+    assert not re.search("Tom|7.?77", stored)
+    assert (bare.masked, bare.usage) == ((), whole.usage)
+    assert redacted(replace(whole, response={"content": "Tim"}), hidden) is None
+    assert redacted(whole, lambda messages: []).response["content"] is None
+
+
+def test_the_choices_of_a_request_are_redacted_together(tmp_path):
+    store = ServingStore(tmp_path / "store.sqlite")
+    store.open("s", key=b"k", seed=1)
+    told = []
+    sink = SessionSink(store, "s", application=None, redact=hidden, opening=None, noted=told.append)
+    said = ("Tom", "Tim")
+    sink.add(
+        [
+            replace(call(name, [1], [2], [-0.5]), response={"role": "assistant", "content": name})
+            for name in said
+        ],
+        None,
+    )
+    found = store.calls("s")
+    assert [one.call.response["content"] for one in found] == ["[name]", "Tim"]
+    assert [(one.redacted, one.call.prompt_ids) for one in found] == [(True, ())] * 2
+    assert [noted.redacted for noted in told] == [True]
+    store.close()
 
 
 @pytest.mark.parametrize("function", ["fail", "wrong"])

@@ -15,10 +15,10 @@ from tuner.data.chat_logs import Row, is_trace, read_log
 from tuner.data.dataset import row_text
 from tuner.errors import DatasetError, TunerError
 from tuner.traces import Trace, read_traces
-from tuner.traces.store import complete_lines
+from tuner.traces.store import SERVED, complete_lines
 
 # Reads the sessions of a server; above this room, so it is named and not imported.
-SERVED = "tuner.serving.serving_store", "ServingStore"
+SESSIONS = "tuner.serving.serving_store", "ServingStore"
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,14 @@ def found_in(source: Path) -> Iterator[Stored | LogRow | str]:
     reasons why a line of a log is nothing to learn from."""
     if source.is_dir():
         folder = source / "traces" if (source / "traces").is_dir() else source
-        served = source / "serving.sqlite"
+        served = source / SERVED
         files = sorted(folder.glob("*.jsonl"))
         if served.is_file():
             yield from _served(served)
         elif not files:
             raise DatasetError(
                 f"tuner.history.sources: {source} has neither a folder traces/, nor .jsonl files, "
-                "nor a serving.sqlite"
+                f"nor a {SERVED}"
             )
         for file in files:
             yield from _of_file(file)
@@ -127,23 +127,20 @@ def _served(path: Path) -> Iterator[Stored]:
     Raises:
         DatasetError: The file is no such store.
     """
-    module, name = SERVED
+    module, name = SESSIONS
     try:
         store: Any = getattr(import_module(module), name)(path, readonly=True)
     except (ImportError, sqlite3.Error, TunerError) as error:
         raise DatasetError(f"{path} cannot be read as a server's sessions: {error}") from error
     try:
-        last = ""
-        while page := store.sessions(after=last):
-            for session in page:
-                group = session.group and f"{session.application}: {session.group}"
-                yield Stored(
-                    store.trace(session.id),
-                    str(path.resolve()),
-                    group=group,
-                    tags=frozenset(session.tags),
-                    metadata=session.metadata,
-                )
-            last = page[-1].id
+        for session in store.every():
+            group = session.group and f"{session.application}: {session.group}"
+            yield Stored(
+                store.trace(session.id),
+                str(path.resolve()),
+                group=group,
+                tags=frozenset(session.tags),
+                metadata=session.metadata,
+            )
     finally:
         store.close()

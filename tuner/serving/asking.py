@@ -1,4 +1,5 @@
-"""What can be asked of the control API, and when it is asked again; clients send it."""
+"""What can be asked of the control API, and when it is asked again; clients send it. And the
+clients of openai and anthropic that an agent gets for a session."""
 
 from __future__ import annotations
 
@@ -8,12 +9,14 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
 from typing import Any, Generic, Literal, TypedDict, TypeVar
 from urllib.parse import quote
 
 import httpx
 
-from tuner.errors import ServingError
+from tuner.errors import MissingDependencyError, ServingError
 from tuner.serving.api_types import (
     ApplicationKey,
     CallInfo,
@@ -30,6 +33,7 @@ IDEMPOTENCY_HEADER = "Idempotency-Key"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 4.0
 _UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 _BUSY = {429, 502, 503, 504}
+_RETRIES = 10  # about a minute, in which a server has started again
 
 Outcome = httpx.Response | httpx.TransportError
 
@@ -218,3 +222,53 @@ def rollback() -> Asked[ServedModels]:
 
 def _nothing(body: Any) -> None:
     return None
+
+
+@dataclass(frozen=True)
+class Handle:
+    """A session's name, key and address; `ServedSession` says what each is."""
+
+    id: str
+    key: str | None = field(repr=False)
+    base_url: str
+
+    def client_options(
+        self, role: str | None, options: dict[str, Any], ending: str
+    ) -> dict[str, Any]:
+        """What a library's client is made with.
+
+        Raises:
+            ServingError: The session's key is not known here.
+        """
+        if self.key is None:
+            raise ServingError(
+                f"the key of session {self.id} is told once, where it is opened: give it to "
+                "`client.session(id, key=...)`",
+                code="unknown_key",
+            )
+        key = self.key if role is None else f"{self.key}.{role}"
+        base_url = self.base_url.removesuffix("/v1") + ending
+        return {"max_retries": _RETRIES, **options, "api_key": key, "base_url": base_url}
+
+
+@cache
+def keyed(library: str, name: str) -> Any:
+    """A library's client whose retries say that they are retries: each request has a key, so that
+    the server answers it once, also where it was killed before its answer arrived.
+
+    Raises:
+        MissingDependencyError: The library is not installed.
+    """
+    try:
+        client_class: Any = getattr(import_module(library), name)
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"the client of {library} does not import ({error}): pip install {library}"
+        ) from error
+
+    def made(self: Any, **options: Any) -> None:
+        client_class.__init__(self, **options)
+        # The libraries make a key for every request, and have no header for it unless told.
+        self._idempotency_header = IDEMPOTENCY_HEADER
+
+    return type(name, (client_class,), {"__init__": made})

@@ -10,20 +10,20 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, Unpack
 
 import httpx
 
 from tuner.serving import asking
-from tuner.serving.agent_clients import Handle, keyed
 from tuner.serving.api_types import ApplicationKey, CallInfo, ServedModels, SessionInfo
-from tuner.serving.asking import Asked, Filters, Opening, Outcome, Patience
+from tuner.serving.asking import Asked, Filters, Handle, Opening, Outcome, Patience, keyed
 
 if TYPE_CHECKING:
     from anthropic import Anthropic, AsyncAnthropic
     from openai import AsyncOpenAI, OpenAI
 
 T = TypeVar("T")
+Http = TypeVar("Http", httpx.Client, httpx.AsyncClient)
 
 DEFAULT_URL = "http://127.0.0.1:8700"
 
@@ -148,14 +148,26 @@ class AsyncServedSession(Handle):
         await self._client._send(asking.deletion(self.id))
 
 
-class _Connection:
+class _Connection(Generic[Http]):
     """What both clients have: whom they ask, and with which key."""
 
-    def __init__(self, base_url: str, key: str, timeout: float, patience: float) -> None:
+    def __init__(
+        self,
+        base_url: str = DEFAULT_URL,
+        *,
+        key: str,
+        timeout: float = 60.0,
+        patience: float = 60.0,
+        http_client: Http | None = None,
+    ) -> None:
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self._key = key
         self._timeout = timeout
         self._patience = patience
+        self._http = http_client or self._plain_http()
+
+    def _plain_http(self) -> Http:
+        raise NotImplementedError
 
     def _request(self, asked: Asked[Any]) -> dict[str, Any]:
         """A request as httpx takes it."""
@@ -172,7 +184,7 @@ class _Connection:
         return self._key if key is None and self._key.startswith("sk-tuner-") else key
 
 
-class Client(_Connection):
+class Client(_Connection[httpx.Client]):
     """Opens sessions at a server of `tuner serve`, gives rewards, and asks what became of them.
 
     Args:
@@ -185,17 +197,8 @@ class Client(_Connection):
             with this one.
     """
 
-    def __init__(
-        self,
-        base_url: str = DEFAULT_URL,
-        *,
-        key: str,
-        timeout: float = 60.0,
-        patience: float = 60.0,
-        http_client: httpx.Client | None = None,
-    ) -> None:
-        super().__init__(base_url, key, timeout, patience)
-        self._http = http_client or httpx.Client()
+    def _plain_http(self) -> httpx.Client:
+        return httpx.Client()
 
     def open(self, **asked: Unpack[Opening]) -> ServedSession:
         """A new session with a key of its own.
@@ -289,20 +292,11 @@ class Client(_Connection):
             return error
 
 
-class AsyncClient(_Connection):
+class AsyncClient(_Connection[httpx.AsyncClient]):
     """As `Client`, to be awaited; `http_client` is an `httpx.AsyncClient`."""
 
-    def __init__(
-        self,
-        base_url: str = DEFAULT_URL,
-        *,
-        key: str,
-        timeout: float = 60.0,
-        patience: float = 60.0,
-        http_client: httpx.AsyncClient | None = None,
-    ) -> None:
-        super().__init__(base_url, key, timeout, patience)
-        self._http = http_client or httpx.AsyncClient()
+    def _plain_http(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient()
 
     async def open(self, **asked: Unpack[Opening]) -> AsyncServedSession:
         """As `Client.open`."""

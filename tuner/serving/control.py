@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
+import hmac
 import json
+import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Protocol, TypeVar
@@ -16,20 +19,11 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 from tuner.gateway.request_error import RequestError
 from tuner.serving.api_types import CallInfo, ServedModels, SessionInfo
-from tuner.serving.callers import (
-    Caller,
-    Keys,
-    Rates,
-    digest,
-    new_session_key,
-    not_allowed,
-    repeatable_session_key,
-    unknown_key,
-)
-from tuner.serving.exposition import Metrics
-from tuner.serving.routing import LiveSessions, new_id
+from tuner.serving.front import Caller, Keys, Rates, not_allowed, unknown_key
+from tuner.serving.routing import LiveSessions, new_id, new_session_key
 from tuner.serving.serving_store import ServingStore
-from tuner.serving.stored import StoredCall, StoredSession
+from tuner.serving.tables import StoredCall, StoredSession, digest
+from tuner.serving.telemetry import Metrics
 
 T = TypeVar("T")
 
@@ -159,6 +153,23 @@ def call_info(stored: StoredCall) -> CallInfo:
         undelivered=call.undelivered,
         redacted=stored.redacted,
     )
+
+
+def new_application_key() -> str:
+    """A key for an application."""
+    return f"sk-app-{secrets.token_urlsafe(24)}"
+
+
+def repeatable_session_key(caller: str, request: str) -> str:
+    """The key of a session that is opened with an idempotency key: whoever asks again gets the same
+    one, also from a server that was started again, and nothing of it need be stored.
+
+    Args:
+        caller: The key that the request came with, which nobody else has.
+        request: The idempotency key.
+    """
+    made = hmac.digest(caller.encode(), f"session {request}".encode(), "sha256")
+    return f"sk-tuner-{base64.urlsafe_b64encode(made).decode().rstrip('=')}"
 
 
 class Control:

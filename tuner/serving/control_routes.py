@@ -23,7 +23,6 @@ from tuner.serving.api_types import (
     ServedModels,
     SessionInfo,
 )
-from tuner.serving.callers import Caller, digest, new_application_key, not_allowed
 from tuner.serving.control import (
     ApplicationInfo,
     Applications,
@@ -32,9 +31,12 @@ from tuner.serving.control import (
     NewApplication,
     OpenSession,
     call_info,
+    new_application_key,
     session_info,
 )
+from tuner.serving.front import Caller, not_allowed
 from tuner.serving.serving_store import ServingStore
+from tuner.serving.tables import digest
 from tuner.traces.store import trace_line, trace_to_json
 
 

@@ -16,7 +16,7 @@ import secrets
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,18 +31,17 @@ from tuner.gateway.request_error import RequestError
 from tuner.run.directory import RunDirectory, held
 from tuner.run.record import version_of
 from tuner.serving.api_types import ServedModels
-from tuner.serving.callers import Keys, Rates
 from tuner.serving.control import Control, Models
 from tuner.serving.control_routes import control_app
-from tuner.serving.exposition import Metrics, log_as_json
-from tuner.serving.front import Front
-from tuner.serving.ledger import promoted_versions
+from tuner.serving.front import Front, Keys, Rates
+from tuner.serving.learning.ledger import promoted_versions
 from tuner.serving.routing import LiveSessions
 from tuner.serving.serving_store import ServingStore
+from tuner.serving.telemetry import Metrics, log_as_json
+from tuner.traces.store import SERVED
 
 logger = logging.getLogger(__name__)
 
-STORE = "serving.sqlite"
 _PATIENCE = 10  # seconds that answers in flight have when the server ends
 _REPLIES_SECONDS = 86400.0
 _TIDY_SECONDS = 5.0
@@ -75,7 +74,7 @@ class Server:
         stack: Engine and gateway.
         store: What it keeps; changed in the event loop alone.
         live: Its open sessions.
-        models: Which weights serve; who trains beside puts its own here.
+        models: Which weights serve; who trains beside puts its own here before the door opens.
         admin_key: The admin's.
         door: Where it is found; there once it is open.
     """
@@ -91,13 +90,13 @@ class Server:
     door: HttpDoor | None = None
 
     def app(self, keys: Keys, rates: Rates) -> Any:
-        """The control API, which asks for `models` each time."""
+        """The control API."""
         control = Control(
             self.store,
             self.live,
             keys=keys,
             rates=rates,
-            models=_Current(self),
+            models=self.models,
             metrics=self.metrics,
             failure=lambda: self.stack.engine.failure,
         )
@@ -118,19 +117,6 @@ class Server:
         self.store.forget_replies(now - _REPLIES_SECONDS)
         self.live.rest()
         await asyncio.to_thread(self.store.checkpoint)
-
-
-@dataclass(frozen=True)
-class _Current:
-    """The models of a server, whoever decides about them now."""
-
-    server: Server
-
-    def models(self) -> ServedModels:
-        return self.server.models.models()
-
-    async def rollback(self) -> ServedModels:
-        return await self.server.models.rollback()
 
 
 Beside = Callable[[Server], AbstractAsyncContextManager[None]]
@@ -223,7 +209,7 @@ async def running(
     """
     settings = config.tuner.serving
     redact = settings.redact and load_function(settings.redact, setting="tuner.serving.redact")
-    store = ServingStore(directory.path / STORE)
+    store = ServingStore(directory.path / SERVED)
     try:
         # What learns beside puts what serves in its place before the door opens.
         weights = None if beside is not None else weights_to_serve(directory, store)
@@ -236,12 +222,9 @@ async def running(
         )
         try:
             server = _assembled(config, directory, stack, store, admin_key, redact or None)
-            if beside is None:
-                async with _open(server, host, port):
-                    yield server
-            else:
-                async with beside(server), _open(server, host, port):
-                    yield server
+            goes_on = nullcontext() if beside is None else beside(server)
+            async with goes_on, _open(server, host, port):
+                yield server
         finally:
             await stack.aclose()  # what is in flight is stored as undelivered
     finally:

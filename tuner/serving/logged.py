@@ -30,13 +30,13 @@ from tuner.run.offpolicy import (
 )
 from tuner.run.proof import Plan
 from tuner.traces import Call, Outcome, Trace, read_traces
+from tuner.traces.store import SERVED
 
 if TYPE_CHECKING:
     from torch import nn
 
     from tuner.training.forward.layouts import Forward
 
-STORE = "serving.sqlite"
 _LEARNED = ("train", "serve")
 """Splits whose steps are the updates that learned from them; 0: none did."""
 _ALL = 10**9
@@ -129,7 +129,7 @@ def compare_logged(
         ProofError: Fewer than two sessions can be used, or a reward is outside of the plan's range.
     """
     chosen = find_candidate(candidate)
-    served = (run.expanduser() / STORE).is_file()
+    served = (run.expanduser() / SERVED).is_file()
     traces = _served(run) if served else list(_recorded(run, split, steps))
     own = chosen.run is not None and chosen.run.path.resolve() == run.expanduser().resolve()
     used, left_out = usable(traces, trained_by=(chosen.step or _ALL) if own else 0)
@@ -181,12 +181,8 @@ def _served(run: Path) -> list[Trace]:
     """The judged sessions of a server."""
     from tuner.serving.serving_store import ServingStore
 
-    found, after = list[Trace](), ""
-    with closing(ServingStore(run.expanduser() / STORE, readonly=True)) as store:
-        while page := store.sessions(judged=True, after=after):
-            found += [store.trace(session.id) for session in page]
-            after = page[-1].id
-    return found
+    with closing(ServingStore(run.expanduser() / SERVED, readonly=True)) as store:
+        return [store.trace(session.id) for session in store.every(judged=True)]
 
 
 def usable(traces: Iterable[Trace], *, trained_by: int = 0) -> tuple[list[Trace], dict[str, int]]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 
-from tuner.serving.stored import StoredReply
-from tuner.serving.tables import Tables
+from tuner.serving.tables import StoredReply, Tables
 
 
 class Replies(Tables):

@@ -27,7 +27,7 @@ from tuner.gateway.request_error import RequestError
 from tuner.gateway.service import Replay, Reply
 from tuner.gateway.sessions import KeptResponse
 from tuner.serving.serving_store import ServingStore
-from tuner.serving.stored import StoredReply
+from tuner.serving.tables import StoredReply
 from tuner.traces import Call, ReasoningPolicy
 
 Message = dict[str, Any]

@@ -22,7 +22,6 @@ from typing import Any, Protocol
 from tuner.gateway import Gateway, SamplingDefaults, Session, SessionLimits
 from tuner.gateway.request_error import RequestError, has_ended
 from tuner.gateway.routes import EXCHANGES, IDEMPOTENCY_HEADER
-from tuner.serving.callers import digest, new_session_key
 from tuner.serving.restoring import (
     Noted,
     Redact,
@@ -33,7 +32,7 @@ from tuner.serving.restoring import (
     restored_conversations,
 )
 from tuner.serving.serving_store import ServingStore
-from tuner.serving.stored import StoredSession
+from tuner.serving.tables import StoredSession, digest
 from tuner.traces import Call
 
 RESTING_SECONDS = 600.0
@@ -45,6 +44,11 @@ _ROUTED = 100_000  # requests that are known again when they are repeated
 def new_id() -> str:
     """The id of a session that begins: later ones sort after it."""
     return f"s-{time.time_ns():016x}{secrets.token_hex(4)}"
+
+
+def new_session_key() -> str:
+    """A key for a session, as the gateway's are: no dot is in it, behind which a role stands."""
+    return f"sk-tuner-{secrets.token_urlsafe(24)}"
 
 
 class Onlooker(Protocol):

@@ -14,13 +14,13 @@ from __future__ import annotations
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from tuner.serving.replies import Replies
-from tuner.serving.stored import StoredCall, StoredSession, trace_of
+from tuner.serving.tables import StoredCall, StoredSession, trace_of
 from tuner.traces import Call, Trace
 from tuner.traces.packing import FORMAT, Packer, unpack
 from tuner.traces.plain import from_plain, to_plain
@@ -175,6 +175,13 @@ class ServingStore(Replies):
         where = " AND ".join(condition for condition, _ in asked)
         values = [value for _, value in asked]
         return self._sessions(f"WHERE {where} ORDER BY id LIMIT ?", *values, limit)
+
+    def every(self, *, judged: bool | None = None) -> Iterator[StoredSession]:
+        """As `sessions`, all of them, read in parts."""
+        after = ""
+        while part := self.sessions(judged=judged, after=after):
+            yield from part
+            after = part[-1].id
 
     def end(self, id_: str, when: float | None = None) -> None:
         """Seal a session; again changes nothing."""

@@ -15,6 +15,9 @@ from tuner.traces.trace import RolloutId, Trace
 # What reading something else than a trace raises.
 NOT_A_TRACE = (ValueError, LookupError, TypeError, AttributeError)
 
+SERVED = "serving.sqlite"
+"""The file in its run directory that a server keeps its sessions in."""
+
 
 class TraceStore:
     """Appends traces to `<folder>/<split>_step_<n>.jsonl` (`step_<n>.jsonl` for training).

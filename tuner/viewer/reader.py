@@ -17,6 +17,7 @@ from tuner.run.directory import RunDirectory
 from tuner.run.summary import check_is_run
 from tuner.traces import RolloutId
 from tuner.traces.packing import unpack
+from tuner.traces.store import SERVED
 from tuner.viewer.follow import MetricsFollower, branch_rows
 from tuner.viewer.index import TraceIndex, identity
 from tuner.viewer.queries import tree
@@ -226,7 +227,6 @@ class RunReader:
         return max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)
 
 
-SERVED = "serving.sqlite"
 # The latest decisions, as many as one reads.
 DECISIONS = 50
 

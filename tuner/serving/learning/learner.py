@@ -37,12 +37,11 @@ from tuner.loop import update
 from tuner.run.directory import RunDirectory, read_metrics
 from tuner.run.monitors import JsonlMonitor
 from tuner.run.proof import Decision
-from tuner.serving.canary import Canary
-from tuner.serving.held_out import HeldOut
-from tuner.serving.judged import LOOK, JudgedSource, Taken
-from tuner.serving.ledger import Kind, Ledger, numbers
+from tuner.serving.learning.judged import LOOK, JudgedSource, Taken
+from tuner.serving.learning.ledger import Kind, Ledger, numbers
+from tuner.serving.learning.proving import Canary, HeldOut
+from tuner.serving.learning.versions import Learned, Versions
 from tuner.serving.serving_store import ServingStore
-from tuner.serving.versions import Learned, Versions
 from tuner.training import PolicyTrainer
 
 logger = logging.getLogger("tuner.serving")

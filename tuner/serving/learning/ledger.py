@@ -11,11 +11,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from tuner.run.proof import Arm, Decision
+from tuner.serving.tables import Tables
 
 Kind = Literal["start", "trial", "promote", "keep", "not yet", "rollback"]
 _NUMBERS = ("estimate", "lower", "upper", "sessions", "expected_more")
@@ -41,16 +41,6 @@ CREATE TABLE IF NOT EXISTS arms (
 );
 CREATE INDEX IF NOT EXISTS arms_of_trial ON arms (candidate, counted);
 """
-
-
-class Tables(Protocol):
-    """The database that the rows are in."""
-
-    def ask(self, query: str, *values: Any) -> list[tuple[Any, ...]]: ...
-
-    def change(self, statement: str, *values: Any) -> Any: ...
-
-    def writing(self) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True)

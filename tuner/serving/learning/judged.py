@@ -21,7 +21,7 @@ from tuner.assembly.parameters import selection
 from tuner.config import RunConfig
 from tuner.run.metrics import batch_metrics, has_signal, rollout_metrics, staleness_metrics
 from tuner.serving.serving_store import ServingStore
-from tuner.serving.stored import StoredSession
+from tuner.serving.tables import StoredSession
 from tuner.sources import Found
 from tuner.traces import Call, RolloutId, Trace
 from tuner.training import Batch, TeacherPrompt, build_batch

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tuner.run.directory import RunDirectory
     from tuner.serving.api_types import ServedModels
     from tuner.serving.hosting import Beside, Server
-    from tuner.serving.learner import Learner
+    from tuner.serving.learning.learner import Learner
     from tuner.serving.serving_store import ServingStore
 
 Task = dict[str, Any]
@@ -115,8 +115,8 @@ def build_learner(
         eval_tasks: Rows of each evaluation set, by its name.
     """
     from tuner.assembly.stack import build_trainer
-    from tuner.serving.held_out import HeldOut
-    from tuner.serving.learner import Learner
+    from tuner.serving.learning.learner import Learner
+    from tuner.serving.learning.proving import HeldOut
 
     directory.create()
     held_out = None
