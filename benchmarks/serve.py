@@ -12,7 +12,9 @@ forwards requests to a server that speaks OpenAI on the load's core, records not
 - `calls/s`: the stub answers at once.
 - `added latency`: the stub takes 0.25 s for an answer, and what a request took beyond that is
   added. So 16 sessions ask 64 times a second, and 256 a thousand times, as agents do that wait for
-  a model; where a server cannot keep up, the waiting is in the number.
+  a model; where a server cannot keep up, the waiting is in the number. Timers and sockets add
+  something too: what a server in asyncio adds that reads a request, waits 0.25 s and answers two
+  bytes is measured likewise, a row of its own, and taken off everybody's.
 
 - `computed by the server` is the time of its process alone while the stub answers at once, which is
   nearly the same where other work keeps the machine busy.
@@ -141,6 +143,38 @@ def theirs(executable: str, seconds: float, core: int, load_core: int) -> Iterat
         yield Running(port, pid, lambda count: [LITELLM_KEY] * count)
 
 
+@contextlib.contextmanager
+def bare(seconds: float, core: int, folder: Path) -> Iterator[Running]:
+    """A server that waits and answers."""
+    port, log = free_port(), folder / "bare"
+    command = [sys.executable, __file__, "--part", "bare", "--port", str(port)]
+    with (
+        log.open("wb") as errors,
+        process([*command, "--seconds", str(seconds)], core, stderr=errors) as child,
+    ):
+        wait_for(port, child, log)
+        yield Running(port, child.pid, lambda count: ["key"] * count)
+
+
+def only_wait(port: int, seconds: float) -> None:
+    """The bare server."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(int(head.lower().split(b"content-length:")[1].split()[0]))
+                await asyncio.sleep(seconds)
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        writer.close()
+
+    async def listen() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", port, backlog=2048)
+        await server.serve_forever()
+
+    asyncio.run(listen())
+
+
 def serve(port: int, seconds: float, folder: Path) -> None:
     """Our server as it is started, with the stub in the engine's place."""
     from tuner.assembly.stack import build_stack
@@ -181,6 +215,9 @@ def measure_all(rounds: int, litellm: str) -> tuple[Found, float]:
                     count = measure_one("ours", server, seconds, found)
                 size = sum(p.stat().st_size for p in Path(folder).rglob(f"{SERVED}*"))
                 stored.append(size / count)
+                if seconds:
+                    with bare(seconds, core, Path(folder)) as server:
+                        measure_one("bare", server, seconds, found)
             with theirs(litellm, seconds, core, load_core) as server:
                 measure_one("LiteLLM", server, seconds, found)
     return found, statistics.median(stored)
@@ -216,10 +253,14 @@ def compare(rounds: int, litellm: str) -> None:
         case = f"{sessions:,} session{'s' * (sessions > 1)}"
         mine, other = (medians[who, sessions, "rate"] for who in ("ours", "LiteLLM"))
         rows.append(Row(case, "calls/s", mine, peer, other, target=GOAL_RATIO))
+        floor = medians["bare", sessions, "p50"]
         for metric, name in MILLISECONDS.items():
-            mine, other = (medians[who, sessions, metric] for who in ("ours", "LiteLLM"))
+            off = 0.0 if metric == "cpu" else floor
+            mine, other = (medians[who, sessions, metric] - off for who in ("ours", "LiteLLM"))
             rows.append(Row(case, name, mine, peer, other, more_is_better=False))
-    goal = (MILLISECONDS["p50"], medians["ours", 16, "p50"], f"{GOAL_MS} ms", GOAL_MS)
+        rows.append(Row(case, "a bare server's, p50, ms", floor))
+    added = medians["ours", 16, "p50"] - medians["bare", 16, "p50"]
+    goal = (MILLISECONDS["p50"], added, f"{GOAL_MS} ms", GOAL_MS)
     rows.append(Row("16 sessions", *goal, target=1, more_is_better=False))
     rows.append(Row("on disk", "bytes per call", stored))
     packages = ["agentscope-tuner", "uvicorn", "starlette", "fastapi"]
@@ -230,13 +271,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--litellm", default=".venv-litellm/bin/litellm", help="its executable")
-    parser.add_argument("--part", choices=["server"], help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=["server", "bare"], help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=0.0, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part == "server":
         serve(options.port, options.seconds, options.folder)
+    elif options.part == "bare":
+        only_wait(options.port, options.seconds)
     else:
         compare(options.rounds, options.litellm)
 
