@@ -71,6 +71,7 @@ def test_the_weights_of_what_sampled_are_one_and_of_what_came_later_are_not(
             PLAN,
             steps=(2, 2),
             least_effective=1,
+            clip=1.5,
             device="cpu",
         )
         for folder, step in ((run, 1), (elsewhere(run, tmp_path), 2))
@@ -78,7 +79,7 @@ def test_the_weights_of_what_sampled_are_one_and_of_what_came_later_are_not(
     assert same.versions == later.versions == (1, 1)
     assert same.found.sessions == 12
     assert same.cut_calls == (same.found.calls if name == "whole" else 0)
-    assert same.found.tasks == 2
+    assert (same.found.tasks, same.found.clip) == (2, 1.5)
     assert same.found.effective_sessions == pytest.approx(12, abs=1e-3)
     assert same.found.mean_weight == pytest.approx(1, abs=1e-4)
     assert same.found.estimate == pytest.approx(0, abs=1e-3)
@@ -119,13 +120,11 @@ def test_a_candidates_log_probs_are_those_of_its_own_forward_pass(trained, tmp_p
     calls = [call("c", prompt, completion, [-1.0, -2.0, -0.5], temperature=0.7)]
     store = TraceStore(tmp_path / "traces")
     for rollout in range(2):
-        store.append(trace(0, rollout, calls, reward=0.5))
+        store.append(trace(0, rollout, calls, reward=0.5, attempt=2))
     replaced = [call("r", prompt, completion, [-9.0] * 3, temperature=0.7)]
     store.append(trace(0, 0, replaced, reward=0.5, final=False))
-    found = compare_logged(
-        tmp_path, checkpoint, PLAN, least_effective=1, clip=1.5, device="cpu"
-    ).found
-    assert (found.sessions, found.clip) == (2, 1.5)
+    found = compare_logged(tmp_path, checkpoint, PLAN, least_effective=1, device="cpu").found
+    assert found.sessions == 2
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     with torch.no_grad():
         logits = model(torch.tensor([prompt + completion])).logits[0, 3:-1] / 0.7
@@ -133,7 +132,7 @@ def test_a_candidates_log_probs_are_those_of_its_own_forward_pass(trained, tmp_p
     assert found.mean_weight == pytest.approx(math.exp(logp + 3.5), rel=1e-4)
 
 
-def test_sessions_whose_weight_is_not_known_are_left_out_by_reason(trained):
+def test_sessions_whose_weight_is_not_known_are_left_out_by_reason():
     good = trace(0, 0, [call("c", [1, 2], [3], [-0.5])], reward=1.0)
     (of_good,) = good.calls
     spoilt = [

@@ -143,7 +143,8 @@ def test_a_task_of_which_a_rollout_failed_is_no_pair_and_counts_for_who_failed(
         settings = config(
             random_model_path,
             tmp_path,
-            "buffer.explorer_input.eval_tasksets=[{name: test, repeat_times: 2}]",
+            "buffer.explorer_input.eval_tasksets=[{name: test, repeat_times: 2, "
+            "rollout_args: {temperature: 1.0}}]",
             "explorer.max_retry_times=0",
             "explorer.runner_per_model=1",
             by="held_out",
