@@ -284,8 +284,17 @@ def test_a_candidate_with_another_vocabulary_is_refused(trained):
         compare_logged(trained / "whole", "models/tiny_math", PLAN, device="cpu")
 
 
-def test_a_reward_that_the_plan_does_not_know_is_refused_before_a_model_is_loaded(tmp_path):
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [(7.0, "reward 7.0 of session train-1-0-0"), (0.5, "1 logged sessions say nothing")],
+)
+def test_sessions_that_cannot_be_compared_are_refused_before_a_model_is_loaded(
+    tmp_path, reward, message
+):
     store = TraceStore(tmp_path / "traces")
-    store.append(trace(0, 0, [call("c", [1], [2], [-1.0])], reward=7.0))
-    with pytest.raises(ProofError, match=r"reward 7.0 of session train-1-0-0"):
-        compare_logged(tmp_path, "models/tiny_math", PLAN)
+    store.append(trace(0, 0, [call("c", [1], [2], [-1.0])], reward=reward))
+    broken = tmp_path / "model"
+    broken.mkdir()
+    (broken / "config.json").write_text("{}")
+    with pytest.raises(ProofError, match=message):
+        compare_logged(tmp_path, broken, PLAN)
