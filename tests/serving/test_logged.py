@@ -5,18 +5,22 @@ import math
 import shutil
 from collections import Counter
 from dataclasses import replace
+from statistics import fmean
 
+import numpy as np
 import pytest
 import torch
 
 from tests.builders import call, trace
 from tests.loop import runs
 from tests.serving.served import QUESTION, say, served
+from tuner.engines.sampling import packed_kept
 from tuner.errors import ConfigError, ModelLoadError, ProofError
 from tuner.loop import run_local
 from tuner.run.directory import RunDirectory
+from tuner.run.offpolicy import OffPolicy
 from tuner.run.proof import Plan
-from tuner.serving.logged import compare_logged, usable
+from tuner.serving.logged import LoggedComparison, compare_logged, usable
 from tuner.serving.serving_store import ServingStore
 from tuner.traces import Origin, Outcome, RolloutId, TraceStore, read_traces
 from tuner.tune import TINY_MODEL
@@ -80,6 +84,8 @@ def test_the_weights_of_what_sampled_are_one_and_of_what_came_later_are_not(
     assert same.found.sessions == 12
     assert same.cut_calls == (same.found.calls if name == "whole" else 0)
     assert (same.found.tasks, same.found.clip) == (2, 1.5)
+    rewards = [one.reward for one in read_traces(run / "traces" / "step_000002.jsonl")]
+    assert same.found.serving == pytest.approx(fmean(rewards)) != 0
     assert same.found.effective_sessions == pytest.approx(12, abs=1e-3)
     assert same.found.mean_weight == pytest.approx(1, abs=1e-4)
     assert same.found.estimate == pytest.approx(0, abs=1e-3)
@@ -97,9 +103,12 @@ def test_what_the_candidate_has_learned_from_says_nothing_of_it(trained, tmp_pat
     with pytest.raises(ProofError, match=r"0 logged sessions .* 24 trained_the_candidate"):
         compare_logged(run, run, PLAN, device="cpu")
     copied = elsewhere(run, tmp_path)
-    all_of_it = compare_logged(copied, RunDirectory(run).checkpoint(1), PLAN, device="cpu")
-    assert (all_of_it.found.sessions, all_of_it.found.left_out) == (24, {})
-    assert all_of_it.versions == (0, 1)
+    for steps, sessions, versions in ((None, 24, (0, 1)), ((1, 1), 12, (0, 0))):
+        of_copy = compare_logged(
+            copied, RunDirectory(run).checkpoint(1), PLAN, steps=steps, device="cpu"
+        )
+        assert (of_copy.found.sessions, of_copy.found.left_out) == (sessions, {})
+        assert of_copy.versions == versions
 
 
 def test_of_what_was_served_or_evaluated_a_candidate_has_learned_what_updates_took():
@@ -111,24 +120,31 @@ def test_of_what_was_served_or_evaluated_a_candidate_has_learned_what_updates_to
     assert reasons == {"trained_the_candidate": 2}
 
 
-def test_a_candidates_log_probs_are_those_of_its_own_forward_pass(trained, tmp_path):
-    """Of one call, with transformers alone: no cut, temperature 0.7."""
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_candidates_log_probs_are_those_of_its_own_forward_pass(trained, tmp_path, cut):
+    """Of one call, with transformers alone: temperature 0.7, and of what a cut had left."""
     from transformers import AutoModelForCausalLM
 
     checkpoint = RunDirectory(trained / "whole").checkpoint(2)
-    prompt, completion = [5, 9, 40, 7], [11, 30, 2]
-    calls = [call("c", prompt, completion, [-1.0, -2.0, -0.5], temperature=0.7)]
-    store = TraceStore(tmp_path / "traces")
-    for rollout in range(2):
-        store.append(trace(0, rollout, calls, reward=0.5, attempt=2))
-    replaced = [call("r", prompt, completion, [-9.0] * 3, temperature=0.7)]
-    store.append(trace(0, 0, replaced, reward=0.5, final=False))
-    found = compare_logged(tmp_path, checkpoint, PLAN, least_effective=1, device="cpu").found
-    assert found.sessions == 2
+    prompt, completion, others = [5, 9, 40, 7], [11, 30, 2], [12, 8, 4]
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     with torch.no_grad():
         logits = model(torch.tensor([prompt + completion])).logits[0, 3:-1] / 0.7
-    logp = logits.log_softmax(-1)[range(3), completion].sum().item()
+    sampled = call("c", prompt, completion, [-1.0, -2.0, -0.5], temperature=0.7)
+    if cut:
+        left = list(zip(completion, others, strict=True))
+        kept = tuple(packed_kept(np.array(two), logits.shape[1]) for two in left)
+        cuts = replace(sampled.sampling, top_k=2)
+        sampled = replace(sampled, sampling=cuts, kept=kept)
+        logits = torch.stack([row[list(two)] for row, two in zip(logits, left, strict=True)])
+    store = TraceStore(tmp_path / "traces")
+    for rollout in range(2):
+        store.append(trace(0, rollout, [sampled], reward=0.5, attempt=2))
+    replaced = replace(sampled, logprobs=(-9.0,) * 3)
+    store.append(trace(0, 0, [replaced], reward=0.5, final=False))
+    found = compare_logged(tmp_path, checkpoint, PLAN, least_effective=1, device="cpu").found
+    assert found.sessions == 2
+    logp = logits.log_softmax(-1)[range(3), [0] * 3 if cut else completion].sum().item()
     assert found.mean_weight == pytest.approx(math.exp(logp + 3.5), rel=1e-4)
 
 
@@ -245,6 +261,36 @@ def test_the_command_prints_estimates_or_refuses_and_says_what_is_missing(traine
     assert json.loads(output)["found"]["refused"].startswith("the weights say nothing")
 
 
+def test_each_estimate_stands_behind_its_name():
+    estimates = {
+        "serving": 0.1,
+        "plain": 0.2,
+        "self_normalised": 0.3,
+        "clipped": 0.4,
+        "doubly_robust": 0.5,
+    }
+    counts = dict.fromkeys(("sessions", "tasks", "calls"), 2)
+    weights = dict.fromkeys(
+        ("effective_sessions", "effective_calls", "mean_weight", "log_ratio"), 1.0
+    )
+    found = OffPolicy(
+        **counts, **weights, **estimates, left_out={}, refused=None, clip=1.5, lost=0.25
+    )
+    shown = LoggedComparison(run="r", candidate="c", versions=(0, 1), cut_calls=0, found=found)
+    lines = shown.text().splitlines()
+    assert lines[0] == "c on the traffic of r, weights of version 0 to 1"
+    for name, value in (
+        ("serving", "0.1000"),
+        ("candidate, plain", "0.2000"),
+        ("candidate, self-normalised", "0.3000"),
+        ("candidate, clipped at 1.5", "0.4000"),
+        ("candidate, doubly robust", "0.5000"),
+    ):
+        (line,) = (line for line in lines if line.startswith(f"{name} "))
+        assert value in line
+    assert "25.00% of its sessions" in shown.text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -284,8 +330,17 @@ def test_a_candidate_with_another_vocabulary_is_refused(trained):
         compare_logged(trained / "whole", "models/tiny_math", PLAN, device="cpu")
 
 
-def test_a_reward_that_the_plan_does_not_know_is_refused_before_a_model_is_loaded(tmp_path):
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [(7.0, "reward 7.0 of session train-1-0-0"), (0.5, "1 logged sessions say nothing")],
+)
+def test_sessions_that_cannot_be_compared_are_refused_before_a_model_is_loaded(
+    tmp_path, reward, message
+):
     store = TraceStore(tmp_path / "traces")
-    store.append(trace(0, 0, [call("c", [1], [2], [-1.0])], reward=7.0))
-    with pytest.raises(ProofError, match=r"reward 7.0 of session train-1-0-0"):
-        compare_logged(tmp_path, "models/tiny_math", PLAN)
+    store.append(trace(0, 0, [call("c", [1], [2], [-1.0])], reward=reward))
+    broken = tmp_path / "model"
+    broken.mkdir()
+    (broken / "config.json").write_text("{}")
+    with pytest.raises(ProofError, match=message):
+        compare_logged(tmp_path, broken, PLAN)

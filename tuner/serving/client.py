@@ -164,7 +164,7 @@ class _Connection(Generic[Http]):
         self._key = key
         self._timeout = timeout
         self._patience = patience
-        self._http = http_client or self._plain_http()
+        self._http: Http = http_client or self._plain_http()
 
     def _plain_http(self) -> Http:
         raise NotImplementedError
