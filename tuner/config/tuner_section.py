@@ -172,8 +172,8 @@ class TunerSection(Section):
     )
     imports: tuple[str, ...] = Field(
         default=(),
-        description="Modules that register agents and environments: `package.module`, or "
-        "`path/file.py`.",
+        description="Modules that register agents and environments, gymnasium's too: "
+        "`package.module`, or `path/file.py`.",
     )
     backend: Literal["auto", "local", "trinity"] = Field(
         default="auto",

@@ -23,9 +23,14 @@ from tuner.run.interrupts import outside_event_loop
 from tuner.settings import Given, settings_of
 
 # `kind` in the file -> its class.
-_KINDS: dict[str, str] = {}
+_KINDS: dict[str, str] = {
+    "areal": "tuner.environments.areal_environments:Areal",
+    "gymnasium": "tuner.environments.gymnasium_environments:Gymnasium",
+}
 # Package whose class was given -> who brings it.
-_BRINGERS: dict[str, str] = {}
+_BRINGERS: dict[str, str] = {
+    "gymnasium": "tuner.environments.gymnasium_environments:Gymnasium",
+}
 
 
 class Environment(ABC):
