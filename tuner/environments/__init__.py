@@ -1,5 +1,31 @@
 """Environments in other people's formats, each as the workflow, judge and dataset of `tune()`."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from tuner.environments.seam import Environment, brought
 
-__all__ = ["Environment", "brought"]
+if TYPE_CHECKING:
+    from tuner.environments.areal_environments import Areal
+    from tuner.environments.gymnasium_environments import Gymnasium
+
+# Imported when they are asked for: a file is read without PyTorch.
+_MODULE_OF = {
+    "Areal": "tuner.environments.areal_environments",
+    "Gymnasium": "tuner.environments.gymnasium_environments",
+}
+
+__all__ = ["Areal", "Environment", "Gymnasium", "brought"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'tuner.environments' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

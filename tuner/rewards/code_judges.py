@@ -104,14 +104,14 @@ def pytest_judge(
         isolation: As of `tuner.rewards.sandbox.run`.
 
     Raises:
-        MissingDependencyError: pytest is not installed (extra `code`).
+        MissingDependencyError: pytest is not installed (extra `rewards`).
         ValueError: `module` is no name of a module.
 
     The judge raises RewardError where the task has no tests, and SandboxError where nothing runs.
     """
     if find_spec("pytest") is None:
         raise MissingDependencyError(
-            f"pytest runs unit tests and is not installed: {pip_install('code')}"
+            f"pytest runs unit tests and is not installed: {pip_install('rewards')}"
         )
     if not module.isidentifier() or module == "test_of_it":
         raise ValueError(f"module is {module!r}: it must be a name of a module")
@@ -247,7 +247,7 @@ def _tests(task: Mapping[str, Any], field: str) -> str:
 @asynccontextmanager
 async def _folder(files: Mapping[str, str]) -> AsyncIterator[Path]:
     """A new folder with these files, which is gone afterwards."""
-    folder = Path(os.path.realpath(tempfile.mkdtemp(prefix="tuner-code-")))
+    folder = Path(tempfile.mkdtemp(prefix="tuner-code-"))
     try:
         for name, text in files.items():
             (folder / name).write_bytes(text.encode("utf-8", "replace"))

@@ -104,7 +104,7 @@ def rouge_judge(
     extract: Extract = str,
 ) -> PlainJudge:
     """A judge by ROUGE, how much of a text's word sequences another one has (Lin 2004), as the
-    library rouge-score computes it (extra `rouge`). The metrics are all three measures.
+    library rouge-score computes it (extra `rewards`). The metrics are all three measures.
 
     Args:
         field: Of the task: the right text, or a list of right texts, of which the best counts.
@@ -126,7 +126,7 @@ def rouge_judge(
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
         raise MissingDependencyError(
-            f"rouge-score computes ROUGE and is not installed: {pip_install('rouge')}"
+            f"rouge-score computes ROUGE and is not installed: {pip_install('rewards')}"
         ) from None
     if not re.fullmatch(r"rouge([1-9]|L|Lsum)", kind):
         raise ValueError(f"kind is {kind!r}: it is rouge1 to rouge9, rougeL or rougeLsum")
@@ -176,7 +176,7 @@ def schema_judge(
             JSON text.
 
     Raises:
-        MissingDependencyError: jsonschema is not installed (extra `schema`).
+        MissingDependencyError: jsonschema is not installed (extra `rewards`).
         ValueError: Both or none is given, or it is no schema.
 
     The judge raises RewardError where the task's schema is none, or refers to another document.
@@ -315,7 +315,7 @@ def _require_jsonschema() -> None:
         import jsonschema  # noqa: F401
     except ImportError:
         raise MissingDependencyError(
-            f"jsonschema checks JSON and is not installed: {pip_install('schema')}"
+            f"jsonschema checks JSON and is not installed: {pip_install('rewards')}"
         ) from None
 
 
