@@ -26,6 +26,7 @@ from tuner.settings import Given, settings_of
 _KINDS: dict[str, str] = {
     "areal": "tuner.environments.areal_environments:Areal",
     "gymnasium": "tuner.environments.gymnasium_environments:Gymnasium",
+    "mixture": "tuner.environments.mixture:Mixture",
     "verifiers": "tuner.environments.verifiers_environments:Verifiers",
 }
 # Package whose class was given -> who brings it.
