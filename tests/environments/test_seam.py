@@ -203,13 +203,14 @@ def test_a_file_names_an_environment_or_what_makes_one(named, letter):
         (f"{HERE.parent}/nowhere.py:made", "there is no file"),
         ("made", "write package.module:environment"),
         (f"{HERE}:test_an_environment_stands_alone", "does not take the arguments none"),
+        ({"kind": "gym"}, "setting is {'kind': 'gym'}: Input should be"),
         ({"kind": "gymnasium"}, "missing a required argument: 'id'"),
         ({"kind": "gymnasium", "id": "X", "turns": 3}, "unexpected keyword argument 'turns'"),
     ],
 )
 def test_what_a_file_cannot_name_is_refused(given, said):
     with pytest.raises(ConfigError, match=said):
-        from_settings(given, "tuner.environment")
+        from_settings(given, "the setting")
 
 
 def test_a_value_that_is_none_is_refused():

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from pydantic import ValidationError
+
 from tuner.config.load import Layers, mode_of, read_layers
 from tuner.config.source import lookup
 from tuner.config.tuner_section import EnvironmentSection
@@ -121,12 +123,16 @@ def from_settings(given: str | EnvironmentSection | Mapping[str, Any], setting: 
         environment.named = True
         return environment
     if not isinstance(given, EnvironmentSection):
-        given = EnvironmentSection.model_validate(given)
+        try:
+            given = EnvironmentSection.model_validate(dict(given))
+        except ValidationError as error:
+            said = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise ConfigError(f"{setting} is {dict(given)!r:.120}: {said}") from None
     assert given.kind is not None, "that of a queue agent is made with it"
     what = f"{setting}.kind is {given.kind!r}"
     if given.kind not in _KINDS:
         raise ConfigError(f"{what}, which is not in this version: {', '.join(_KINDS)} are")
-    environment = _made(_class_of(_KINDS[given.kind]), given.arguments, what)
+    environment: Environment = _made(_class_of(_KINDS[given.kind]), given.arguments, what)
     environment.named = True
     return environment
 
@@ -208,7 +214,7 @@ def parts_of(
         settings_of(None, None, None, **given),
         given.get("overrides", ()),
     )
-    rest: Given = {**given, "environment": None}  # type: ignore[typeddict-item]  # names are the same
+    rest: Given = {**given, "environment": None}
     if rest.get("eval_dataset") is None and not _names_evaluation(layers):
         rest["eval_dataset"] = environment.eval_dataset
     if train_dataset is None and _rolls_out(layers) and not lookup(layers.tree, _TASKSET):
