@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from tests import forked
 from tests.loop import async_runs, runs
+from tests.test_pages import ROOT, blocks
 from tuner.commands.rebasing import rebase
 from tuner.errors import ConfigError
 from tuner.loop import run_local
@@ -116,6 +117,15 @@ def test_ahead_of_training_a_killed_run_keeps_what_was_drawn(moment, random_mode
     drawn, results = notes(result)
     assert list(drawn) == list(range(1, async_runs.STEPS + 1))
     assert sorted(results) == list(range(1, async_runs.STEPS + 1))
+    check_accounts(result)
+
+
+def test_the_function_of_the_page_draws_the_tasks_of_a_run(random_model_path, tmp_path):
+    (function,) = blocks(ROOT / "docs/curriculum.md", "python")
+    (tmp_path / "weights.py").write_text(function)
+    selector = (f"tuner.tasks.selector.kind={tmp_path}/weights.py:weights", *SELECTOR[1:])
+    result = tune(runs.config(random_model_path, tmp_path, *selector))
+    assert result.steps == 6
     check_accounts(result)
 
 

@@ -76,7 +76,7 @@ async def test_a_task_without_a_right_answer_is_an_error_and_no_reward(judge):
     with pytest.raises(MissingFieldError, match="the task has no field 'answer'"):
         await judged(judge, "4", question="2 + 2")
     for answer in (None, [], {"is": 4}):
-        with pytest.raises(RewardError, match="'answer' is .*must be a text, a number, or some"):
+        with pytest.raises(RewardError, match=r"'answer' is .*must be a text, a number, or"):
             await judged(judge, "4", answer=answer)
 
 
@@ -236,7 +236,7 @@ async def test_a_part_that_fails_is_an_error_and_ends_the_others():
     def wrong(task, response):
         return 1.0
 
-    with pytest.raises(FunctionError, match="returned 1.0"):
+    with pytest.raises(FunctionError, match=r"returned 1\.0"):
         await judged(weighted({"wrong": wrong}), "a")
 
 
