@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from tests import forked
 from tests.loop import async_runs, runs
+from tests.loop.test_resume import without_times
 from tests.test_pages import ROOT, blocks
 from tuner.commands.rebasing import rebase
 from tuner.errors import ConfigError
@@ -64,11 +65,6 @@ def check_accounts(result):
         found = [rewards[planned + 1, index] for planned, index in groups]
         passed = [sum(reward >= 0.5 for reward in one) for one in found]
         assert visits == [list(one) for one in zip(rows, map(len, found), passed, strict=True)]
-
-
-def without_times(history):
-    timed = ("time/", "rollout_seconds/", "tokens_per_second")
-    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in history]
 
 
 @pytest.fixture(scope="module")
