@@ -37,16 +37,26 @@ def check(
 
     if labelled is not None and not of_judge:
         raise ConfigError("--labelled is for the judge: add --judge")
-    workflow, judge, backend = functions_of(config, overrides or [])
-    if (of_judge or branching) and backend == "trinity":
+    named = functions_of(config, overrides or [])
+    if (of_judge or branching) and named.backend == "trinity":
         which = "--judge" if of_judge else "--branching"
         raise ConfigError(f"{which} needs rollouts, which are run here: add tuner.backend=local")
-    if backend == "trinity":
+    if named.backend == "trinity":
+        from tuner.environments.seam import parts_of
         from tuner.trinity.preparation import check_trinity
 
-        verdict = check_trinity(config, overrides or [], workflow=workflow, judge=judge)
+        given = {"environment": named.environment, "config_path": config}
+        parts = parts_of(named.workflow, named.judge, None, {**given, "overrides": overrides or []})
+        verdict = check_trinity(
+            config,
+            parts.given["overrides"],
+            workflow=parts.workflow,
+            judge=parts.judge,
+            train_dataset=parts.train_dataset,
+            eval_dataset=parts.given.get("eval_dataset"),
+        )
     else:
-        run = prepare(workflow, judge, config_path=config, overrides=overrides or [])
+        run = prepare(**named.arguments, config_path=config, overrides=overrides or [])
         # These import PyTorch: only once the rest is in order.
         if of_judge:
             from tuner.commands.judge_check import check_judge

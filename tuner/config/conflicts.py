@@ -16,6 +16,7 @@ from tuner.config.algorithm_conflicts import algorithm_conflicts, recorded_confl
 from tuner.config.history_conflicts import history_conflicts
 from tuner.config.problems import Problem
 from tuner.config.schema import RunConfig
+from tuner.config.tuner_section import EnvironmentSection
 
 _OFFSET = "synchronizer.sync_offset"
 _STRATEGY = "algorithm.sample_strategy"
@@ -171,11 +172,23 @@ def _agents(config: RunConfig) -> Iterator[str]:
             f"tuner.agent is {tuner.agent.type!r} and tuner.workflow is {tuner.workflow!r}: set "
             "one of them"
         )
-    if (tuner.agent is None) != (tuner.environment is None):
-        there, missing = (
-            ("agent", "environment") if tuner.environment is None else ("environment", "agent")
-        )
+    environment = tuner.environment
+    of_agent = isinstance(environment, EnvironmentSection) and environment.type is not None
+    if (tuner.agent is not None) != of_agent and (of_agent or environment is None):
+        there, missing = ("environment", "agent") if of_agent else ("agent", "environment")
         yield f"tuner.{there} is set without tuner.{missing}: set both of them"
+    if environment is None or of_agent:
+        return
+    for name, given in (
+        ("agent", tuner.agent and tuner.agent.type),
+        ("workflow", tuner.workflow),
+        ("judge", tuner.judge),
+    ):
+        if given is not None:
+            yield (
+                f"tuner.{name} is {given!r}, but tuner.environment brings a workflow and its "
+                "judge: remove one of them"
+            )
 
 
 def _asynchronous(config: RunConfig) -> Iterator[str]:

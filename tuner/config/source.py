@@ -240,7 +240,8 @@ FUNCTIONS = (
     "tuner.workflow",
     "tuner.judge",
     "tuner.agent.type",
-    "tuner.environment.type",
+    "tuner.environment",
+    "tuner.environment.*",
     "tuner.serving.redact",
 )
 # `path/file.py`, or `package.module`, which is no path.
@@ -272,6 +273,8 @@ def absolute_paths(
     if not isinstance(value, str) or not value or "${" in value or at in without:
         return value
     pattern = ".".join("*" if part.isdecimal() else part for part in at.split("."))
+    if pattern.startswith("tuner.environment."):  # arguments of a class, however deep
+        pattern = "tuner.environment.*"
     if pattern in PATHS:
         return absolute(value, folder)
     if pattern in PATHS_OR_NAMES:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from tuner.config.algorithm import AlgorithmExtras, CriticSection
 from tuner.config.explorer import BranchingSection, EngineSection
@@ -82,7 +83,7 @@ class RemoteModel(Section):
 
 
 class NamedClass(Section):
-    """`tuner.agent.*`, `tuner.environment.*`: a class by name, and what its constructor gets."""
+    """`tuner.agent.*`: a class by name, and what its constructor gets."""
 
     type: str = Field(
         min_length=1,
@@ -94,6 +95,49 @@ class NamedClass(Section):
         description="Arguments of its constructor, given as they are; `gconfig` becomes a "
         "`GenerationHyperparameters`.",
     )
+
+
+KINDS = ("verifiers", "openenv", "trl", "gymnasium", "areal", "program", "mixture")
+
+
+class EnvironmentSection(Section):
+    """`tuner.environment.*`: an environment in somebody's format; or that of a queue agent."""
+
+    model_config = ConfigDict(extra="allow")
+
+    kind: Literal[KINDS] | None = Field(  # type: ignore[valid-type]  # the table is elsewhere too
+        default=None,
+        description="The format. All further keys are arguments of its class "
+        "([environments](environments.md)).",
+    )
+    type: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Of a queue agent, in place of `kind`: as `tuner.agent.type`.",
+    )
+    args: Arguments = Field(default_factory=dict, description="Beside `type`: as the agent's.")
+
+    @classmethod
+    def takes_more(cls, given: Mapping[str, Any]) -> bool:
+        return "kind" in given
+
+    @model_validator(mode="after")
+    def _one_form(self) -> EnvironmentSection:
+        if (self.kind is None) == (self.type is None):
+            raise ValueError(f"give either kind ({', '.join(KINDS)}), or, beside tuner.agent, type")
+        return self
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the class of `kind` is made with."""
+        own = {"args": self.args} if "args" in self.model_fields_set else {}
+        return {**own, **(self.model_extra or {})}
+
+
+NamedOrMade = Annotated[
+    Annotated[str, Tag("named")] | Annotated[EnvironmentSection, Tag("made")],
+    Discriminator(lambda given: "named" if isinstance(given, str) else "made"),
+]
 
 
 class TrinitySection(Section):
@@ -120,13 +164,16 @@ class TunerSection(Section):
         description="A queue agent instead of a workflow, with the keys below "
         "([from_areal](from_areal.md)).",
     )
-    environment: NamedClass | None = Field(
-        default=None, description="The environment of that agent, with the keys below."
+    environment: NamedOrMade | None = Field(
+        default=None,
+        description="Workflow, judge and datasets in one, for the commands: the keys below, or "
+        "`package.module:name` or `path/file.py:name` of an environment or of a function that "
+        "makes one ([environments](environments.md)).",
     )
     imports: tuple[str, ...] = Field(
         default=(),
-        description="Modules that register agents and environments: `package.module`, or "
-        "`path/file.py`.",
+        description="Modules that register agents and environments, gymnasium's too: "
+        "`package.module`, or `path/file.py`.",
     )
     backend: Literal["auto", "local", "trinity"] = Field(
         default="auto",

@@ -1,6 +1,34 @@
 """Environments in other people's formats, each as the workflow, judge and dataset of `tune()`."""
 
-from tuner.environments.program import Program, ProgramOutput
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from tuner.environments.seam import Environment, brought
 
-__all__ = ["Environment", "Program", "ProgramOutput", "brought"]
+if TYPE_CHECKING:
+    from tuner.environments.areal_environments import Areal
+    from tuner.environments.gymnasium_environments import Gymnasium
+    from tuner.environments.program import Program, ProgramOutput
+
+# Imported when they are asked for: a file is read without PyTorch.
+_MODULE_OF = {
+    "Areal": "tuner.environments.areal_environments",
+    "Gymnasium": "tuner.environments.gymnasium_environments",
+    "Program": "tuner.environments.program",
+    "ProgramOutput": "tuner.environments.program",
+}
+
+__all__ = ["Areal", "Environment", "Gymnasium", "Program", "ProgramOutput", "brought"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'tuner.environments' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -35,6 +35,10 @@ class Workspaces:
         self._numbers = count(1)
         self._remover = ThreadPoolExecutor(1, thread_name_prefix="tuner-folders")
 
+    def __reduce__(self) -> tuple[type[Workspaces], tuple[()]]:
+        """In another process it has folders of its own."""
+        return Workspaces, ()
+
     def new(self, template: str | None, commit: str | None) -> tuple[Path, Path | None]:
         """A folder of its own for one rollout, and what it was made from.
 
