@@ -25,7 +25,7 @@ FOREVER = "import signal; signal.pause()"
 
 
 @pytest.fixture(autouse=True)
-def temporary(monkeypatch):
+def temporary(monkeypatch, tmp_path):
     """The folder for temporary things; it and the processes are counted when a test has ended."""
     before = set(psutil.Process().children(recursive=True))
     with tempfile.TemporaryDirectory() as folder:  # a socket's path must be short

@@ -28,7 +28,7 @@ def kind(request):
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(monkeypatch):
+def nothing_is_left(monkeypatch, tmp_path):
     """Counts the processes below this one, and what is in the folder for temporary things."""
     before = set(psutil.Process().children(recursive=True))
     with tempfile.TemporaryDirectory() as temporary:  # a socket's path must be short
@@ -222,6 +222,29 @@ async def test_cancelled_it_ends_at_once_with_all_that_it_started(kind, tmp_path
     with pytest.raises(asyncio.CancelledError):
         await running
     assert not any(process.is_running() for process in below)
+
+
+STARTS = """
+import asyncio, sys
+from pathlib import Path
+from tuner.rewards.sandbox import run
+command = [sys.executable, "-c", sys.argv[1]]
+asyncio.run(run(command, folder=Path(sys.argv[2]), isolation=sys.argv[3]))
+"""
+
+
+async def test_it_ends_where_we_are_killed(kind, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    code = DAEMON + f"\nopen('pipe', 'w').write('begun')\n{FOREVER}"
+    ours = await asyncio.create_subprocess_exec(*python(STARTS), code, str(tmp_path), kind)
+    assert await asyncio.to_thread((tmp_path / "pipe").read_text) == "begun"
+    below = psutil.Process(ours.pid).children(recursive=True)
+    assert len(below) >= 3
+    ours.kill()
+    await ours.wait()
+    assert not psutil.wait_procs(below, timeout=10)[1]
+    for name in os.listdir(tempfile.gettempdir()):  # which nobody was there to remove
+        sandbox.remove(Path(tempfile.gettempdir(), name))
 
 
 async def test_many_run_at_once(kind, tmp_path):

