@@ -8,7 +8,7 @@ import { readFileSync, writeFileSync } from "node:fs";
 
 const [dialect, how] = process.argv.slice(2);
 const stream = how === "stream";
-const LONG = 600; // letters of a history
+const LONG = 900; // letters of a history
 
 const parameters = (...names) => ({
   type: "object",

@@ -49,7 +49,7 @@ def template(tmp_path):
     folder = tmp_path / "template"
     folder.mkdir()
     shutil.copy(AGENT, folder / "agent.mjs")
-    (folder / "notes.txt").write_text("The answer is 42. " * 30)
+    (folder / "notes.txt").write_text("The answer is 42. " * 50)
     return folder
 
 
@@ -57,7 +57,10 @@ def template(tmp_path):
 @pytest.mark.parametrize("dialect", ["openai", "anthropic"])
 async def test_helpers_parallel_calls_and_compaction_are_one_exact_trace(dialect, how, template):
     program = Program(
-        ["node", "agent.mjs", dialect, how], prompt="file:PROMPT.md", template=template
+        ["node", "agent.mjs", dialect, how],
+        prompt="file:PROMPT.md",
+        template=template,
+        limits={"seconds": 120},
     )
     engine = StubEngine(max_model_len=100_000, answer=programmer)
     traces, files = [], []
