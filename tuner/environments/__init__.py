@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tuner.environments.areal_environments import Areal
     from tuner.environments.gymnasium_environments import Gymnasium
     from tuner.environments.mixture import Mixture
+    from tuner.environments.program import Program, ProgramOutput
     from tuner.environments.verifiers_environments import Verifiers
 
 # Imported when they are asked for: a file is read without PyTorch.
@@ -18,10 +19,21 @@ _MODULE_OF = {
     "Areal": "tuner.environments.areal_environments",
     "Gymnasium": "tuner.environments.gymnasium_environments",
     "Mixture": "tuner.environments.mixture",
+    "Program": "tuner.environments.program",
+    "ProgramOutput": "tuner.environments.program",
     "Verifiers": "tuner.environments.verifiers_environments",
 }
 
-__all__ = ["Areal", "Environment", "Gymnasium", "Mixture", "Verifiers", "brought"]
+__all__ = [
+    "Areal",
+    "Environment",
+    "Gymnasium",
+    "Mixture",
+    "Program",
+    "ProgramOutput",
+    "Verifiers",
+    "brought",
+]
 
 
 def __getattr__(name: str) -> Any:

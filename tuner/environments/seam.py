@@ -29,6 +29,7 @@ _KINDS: dict[str, str] = {
     "areal": "tuner.environments.areal_environments:Areal",
     "gymnasium": "tuner.environments.gymnasium_environments:Gymnasium",
     "mixture": "tuner.environments.mixture:Mixture",
+    "program": "tuner.environments.program:Program",
     "verifiers": "tuner.environments.verifiers_environments:Verifiers",
 }
 # Package whose class was given -> who brings it.
