@@ -172,10 +172,10 @@ def _compared(name: str, before: Path | None, after: Path | None) -> str:
     try:
         if max(len(old), len(new)) > _SHOWN_BYTES or b"\0" in old + new:
             raise ValueError("it is no text")
-        lines = [text.decode().splitlines(keepends=True) for text in (old, new)]
+        was, now = (text.decode().splitlines(keepends=True) for text in (old, new))
     except ValueError:
         return f"Binary files {titles[0]} and {titles[1]} differ\n"
-    compared = difflib.unified_diff(*lines, *titles)
+    compared = difflib.unified_diff(was, now, *titles)
     return "".join(
         line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
         for line in compared

@@ -171,13 +171,13 @@ async def _attended(
 ) -> tuple[tuple[bytes, bytes], Ended | None]:
     """What a process wrote, and the limit that it passed on our side; it has ended after this."""
     output = _Output(limits.output_bytes)
-    ended = asyncio.gather(
+    ended: asyncio.Future[Any] = asyncio.gather(
         output.read(process.stdout, 0),
         output.read(process.stderr, 1),
         _fed(process.stdin, stdin),
         process.wait(),
     )
-    full = asyncio.ensure_future(output.full.wait())
+    full: asyncio.Future[Any] = asyncio.ensure_future(output.full.wait())
     over: Ended | None = None
     try:
         await asyncio.wait(
