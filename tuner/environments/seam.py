@@ -23,9 +23,12 @@ from tuner.run.interrupts import outside_event_loop
 from tuner.settings import Given, settings_of
 
 # `kind` in the file -> its class.
-_KINDS: dict[str, str] = {}
+_KINDS: dict[str, str] = {
+    "openenv": "tuner.environments.openenv:OpenEnv",
+    "trl": "tuner.environments.trl:TRL",
+}
 # Package whose class was given -> who brings it.
-_BRINGERS: dict[str, str] = {}
+_BRINGERS: dict[str, str] = {"openenv": "tuner.environments.openenv:OpenEnv"}
 
 
 class Environment(ABC):
