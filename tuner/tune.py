@@ -265,7 +265,7 @@ def _resolved(parts: Parts) -> Layers:
 def _prepared(layers: Layers, parts: Parts) -> Run:
     workflow, judge, train_dataset = parts.workflow, parts.judge, parts.train_dataset
     config = with_default_model(checked(layers))
-    _check_functions_are_there(config, workflow, judge)
+    _check_functions_are_there(config, workflow, judge, brought=parts.environment is not None)
     check_settings(workflow, config)
     _check_feedback(config, workflow, judge)
     history, section = None, config.tuner.history
@@ -283,12 +283,23 @@ def _check_functions_are_there(
     config: RunConfig,
     workflow: Callable[..., Any] | None,
     judge: Callable[..., Any] | None,
+    *,
+    brought: bool,
 ) -> None:
     """Without a workflow nothing can be rolled out, for training or for an evaluation.
 
+    Args:
+        brought: Whether an environment brings them.
+
     Raises:
-        FunctionError: It is missing where it is needed.
+        FunctionError: It is missing where it is needed, or there are two.
     """
+    named = config.tuner.environment
+    if workflow is not None and named is not None and config.tuner.agent is None and not brought:
+        raise FunctionError(
+            "workflow_func is given, and the file's tuner.environment brings another: leave it "
+            "out, or set tuner.environment to null"
+        )
     if workflow is not None:
         return
     if config.mode != "train":

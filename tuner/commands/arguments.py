@@ -63,7 +63,7 @@ def functions_of(path: Path, overrides: list[str]) -> Named:
     """
     from tuner.config.load import checked, read_layers
     from tuner.environments.seam import from_settings
-    from tuner.functions.loading import load_function
+    from tuner.functions.loading import import_module_or_file, load_function
 
     load = load_function
     layers = read_layers(path, overrides=overrides)
@@ -83,6 +83,8 @@ def functions_of(path: Path, overrides: list[str]) -> Named:
 
         workflow = configured_agent(names)
     elif names.environment is not None:
+        for module in names.imports:
+            import_module_or_file(module, setting="tuner.imports")
         environment = from_settings(names.environment, "tuner.environment")
         return Named(None, None, layers.backend, environment)
     elif names.workflow is not None:

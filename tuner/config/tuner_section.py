@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -97,6 +98,55 @@ class NamedClass(Section):
     )
 
 
+SELECTORS = ("success", "stratified")
+Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_FUNCTION = re.compile(r"[^:]+:[^:]+")
+
+
+class SelectorSection(Section):
+    """`tuner.tasks.selector.*`: which tasks a step draws, in place of one order of all of them."""
+
+    kind: str = Field(
+        default="success",
+        description="`success`: tasks that are always or never solved are drawn less; "
+        "`stratified`: of each value of `field` its share, each in an order of its own; or a "
+        "function that gives each task a weight (`package.module:function`, "
+        "`path/file.py:function`; [curriculum](curriculum.md)).",
+    )
+    field: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A field of the tasks. Each of its values has its share of every step, as far "
+        "as whole tasks go, whichever `kind` draws inside it. Needed for `stratified`.",
+    )
+    weights: Annotated[dict[str, Weight], null_is(dict)] = Field(
+        default_factory=dict,
+        description="How much of a step goes to each value of `field`, in proportion; all of them "
+        "are named. Not set: as many tasks as it has.",
+    )
+    floor: float = Field(
+        default=0.1,
+        gt=0,
+        le=1,
+        description="The lowest weight of a task, as a share of the highest: so often, beside the "
+        "task that is drawn most, every task is still drawn. 1 draws all alike. Not with "
+        "`stratified`.",
+    )
+
+    @field_validator("kind")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in SELECTORS and not _FUNCTION.fullmatch(value):
+            raise ValueError(f"Input should be {', '.join(SELECTORS)} or module:function")
+        return value
+
+
+class TasksSection(Section):
+    """`tuner.tasks.*`: which tasks a step trains on."""
+
+    selector: SelectorSection | None = None
+
+
 KINDS = ("verifiers", "openenv", "trl", "gymnasium", "areal", "program", "mixture")
 
 
@@ -172,8 +222,8 @@ class TunerSection(Section):
     )
     imports: tuple[str, ...] = Field(
         default=(),
-        description="Modules that register agents and environments: `package.module`, or "
-        "`path/file.py`.",
+        description="Modules that register agents and environments, gymnasium's too: "
+        "`package.module`, or `path/file.py`.",
     )
     backend: Literal["auto", "local", "trinity"] = Field(
         default="auto",
@@ -224,6 +274,7 @@ class TunerSection(Section):
         description="A rollout that gives no reward: leave it out (`drop`), give it one "
         "(`{penalize: value}`), or stop the run (`abort`).",
     )
+    tasks: TasksSection = TasksSection()
     branching: BranchingSection | None = None
     history: HistorySection | None = None
     algorithm: AlgorithmExtras = AlgorithmExtras()
@@ -232,8 +283,8 @@ class TunerSection(Section):
         default=1.0,
         allow_inf_nan=False,
         description="A rollout has passed with at least this reward: for `pass_at_<n>` and "
-        "`pass_hat_<n>` of evaluations, which change nothing that is trained, and for "
-        "`feedback_attempts`.",
+        "`pass_hat_<n>` of evaluations, which change nothing that is trained, for "
+        "`feedback_attempts` and for `tasks.selector`.",
     )
     feedback_attempts: int = Field(
         default=0,

@@ -42,6 +42,10 @@ def training_tasks(config: RunConfig, dataset: Any) -> Sequence[Task]:
     if isinstance(tasks, StreamRows):
         _check_stream(config)
     check_fills_a_batch(tasks, config.buffer.batch_size, described(dataset))
+    if config.tuner.tasks.selector is not None:
+        from tuner.data.curriculum import check_selector
+
+        check_selector(config, tasks)
     return tasks
 
 

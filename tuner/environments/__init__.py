@@ -8,18 +8,33 @@ from typing import TYPE_CHECKING, Any
 from tuner.environments.seam import Environment, brought
 
 if TYPE_CHECKING:
-    from tuner.environments.episode import ToolCall
+    from tuner.environments.areal_environments import Areal
+    from tuner.environments.gymnasium_environments import Gymnasium
     from tuner.environments.openenv import OpenEnv
+    from tuner.environments.openenv_episode import ToolCall
     from tuner.environments.trl import TRL
+    from tuner.environments.verifiers_environments import Verifiers
 
-# Imported when they are asked for: a format is of no use to who has another.
+# Imported when they are asked for: a file is read without PyTorch.
 _MODULE_OF = {
+    "Areal": "tuner.environments.areal_environments",
+    "Gymnasium": "tuner.environments.gymnasium_environments",
     "OpenEnv": "tuner.environments.openenv",
     "TRL": "tuner.environments.trl",
-    "ToolCall": "tuner.environments.episode",
+    "ToolCall": "tuner.environments.openenv_episode",
+    "Verifiers": "tuner.environments.verifiers_environments",
 }
 
-__all__ = ["TRL", "Environment", "OpenEnv", "ToolCall", "brought"]
+__all__ = [
+    "TRL",
+    "Areal",
+    "Environment",
+    "Gymnasium",
+    "OpenEnv",
+    "ToolCall",
+    "Verifiers",
+    "brought",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -27,3 +42,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'tuner.environments' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

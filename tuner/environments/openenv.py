@@ -15,7 +15,7 @@ from inspect import isawaitable
 from pathlib import Path
 from typing import Any, Literal
 
-from tuner.environments.episode import Episode, Form, observation_text
+from tuner.environments.openenv_episode import Episode, Form, observation_text
 from tuner.environments.seam import Environment
 from tuner.environments.server_process import ServerProcess
 from tuner.errors import ConfigError, MissingDependencyError, pip_install

@@ -24,11 +24,18 @@ from tuner.settings import Given, settings_of
 
 # `kind` in the file -> its class.
 _KINDS: dict[str, str] = {
+    "areal": "tuner.environments.areal_environments:Areal",
+    "gymnasium": "tuner.environments.gymnasium_environments:Gymnasium",
     "openenv": "tuner.environments.openenv:OpenEnv",
     "trl": "tuner.environments.trl:TRL",
+    "verifiers": "tuner.environments.verifiers_environments:Verifiers",
 }
 # Package whose class was given -> who brings it.
-_BRINGERS: dict[str, str] = {"openenv": "tuner.environments.openenv:OpenEnv"}
+_BRINGERS: dict[str, str] = {
+    "gymnasium": "tuner.environments.gymnasium_environments:Gymnasium",
+    "openenv": "tuner.environments.openenv:OpenEnv",
+    "verifiers": "tuner.environments.verifiers_environments:Verifiers",
+}
 
 
 class Environment(ABC):
@@ -42,12 +49,14 @@ class Environment(ABC):
         judge: A judge's function, as `tune()` takes it; None where `workflow` gives the reward.
         train_dataset, eval_dataset: As `tune()` takes them; None where the caller names them.
         settings: Dotted keys of the file that go with the environment, where nobody else sets them.
+        named: Whether the file names it.
     """
 
     judge: Callable[..., Any] | None = None
     train_dataset: Any = None
     eval_dataset: Any = None
     settings: Mapping[str, Any] = {}
+    named = False  # by the file, which is then what a run's config.yaml says of it
     _ended = False
 
     @abstractmethod
@@ -110,14 +119,17 @@ def from_settings(given: str | EnvironmentSection | Mapping[str, Any], setting: 
     if isinstance(given, str):
         found = load_named(given, setting=setting, kind="environment")
         makes = inspect.isroutine(found) or isinstance(found, type)
-        return brought(_made(found, {}, f"{setting} is {given!r}") if makes else found)
+        environment = brought(_made(found, {}, f"{setting} is {given!r}") if makes else found)
+        environment.named = True
+        return environment
     if not isinstance(given, EnvironmentSection):
         given = EnvironmentSection.model_validate(given)
     assert given.kind is not None, "that of a queue agent is made with it"
     what = f"{setting}.kind is {given.kind!r}"
     if given.kind not in _KINDS:
         raise ConfigError(f"{what}, which is not in this version: {', '.join(_KINDS)} are")
-    environment: Environment = _made(_class_of(_KINDS[given.kind]), given.arguments, what)
+    environment = _made(_class_of(_KINDS[given.kind]), given.arguments, what)
+    environment.named = True
     return environment
 
 
@@ -203,7 +215,10 @@ def parts_of(
         rest["eval_dataset"] = environment.eval_dataset
     if train_dataset is None and _rolls_out(layers) and not lookup(layers.tree, _TASKSET):
         train_dataset = environment.train_dataset
-    rest["overrides"] = [*_missing(environment.settings, layers), *given.get("overrides", ())]
+    own = _missing(environment.settings, layers)
+    if not environment.named and lookup(layers.tree, "tuner.environment") is not None:
+        own.append("tuner.environment=null")  # Python wins over the file
+    rest["overrides"] = [*own, *given.get("overrides", ())]
     return Parts(environment, environment.workflow, environment.judge, train_dataset, rest)
 
 

