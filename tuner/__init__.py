@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         TrainingError,
         TunerError,
     )
+    from tuner.environments.trl import from_trl
     from tuner.functions.calling import check_judge_function, check_workflow_function
     from tuner.functions.outputs import (
         JudgeOutput,
@@ -62,6 +63,7 @@ _MODULES = {
     "tuner.commands.scores": ("Evaluation",),
     "tuner.config": ("RemoteModel", "RunConfig"),
     "tuner.data.dataset": ("Dataset", "DatasetConfig"),
+    "tuner.environments.trl": ("from_trl",),
     "tuner.functions.calling": ("check_judge_function", "check_workflow_function"),
     "tuner.functions.outputs": (
         "JudgeOutput",
@@ -115,6 +117,7 @@ __all__ = [
     "check_judge_function",
     "check_workflow_function",
     "evaluate",
+    "from_trl",
     "rebase",
     "recorded",
     "require_agentscope1",

@@ -25,6 +25,8 @@ from tuner.functions.outputs import WorkflowOutput, shown
 
 # How the client says that the server has as many sessions as it may.
 _FULL = "(code: CAPACITY_REACHED)"
+# Evaluation begins here, so that no seed is in both sets.
+_HELD_OUT = 1_000_000
 
 
 class OpenEnv(Environment):
@@ -55,9 +57,9 @@ class OpenEnv(Environment):
         max_turns: Answers of the model in an episode, at most.
         reward: The rollout's: the `sum` of the rewards of its steps, or the `last` of them.
         unrewarded: The reward where no step had one. None: such a rollout is an `invalid_reward`.
-        episodes, eval_episodes: How many rows `{"seed": i}` are made where there is no dataset;
-            those for evaluation begin behind those for training.
-        train_dataset, eval_dataset: As `tune()` takes them.
+        train_dataset, eval_dataset: As `tune()` takes them. Where there is none to train on, rows
+            `{"seed": i}` are made for both.
+        train_tasks, eval_tasks: How many, from 0 and from 1,000,000 on; 0: none.
         connect_timeout, step_timeout: Seconds for a session to be there, and for an answer.
         folder: Where `command` runs. None: in the current folder.
 
@@ -79,10 +81,10 @@ class OpenEnv(Environment):
         max_turns: int = 10,
         reward: Literal["sum", "last"] = "sum",
         unrewarded: float | None = None,
-        episodes: int = 0,
-        eval_episodes: int = 0,
         train_dataset: Any = None,
         eval_dataset: Any = None,
+        train_tasks: int = 1024,
+        eval_tasks: int = 64,
         connect_timeout: float = 10.0,
         step_timeout: float = 60.0,
         folder: str | Path | None = None,
@@ -120,9 +122,10 @@ class OpenEnv(Environment):
         self._connect_timeout, self._step_timeout = connect_timeout, step_timeout
         self._schema: dict[str, Any] | None = None
         self._running = 0
-        self.train_dataset = _seeds(0, episodes) if train_dataset is None else train_dataset
-        held_out = _seeds(episodes, eval_episodes)
-        self.eval_dataset = held_out if eval_dataset is None else eval_dataset
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        if train_dataset is None:
+            self.train_dataset = _seeds(0, train_tasks)
+            self.eval_dataset = eval_dataset or _seeds(_HELD_OUT, eval_tasks)
 
     async def workflow(self, task: dict[str, Any], model: Any) -> WorkflowOutput:
         """One episode.

@@ -12,8 +12,9 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from tuner.errors import ConfigError
 
@@ -51,6 +52,10 @@ class ServerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._said: IO[bytes] | None = None
         self._address = ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        made = partial(ServerProcess, url=self._url, folder=self._folder)
+        return made, (self._command,)  # elsewhere it starts one of its own
 
     def address(self) -> str:
         """Where the server is, which answers by then; blocks until it does.

@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from tuner.data.dataset import DatasetConfig
 from tuner.environments.seam import Environment
-from tuner.environments.trl_config import GRPOConfig, read_config, settings_of
+from tuner.environments.trl_config import (
+    GRPOConfig,
+    prompts_in_a_step,
+    read_config,
+    settings_of,
+)
 from tuner.environments.trl_rewards import RewardFunctions
 from tuner.environments.trl_rollout import Completed, Instances, Prompted
 from tuner.errors import ConfigError
@@ -37,7 +42,8 @@ class TRL(Environment):
             `log_extra`, `log_metric` and, where there are some, `environments`.
             A text refers to one, as in the file: `path/file.py:name`, `package.module:name`.
         train_dataset, eval_dataset: Rows with a `prompt`, a text or messages.
-        args: A GRPOConfig, ours or TRL's, or a mapping; or None, for its defaults.
+        args: A GRPOConfig, ours or TRL's, or a mapping: settings, where the file and the caller of
+            `tune()` have none. None: none.
         tools: Functions that the model may call, with types and a docstring in Google's style.
         environment_factory: Makes environments, or does so by the row's field `environment`. Their
             methods are tools; `reset(**row)` may say something, `get_reward()` is one more reward.
@@ -56,7 +62,7 @@ class TRL(Environment):
         tools: Sequence[Callable[..., Any]] | None = None,
         environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
     ) -> None:
-        config = read_config(args)
+        config = GRPOConfig(max_completion_length=None) if args is None else read_config(args)
         self._instances = Instances(
             _loaded(environment_factory, "environment_factory"),
             [_loaded(one, "tools") for one in tools or ()],
@@ -69,9 +75,10 @@ class TRL(Environment):
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         if train_dataset is None and environment_factory is not None:
             # An environment that says what is asked: as many rows as a step has.
-            count = settings_of(config, None)["buffer.batch_size"]
+            count = prompts_in_a_step(config)
             self.train_dataset = [{"prompt": [{"role": "user", "content": ""}]}] * count
-        self.settings = settings_of(config, _rows_in(self.train_dataset))
+        if args is not None:
+            self.settings = settings_of(config, _rows_in(self.train_dataset))
         self._config = config
 
     async def workflow(self, task: dict[str, Any], model: Any) -> WorkflowOutput:
@@ -87,7 +94,7 @@ class TRL(Environment):
 
     async def _judge(self, task: dict[str, Any], responses: list[Completed]) -> list[JudgeOutput]:
         """The rewards of a group, weighted and added."""
-        steps = int(self.settings["buffer.total_steps"])
+        steps = int(self.settings.get("buffer.total_steps", 0))
         outputs = await self._rewards.of(task, responses, max_steps=steps)
         for one in responses:
             self._instances.give_back(one.environment_name, one.environment)
@@ -151,7 +158,7 @@ class GRPOTrainer:
             reward_funcs,
             train_dataset,
             eval_dataset,
-            args=args,
+            args=args or GRPOConfig(),
             tools=tools,
             environment_factory=environment_factory,
         )

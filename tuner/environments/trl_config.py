@@ -197,7 +197,7 @@ def settings_of(config: GRPOConfig, rows: int | None) -> dict[str, Any]:
             "WORLD_SIZE is more than 1: start the script with python, not with accelerate or "
             "torchrun; one process trains here, and tuner.backend trinity is for several GPUs"
         )
-    prompts = _prompts_in_a_step(config)
+    prompts = prompts_in_a_step(config)
     epoch = None if rows is None else max(1, rows // prompts)
     found = {
         "checkpoint_root_dir": config.output_dir,
@@ -234,7 +234,11 @@ def _refuse(config: GRPOConfig, name: str, instead: str) -> ConfigError:
     return ConfigError(f"GRPOConfig.{name} is {getattr(config, name)!r}: {instead}")
 
 
-def _prompts_in_a_step(config: GRPOConfig) -> int:
+def prompts_in_a_step(config: GRPOConfig) -> int:
+    """
+    Raises:
+        ConfigError: A step has no whole number of them, or trains something else than it samples.
+    """
     accumulated = config.gradient_accumulation_steps
     completions = config.per_device_train_batch_size * accumulated
     if config.steps_per_generation not in (None, accumulated):

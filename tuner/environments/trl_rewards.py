@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from tuner.environments.trl_rollout import Completed
 
 
+# Reward functions that are not async are written for a trainer that calls one at a time.
+_ONE_AT_A_TIME = threading.Lock()
+
+
 class RewardFunctions:
     """Reward functions and their weights.
 
@@ -57,7 +61,6 @@ class RewardFunctions:
                 "nothing rewards: give reward_funcs, or an environment_factory whose environments "
                 "have get_reward()"
             )
-        self._one_at_a_time = threading.Lock()
 
     async def of(
         self, task: dict[str, Any], group: Sequence[Completed], *, max_steps: int
@@ -116,8 +119,9 @@ class RewardFunctions:
         found |= dict(zip(waiting, answers, strict=True))
         return [_checked(found[i], self._names[i], count) for i in range(len(self._functions))]
 
-    def _alone(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        with self._one_at_a_time:
+    @staticmethod
+    def _alone(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        with _ONE_AT_A_TIME:
             return function(**arguments)
 
     def _output(

@@ -305,7 +305,7 @@ async def test_a_client_with_classes_of_its_own_needs_to_be_told_actions(letters
         def _parse_state(self, payload):
             return State(**payload)
 
-    with pytest.raises(ConfigError, match="LettersClient.*give action_of"):
+    with pytest.raises(ConfigError, match=r"LettersClient.*give action_of"):
         OpenEnv(letters_url, client=LettersClient)
     for environment in (
         OpenEnv(letters_url, client=LettersClient, action_of=lambda said: Answer(text=said)),
@@ -489,6 +489,7 @@ def test_the_example_learns(main, tmp_path):  # noqa: F811
 
 
 def test_seeds_are_rows_where_there_is_no_dataset():
-    environment = OpenEnv("http://127.0.0.1:9", episodes=3, eval_episodes=2)
+    environment = OpenEnv("http://127.0.0.1:9", train_tasks=3, eval_tasks=2)
     assert environment.train_dataset == [{"seed": 0}, {"seed": 1}, {"seed": 2}]
-    assert environment.eval_dataset == [{"seed": 3}, {"seed": 4}]
+    assert environment.eval_dataset == [{"seed": 1_000_000}, {"seed": 1_000_001}]
+    assert OpenEnv("http://127.0.0.1:9", train_dataset=[{"seed": 1}]).eval_dataset is None
