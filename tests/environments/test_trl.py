@@ -42,7 +42,7 @@ async def completed(environment, task, *texts, session="train-3-0-0-1"):
     try:
         model = PlainChatModel(gateway.open_session(session))
         output = await environment.workflow(task, model)
-        return output.response, [one.call for one in model.calls]
+        return output.response, list(model.session.recording.calls)
     finally:
         await gateway.aclose()
 
@@ -183,7 +183,7 @@ def test_reward_models_and_classes_are_refused_by_name():
 async def test_a_plain_prompt_is_continued_as_it_is():
     response, calls = await completed(TRL(length, ROWS), {"prompt": "2+40="}, "42")
     assert response.completion == "42"
-    assert calls[0].dialect == "text"
+    assert calls[0].dialect == "completions"
     assert calls[0].prompt_ids == drift.encoded("2+40=")
 
 
@@ -283,7 +283,7 @@ def test_a_tool_without_a_description_is_refused():
     def bare(a):
         return a
 
-    with pytest.raises(ConfigError, match=r"the tool .*bare.* cannot be offered"):
+    with pytest.raises(ConfigError, match="the tool bare cannot be offered: .*no docstring"):
         TRL(length, ROWS, tools=[bare])
 
 
@@ -504,7 +504,7 @@ def test_arguments_of_the_trainer_that_have_no_equal_are_refused_by_name():
 def test_several_processes_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="WORLD_SIZE is more than 1"):
-        TRL(length, ROWS)
+        TRL(length, ROWS, args=GRPOConfig(max_steps=1))
 
 
 def test_an_adapter_is_pefts(tmp_path):
@@ -514,7 +514,7 @@ def test_an_adapter_is_pefts(tmp_path):
     environment = from_trl(str(MODEL), length, args, train_dataset=ROWS, peft_config=lora)
     (found,) = prepare(environment=environment).config.model.lora_configs
     assert (found.lora_rank, found.lora_alpha) == (4, 8)
-    assert found.target_modules == ["q_proj", "v_proj"]
+    assert list(found.target_modules) == ["q_proj", "v_proj"]
     with pytest.raises(ConfigError, match="target_modules is not set"):
         from_trl(str(MODEL), length, args, train_dataset=ROWS, peft_config=peft.LoraConfig())
     dropped = peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)
@@ -541,8 +541,9 @@ def test_a_run_leaves_out_what_nobody_scores_and_saves_its_model(tmp_path):
     assert result.outcomes == {"completed": 4, "invalid_reward": 4}
     trainer.save_model(tmp_path / "model")
     assert (tmp_path / "model" / "model.safetensors").is_file()
-    (trace, *_) = TraceStore(tmp_path / "trl" / "grpo" / "traces").read("train", 1)
-    assert trace.error == "the judge gave reward nan; a reward must be a finite number"
+    traces = TraceStore(tmp_path / "trl" / "grpo" / "traces").read("train", 1)
+    (error,) = {trace.error for trace in traces if trace.error}
+    assert error == "the judge gave reward nan; a reward must be a finite number"
 
 
 def test_a_reward_function_that_raises_is_an_outcome(tmp_path):

@@ -113,7 +113,7 @@ class OpenEnv(Environment):
         )
         if not self._generic and self._form.action_of is None:
             raise ConfigError(
-                f"OpenEnv's client is {shown(self._client)}, whose actions are of classes of its "
+                f"OpenEnv's client is {getattr(client, '__name__', client)}, whose actions are of classes of its "
                 "own: give action_of, which makes one of a text or a ToolCall, or leave client out"
             )
         self._max_turns = max_turns

@@ -226,7 +226,7 @@ class Prompted:
             message = reply.choices[0].message
             sent.append(message.model_dump(exclude_none=True))
             added.append(_as_trl(message))
-            if not message.tool_calls or iteration == limit or not self._room(model):
+            if not message.tool_calls or iteration == limit or self._room(model) == 0:
                 break
             for call in message.tool_calls:
                 name = call.function.name
@@ -282,7 +282,7 @@ def _schemas(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
         try:
             found.append(get_json_schema(tool))
         except Exception as error:
-            raise ConfigError(f"the tool {shown(tool)} cannot be offered: {error}") from error
+            raise ConfigError(f"the tool {tool.__name__} cannot be offered: {error}") from error
     return found
 
 
