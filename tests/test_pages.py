@@ -70,6 +70,7 @@ def test_the_reference_has_everything_that_is_public():
             "tuner.serving",
             "tuner.testing",
             "tuner.areal",
+            "tuner.environments",
         )
         for known in import_module(name).__all__
         if known != "TrinityChatModel"  # depends on what is installed

@@ -22,6 +22,7 @@ from tuner.run.metrics import (
     batch_metrics,
     diagnosis,
     has_signal,
+    metrics_by_field,
     reasoning_notice,
     rollout_metrics,
     staleness_metrics,
@@ -191,6 +192,9 @@ class RolloutSource(Source):
             metrics |= staleness_metrics(batch, version)
         if self._curriculum is not None:
             metrics |= self._curriculum.metrics()
+        selector = config.tuner.tasks.selector
+        if selector is not None and selector.field is not None:
+            metrics |= metrics_by_field(traces, selector.field)
         self._say_advice()
         if config.mode == "explore":
             batch = _explored(batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,7 @@ def test_a_close_that_fails_is_said_and_the_result_is_there(settings, caplog):
 def test_each_candidate_of_an_evaluation_finds_it_open(settings, random_model_path, tmp_path):
     environment = Letters()
     copy = tmp_path / "copy"
-    copy.symlink_to(random_model_path)
+    shutil.copytree(random_model_path, copy)
     del settings["experiment_name"]
     found = evaluate(environment=environment, candidates=[random_model_path, copy], **settings)
     assert len(found.candidates) == 2

@@ -10,6 +10,7 @@ from tuner.environments.seam import Environment, brought
 if TYPE_CHECKING:
     from tuner.environments.areal_environments import Areal
     from tuner.environments.gymnasium_environments import Gymnasium
+    from tuner.environments.mixture import Mixture
     from tuner.environments.openenv import OpenEnv
     from tuner.environments.openenv_episode import ToolCall
     from tuner.environments.trl import TRL
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "Areal": "tuner.environments.areal_environments",
     "Gymnasium": "tuner.environments.gymnasium_environments",
+    "Mixture": "tuner.environments.mixture",
     "OpenEnv": "tuner.environments.openenv",
     "TRL": "tuner.environments.trl",
     "ToolCall": "tuner.environments.openenv_episode",
@@ -30,6 +32,7 @@ __all__ = [
     "Areal",
     "Environment",
     "Gymnasium",
+    "Mixture",
     "OpenEnv",
     "ToolCall",
     "Verifiers",
