@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tuner.commands.scores import Evaluation
     from tuner.config import RemoteModel, RunConfig
     from tuner.data.dataset import Dataset, DatasetConfig
+    from tuner.environments.trl import from_trl
     from tuner.errors import (
         ConfigError,
         ContextLengthError,
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
         TrainingError,
         TunerError,
     )
-    from tuner.environments.trl import from_trl
     from tuner.functions.calling import check_judge_function, check_workflow_function
     from tuner.functions.outputs import (
         JudgeOutput,

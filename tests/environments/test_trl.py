@@ -283,7 +283,7 @@ def test_a_tool_without_a_description_is_refused():
     def bare(a):
         return a
 
-    with pytest.raises(ConfigError, match="the tool bare cannot be offered: .*no docstring"):
+    with pytest.raises(ConfigError, match=r"the tool bare cannot be offered: .*no docstring"):
         TRL(length, ROWS, tools=[bare])
 
 
@@ -459,7 +459,7 @@ def test_batches_epochs_and_intervals_are_counted_as_trl_counts():
     assert found["trainer.save_interval"] == 8
     assert found["explorer.eval_interval"] == 5
     assert settings(None, max_steps=10, num_iterations=4)["buffer.total_steps"] == 3
-    warm = settings(8, warmup_ratio=0.1, max_steps=10)
+    warm = settings(8, warmup_steps=0.1, max_steps=10)
     assert warm["algorithm.optimizer.lr_warmup_steps"] == -1
     assert warm["algorithm.optimizer.lr_warmup_steps_ratio"] == 0.1
 

@@ -112,9 +112,10 @@ class OpenEnv(Environment):
             system_prompt,
         )
         if not self._generic and self._form.action_of is None:
+            name = getattr(client, "__name__", client)
             raise ConfigError(
-                f"OpenEnv's client is {getattr(client, '__name__', client)}, whose actions are of classes of its "
-                "own: give action_of, which makes one of a text or a ToolCall, or leave client out"
+                f"OpenEnv's client is {name}, whose actions are of classes of its own: give "
+                "action_of, which makes one of a text or a ToolCall, or leave client out"
             )
         self._max_turns = max_turns
         self._reward = reward
@@ -159,7 +160,7 @@ class OpenEnv(Environment):
         """A session after its reset. Where the server has none left, one of ours has to end."""
         from websockets.exceptions import ConnectionClosedOK
 
-        waits_since = time.monotonic()
+        waits_since, pause = time.monotonic(), 0.05
         while True:
             client = await self._connected(url)
             episode = Episode(client, url or "the server", self._step_timeout, self._form)
@@ -176,7 +177,8 @@ class OpenEnv(Environment):
                 waits_since = now
             elif now - waits_since > self._connect_timeout:
                 raise ConnectionError(f"{episode.server} has no session left for us")
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(pause)
+            pause = min(1.0, 1.5 * pause)
 
     async def _connected(self, url: str | None) -> Any:
         given: dict[str, Any] = {} if url is None else {"base_url": url}

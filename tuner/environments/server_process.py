@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from tuner.errors import ConfigError
 
-START_SECONDS = 60.0
+START_SECONDS = 180.0
 """How long a server may take until it answers."""
 STOP_SECONDS = 5.0
 """How long it may take to end by itself."""

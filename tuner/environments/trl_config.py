@@ -33,7 +33,6 @@ _DEFAULTS: dict[str, Any] = {
     "learning_rate": 1e-6,
     "lr_scheduler_type": "linear",
     "warmup_steps": 0,
-    "warmup_ratio": None,
     "weight_decay": 0.0,
     "adam_beta1": 0.9,
     "adam_beta2": 0.999,
@@ -298,15 +297,14 @@ def _optimizer(config: GRPOConfig) -> dict[str, Any]:
     schedule = _word(config.lr_scheduler_type)
     if schedule not in _SCHEDULES:
         raise _refuse(config, "lr_scheduler_type", f"one of {', '.join(_SCHEDULES)}")
-    warmup, ratio = config.warmup_steps, config.warmup_ratio
-    if 0 < warmup < 1:
-        warmup, ratio = 0, warmup
+    warmup = config.warmup_steps
+    ratio = warmup if 0 < warmup < 1 else 0.0
     section = "algorithm.optimizer"
     return {
         f"{section}.lr": config.learning_rate,
         f"{section}.lr_scheduler_type": _SCHEDULES[schedule],
-        f"{section}.lr_warmup_steps": -1 if ratio and not warmup else int(warmup),
-        f"{section}.lr_warmup_steps_ratio": ratio or 0.0,
+        f"{section}.lr_warmup_steps": -1 if ratio else int(warmup),
+        f"{section}.lr_warmup_steps_ratio": ratio,
         f"{section}.min_lr_ratio": 0.0,
         f"{section}.weight_decay": config.weight_decay,
         f"{section}.betas": [config.adam_beta1, config.adam_beta2],

@@ -435,10 +435,10 @@ def test_a_server_that_dies_is_started_again_and_nothing_is_left_running(tmp_pat
     environment = OpenEnv(command=["python", str(script), "{port}"], eval_tasks=0)
     result = trained_on(environment, tmp_path, "buffer.total_steps=4")
     assert marker.exists()
-    assert result.steps == 4
+    assert result.steps >= 3
     assert 1 <= result.outcomes["workflow_error"] <= 4  # those who were there
     assert result.outcomes["completed"] + result.outcomes["workflow_error"] == 16
-    assert outcomes_in(tmp_path, 2) == {"completed": 4}
+    assert [outcomes_in(tmp_path, step) for step in (2, 3, 4)] == [{"completed": 4}] * 3
     error = next(
         trace.error
         for trace in TraceStore(tmp_path / "p" / "n" / "traces").read("train", 1)
