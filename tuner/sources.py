@@ -12,6 +12,7 @@ from tuner.assembly.history_batches import (
 )
 from tuner.assembly.parameters import selection
 from tuner.config import RunConfig
+from tuner.data.curriculum import Curriculum
 from tuner.rollout import Rollouts
 from tuner.rollout.batch_log import BatchLog
 from tuner.rollout.branching import branching_of
@@ -21,6 +22,7 @@ from tuner.run.metrics import (
     batch_metrics,
     diagnosis,
     has_signal,
+    metrics_by_field,
     reasoning_notice,
     rollout_metrics,
     staleness_metrics,
@@ -117,6 +119,7 @@ class RolloutSource(Source):
         self._record = record
         self._latest: Sequence[Trace] = ()
         self._costs_said = any(row.get(RECOMPUTED) for row in record.recent)
+        self._notice_said = False
         self._advised: tuple[int | None, int] | None = None
         self._tasks, self._rollouts = tasks, rollouts
         self._rebased = Rebased.of(record.directory, batch=config.buffer.batch_size)
@@ -126,6 +129,9 @@ class RolloutSource(Source):
         """Go on after step `start` with what is on disk."""
         config, directory = self._config, self._record.directory
         self._branching = branching_of(config, self._rollouts.runner, directory.branching)
+        self._curriculum = None
+        if config.tuner.tasks.selector is not None:
+            self._curriculum = Curriculum(config, self._tasks, notes=directory.tasks, start=start)
         self._groups = TrainingGroups(
             config,
             BatchLog(directory.batches),
@@ -136,6 +142,7 @@ class RolloutSource(Source):
             on_rollout=self._record.console.rollout_done,
             branching=self._branching,
             whole=self._rebased.whole() if self._rebased is not None else (),
+            curriculum=self._curriculum,
         )
 
     async def take(self, step: int, version: int, weigh: Weigh) -> Found:
@@ -183,6 +190,11 @@ class RolloutSource(Source):
             record.console.say(reasoning_notice(step, cost))
         if groups.ahead:
             metrics |= staleness_metrics(batch, version)
+        if self._curriculum is not None:
+            metrics |= self._curriculum.metrics()
+        selector = config.tuner.tasks.selector
+        if selector is not None and selector.field is not None:
+            metrics |= metrics_by_field(traces, selector.field)
         self._say_advice()
         if config.mode == "explore":
             batch = _explored(batch)
@@ -190,7 +202,12 @@ class RolloutSource(Source):
         return Found(batch, metrics, traces)
 
     def _say_advice(self) -> None:
-        """Where rollouts should begin by what was seen, whenever that changes."""
+        """What to mend of the selector; and where rollouts should begin by what was seen, whenever
+        that changes."""
+        notice = self._curriculum.notice() if self._curriculum is not None else None
+        if notice is not None and not self._notice_said:
+            self._notice_said = True
+            self._record.console.say(notice)
         where = self._branching and self._branching.where
         advice = where.advice() if where and where.section.where == "best" else None
         if advice is not None and (advice.call, advice.ends) != self._advised:

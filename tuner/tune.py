@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from tuner.config import RemoteModel, RunConfig
-from tuner.config.load import Layers, checked, read_layers, source_key
-from tuner.data.dataset import (
-    DatasetConfig,
-    Task,
-    check_fills_a_batch,
-    described,
-    load_tasks,
-)
-from tuner.data.lazy_rows import StreamRows
+from tuner.config.load import Layers, checked, read_layers
+from tuner.data.dataset import Task
+from tuner.data.tasksets import evaluation_tasks, training_tasks
 from tuner.errors import ConfigError, DatasetError, FunctionError
 from tuner.functions.calling import (
     check_judge_function,
@@ -39,6 +33,7 @@ from tuner.settings import (
 
 if TYPE_CHECKING:
     from tuner.data.recorded_traces import History
+    from tuner.environments.seam import Parts
     from tuner.result import TuneResult
     from tuner.run.directory import RunDirectory
 
@@ -74,6 +69,7 @@ def tune(
     judge_func: Callable[..., Any] | None = None,
     train_dataset: Any = None,
     *,
+    environment: Any = None,
     eval_dataset: Any = None,
     model: TunerModelConfig | None = None,
     auxiliary_models: Mapping[str, TunerModelConfig | RemoteModel | Mapping[str, Any]]
@@ -101,6 +97,9 @@ def tune(
             file's `buffer.explorer_input.taskset`, or for recorded data its
             `buffer.trainer_input.experience_buffer`. A list of `tuner.traces.Trace` is learned from
             without new rollouts, as with `tuner.history`.
+        environment: In the place of these three: a `tuner.environments.Environment`, or an object
+            of a library that it knows. A dataset that is given besides, or named by the file, wins
+            over the environment's. It is closed however the run ends.
         eval_dataset: One dataset or a dict of them by name; replaces the file's. One dataset is
             named "eval", or as the only one in the file.
         model: The model to train. None: the file's, else the tiny model that comes with tuner.
@@ -124,35 +123,45 @@ def tune(
         TrainingError: Training failed; the message is the diagnosis.
     """
     require_nothing_loads()
-    layers = _resolved(
-        workflow_func,
-        judge_func,
-        train_dataset,
-        eval_dataset=eval_dataset,
-        model=model,
-        auxiliary_models=auxiliary_models,
-        algorithm=algorithm,
-        project_name=project_name,
-        experiment_name=experiment_name,
-        monitor_type=monitor_type,
-        config_path=config_path,
-        backend=backend,
-        overrides=overrides,
-    )
+    given: Given = {
+        "environment": environment,
+        "eval_dataset": eval_dataset,
+        "model": model,
+        "auxiliary_models": auxiliary_models,
+        "algorithm": algorithm,
+        "project_name": project_name,
+        "experiment_name": experiment_name,
+        "monitor_type": monitor_type,
+        "config_path": config_path,
+        "backend": backend,
+        "overrides": overrides,
+    }
+    with _parts(workflow_func, judge_func, train_dataset, given).closing() as parts:
+        return _tuned(parts)
+
+
+def _parts(workflow: Any, judge: Any, train_dataset: Any, given: Given) -> Parts:
+    from tuner.environments.seam import parts_of
+
+    return parts_of(workflow, judge, train_dataset, given)
+
+
+def _tuned(parts: Parts) -> TuneResult:
+    layers = _resolved(parts)
     if layers.backend == "trinity":
         from tuner.trinity.launch import run_trinity
 
         return outside_event_loop(
             lambda: run_trinity(
                 layers,
-                workflow=workflow_func,
-                judge=judge_func,
-                train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
+                workflow=parts.workflow,
+                judge=parts.judge,
+                train_dataset=parts.train_dataset,
+                eval_dataset=parts.given.get("eval_dataset"),
                 report=leave_report,
             )
         )
-    run = _prepared(layers, workflow_func, judge_func, train_dataset, eval_dataset)
+    run = _prepared(layers, parts)
     with without_collection():
         from tuner.loop import run_local
 
@@ -190,17 +199,18 @@ def prepare(
 
     Takes and raises what `tune()` does; a configuration for another backend is a ConfigError.
     """
-    layers = _resolved(workflow_func, judge_func, train_dataset, **given)
+    parts = _parts(workflow_func, judge_func, train_dataset, given)
+    layers = _resolved(parts)
     if layers.backend == "trinity":
         raise ConfigError(
             "this configuration is for Trinity-RFT on Ray, and prepare() is for the local backend: "
             "set tuner.backend to local, or use `tuner check`, which knows both"
         )
-    return _prepared(layers, workflow_func, judge_func, train_dataset, given.get("eval_dataset"))
+    return _prepared(layers, parts)
 
 
 def prepare_evaluation(
-    workflow_func: Callable[..., Any] | None,
+    workflow_func: Callable[..., Any] | None = None,
     judge_func: Callable[..., Any] | None = None,
     **given: Unpack[Given],
 ) -> Run:
@@ -211,82 +221,85 @@ def prepare_evaluation(
         ConfigError: As `tune()`, or the configuration is for another backend.
         DatasetError: There is nothing to evaluate on, or it cannot be read.
     """
-    layers = _resolved(workflow_func, judge_func, None, **given)
+    parts = _parts(workflow_func, judge_func, None, given)
+    layers = _resolved(replace(parts, train_dataset=None))
     if layers.backend == "trinity":
         raise ConfigError(
             "this configuration is for Trinity-RFT on Ray, and evaluations are run by the local "
             "backend: set tuner.backend to local, or `mode: bench`, which evaluates there"
         )
     config = with_default_model(checked(layers))
-    if workflow_func is None:
+    if parts.workflow is None:
         raise FunctionError("there is no workflow to evaluate with: pass workflow_func")
-    check_settings(workflow_func, config)
-    _check_feedback(config, workflow_func, judge_func)
-    tasks = _eval_tasks(config, given.get("eval_dataset"))
+    check_settings(parts.workflow, config)
+    _check_feedback(config, parts.workflow, parts.judge)
+    tasks = evaluation_tasks(config, parts.given.get("eval_dataset"))
     if not tasks:
         raise DatasetError(
             "there is nothing to evaluate on: pass eval_dataset, or set "
             "buffer.explorer_input.eval_tasksets"
         )
-    return Run(config, workflow_func, judge_func, [], tasks)
+    return Run(config, parts.workflow, parts.judge, [], tasks)
 
 
-def _resolved(
-    workflow_func: Callable[..., Any] | None,
-    judge_func: Callable[..., Any] | None,
-    train_dataset: Any,
-    **given: Unpack[Given],
-) -> Layers:
+def _resolved(parts: Parts) -> Layers:
     """What was given, with the file and the overrides: the configuration, and who runs it.
 
     Raises:
         FunctionError: A function cannot be called with what it would get.
         ConfigError: An object has a setting that is of no use, or the file cannot be read.
     """
-    if workflow_func is not None:
-        check_workflow_function(workflow_func)
-    if judge_func is not None:
-        check_judge_function(judge_func)
+    train, given = parts.train_dataset, parts.given
+    if parts.workflow is not None:
+        check_workflow_function(parts.workflow)
+    if parts.judge is not None:
+        check_judge_function(parts.judge)
     return read_layers(
         given.get("config_path"),
-        settings_of(workflow_func, judge_func, train_dataset, **given),
+        settings_of(parts.workflow, parts.judge, train, **given),
         given.get("overrides", ()),
-        train=None if train_dataset is None else location(train_dataset),
+        train=None if train is None else location(train),
     )
 
 
-def _prepared(
-    layers: Layers,
-    workflow_func: Callable[..., Any] | None,
-    judge_func: Callable[..., Any] | None,
-    train_dataset: Any,
-    eval_dataset: Any,
-) -> Run:
+def _prepared(layers: Layers, parts: Parts) -> Run:
+    workflow, judge, train_dataset = parts.workflow, parts.judge, parts.train_dataset
     config = with_default_model(checked(layers))
-    _check_functions_are_there(config, workflow_func, judge_func)
-    check_settings(workflow_func, config)
-    _check_feedback(config, workflow_func, judge_func)
+    _check_functions_are_there(config, workflow, judge, brought=parts.environment is not None)
+    check_settings(workflow, config)
+    _check_feedback(config, workflow, judge)
     history, section = None, config.tuner.history
     if section is None:
-        train_tasks = _train_tasks(config, train_dataset)
+        train_tasks = training_tasks(config, train_dataset)
     else:
         from tuner.data.recorded_traces import read_history
 
         train_tasks, history = [], read_history(section, train_dataset)
-    tasks = _eval_tasks(config, eval_dataset)
-    return Run(config, workflow_func, judge_func, train_tasks, tasks, history)
+    tasks = evaluation_tasks(config, parts.given.get("eval_dataset"))
+    return Run(config, workflow, judge, train_tasks, tasks, history)
 
 
 def _check_functions_are_there(
     config: RunConfig,
     workflow: Callable[..., Any] | None,
     judge: Callable[..., Any] | None,
+    *,
+    brought: bool,
 ) -> None:
     """Without a workflow nothing can be rolled out, for training or for an evaluation.
 
+    Args:
+        brought: Whether an environment brings them.
+
     Raises:
-        FunctionError: It is missing where it is needed.
+        FunctionError: It is missing where it is needed, or there are two.
     """
+    named = config.tuner.environment
+    if workflow is not None and named is not None and config.tuner.agent is None and not brought:
+        raise FunctionError(
+            "workflow_func is given, and the file's tuner.environment brings another: leave it "
+            "out, or set tuner.environment to null"
+        )
     if workflow is not None:
         return
     if config.mode != "train":
@@ -343,50 +356,3 @@ def with_default_model(config: RunConfig) -> RunConfig:
         )
     model = config.model.model_copy(update={"model_path": str(TINY_MODEL)})
     return config.model_copy(update={"model": model})
-
-
-def _train_tasks(config: RunConfig, dataset: Any) -> Sequence[Task]:
-    recorded = config.mode == "train"
-    buffer = config.buffer
-    source = buffer.trainer_input.experience_buffer if recorded else buffer.explorer_input.taskset
-    if source.path is not None:
-        dataset = DatasetConfig(path=source.path, name=source.subset_name, split=source.split)
-    if dataset is None:
-        raise DatasetError(
-            "there is nothing to train on: pass train_dataset, or set "
-            f"{source_key(config.mode)}.path"
-        )
-    tasks = load_tasks(dataset, role="train_dataset", endless=not recorded)
-    if isinstance(tasks, StreamRows):
-        _check_stream(config)
-    check_fills_a_batch(tasks, config.buffer.batch_size, described(dataset))
-    return tasks
-
-
-def _check_stream(config: RunConfig) -> None:
-    if config.buffer.total_steps is None:
-        raise DatasetError(
-            "train_dataset is a stream, whose end nobody knows: set buffer.total_steps"
-        )
-    selector = config.buffer.explorer_input.taskset.data_selector.selector_type
-    if selector != "sequential":
-        raise DatasetError(
-            f"buffer.explorer_input.taskset.data_selector.selector_type is {selector!r}, but a "
-            "stream has one order: set it to 'sequential', and mix with dataset.shuffle()"
-        )
-
-
-def _eval_tasks(config: RunConfig, dataset: Any) -> dict[str, Sequence[Task]]:
-    in_memory = dataset if isinstance(dataset, dict) else None
-    tasks = {}
-    for taskset in config.buffer.explorer_input.eval_tasksets:
-        source: Any = dataset if in_memory is None else in_memory.get(taskset.name)
-        if taskset.path is not None:
-            source = DatasetConfig(path=taskset.path, name=taskset.subset_name, split=taskset.split)
-        if source is None:
-            raise DatasetError(
-                f"evaluation set {taskset.name!r} has no rows: set its path in "
-                "buffer.explorer_input.eval_tasksets"
-            )
-        tasks[taskset.name] = load_tasks(source, role=f"eval_dataset {taskset.name!r}")
-    return tasks

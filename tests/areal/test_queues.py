@@ -280,7 +280,7 @@ def test_the_file_selects_agent_and_environment_with_arguments(tmp_path, random_
         f"      tokenizer_path: {random_model_path}\n"
         "  environment: {type: math-code-single-step, args: {solutions: {q1: '7'}}}\n"
     )
-    workflow, judge, _ = functions_of(file, ["tuner.agent.args.my_param=5.0"])
+    workflow, judge, *_ = functions_of(file, ["tuner.agent.args.my_param=5.0"])
     assert judge is None
     agent = workflow._agent
     assert (agent.my_param, agent.gconfig.max_new_tokens, agent.num_turns) == (5.0, 9, 5)

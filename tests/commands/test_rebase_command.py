@@ -54,7 +54,7 @@ def run(random_model_path, tmp_path_factory):
         },
     }
     (root / "config.yaml").write_text(yaml.safe_dump(settings))
-    workflow, judge, _ = functions_of(root / "config.yaml", [])
+    workflow, judge, *_ = functions_of(root / "config.yaml", [])
     return tune(workflow, judge, config_path=root / "config.yaml")
 
 

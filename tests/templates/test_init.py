@@ -40,7 +40,7 @@ def test_a_template_trains(template, tmp_path):
 
 def test_its_file_names_its_functions(template, tmp_path):
     create(template, tmp_path)
-    workflow, judge, backend = functions_of(tmp_path / "config.yaml", [])
+    workflow, judge, backend, _ = functions_of(tmp_path / "config.yaml", [])
     assert callable(workflow)
     assert (judge is None) == (template is Template.QUEUE)  # whose environment judges
     assert backend == "local"

@@ -257,6 +257,13 @@ class QueueWorkflow(EpisodeWorkflow):
             raise Rejected(f"{self._source} returned no trajectory")
         return settled_episode(trajectories, session, self._source)
 
+    async def run_ended(self) -> None:
+        """Close every environment that no episode is in; called where no rollout follows."""
+        idle, self._idle = self._idle, []
+        for environment in idle:
+            _close_beside(environment)
+        await asyncio.gather(*_closing)
+
     async def _collect(
         self, prompt: SequenceSample, environment: Any, engine: SessionEngine
     ) -> Any:

@@ -34,6 +34,7 @@ from tuner.engines import TrainingEngine
 from tuner.engines.transformers.engine import TransformersEngine
 from tuner.engines.transformers.kv_cache import length_limit
 from tuner.errors import ConfigError
+from tuner.functions.calling import end_run
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults
 from tuner.gateway.model.system_prompt import SystemPrompt
 from tuner.rollout import RolloutRunner
@@ -117,6 +118,8 @@ class Stack:
         _save(self.model, self.adapter, self.tokenizer, folder)
 
     async def aclose(self) -> None:
+        if self.runner is not None:
+            await end_run(self.runner.workflow)
         await self.auxiliary.aclose()
         await self.gateway.aclose()
         await self.gateway.engine.close()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from tuner.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tuner.environments import Environment
 
 FAILED = 1
 """The status of a command that found something wrong."""
@@ -27,12 +30,40 @@ RunDirectoryPath = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
-def functions_of(
-    path: Path, overrides: list[str]
-) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None, str]:
-    """The workflow and the judge that the file names, and its backend; recorded data needs none."""
+class Named(NamedTuple):
+    """What a file names, and its backend.
+
+    Attributes:
+        workflow, judge: None where they are not named, or an environment brings them.
+        backend: "local" or "trinity".
+        environment: That of `tuner.environment`, but for a queue agent's.
+    """
+
+    workflow: Callable[..., Any] | None
+    judge: Callable[..., Any] | None
+    backend: str
+    environment: Environment | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """As `tune()` and `evaluate()` take them."""
+        return {
+            "workflow_func": self.workflow,
+            "judge_func": self.judge,
+            "environment": self.environment,
+        }
+
+
+def functions_of(path: Path, overrides: list[str]) -> Named:
+    """The workflow and the judge that the file names, or its environment; recorded data needs none.
+
+    Raises:
+        ConfigError: The file cannot be read, what it names cannot be loaded, or it names nothing.
+        FunctionError: What it names as its environment is none.
+    """
     from tuner.config.load import checked, read_layers
-    from tuner.functions.loading import load_function
+    from tuner.environments.seam import from_settings
+    from tuner.functions.loading import import_module_or_file, load_function
 
     load = load_function
     layers = read_layers(path, overrides=overrides)
@@ -51,12 +82,17 @@ def functions_of(
         from tuner.areal import configured_agent
 
         workflow = configured_agent(names)
+    elif names.environment is not None:
+        for module in names.imports:
+            import_module_or_file(module, setting="tuner.imports")
+        environment = from_settings(names.environment, "tuner.environment")
+        return Named(None, None, layers.backend, environment)
     elif names.workflow is not None:
         workflow = load(names.workflow, setting="tuner.workflow")
     elif rolls_out:
         raise ConfigError(
             f"{path}: tuner.workflow is not set: name the workflow as package.module:function or "
-            "path/file.py:function"
+            "path/file.py:function, or set tuner.environment"
         )
     judge = None if names.judge is None else load(names.judge, setting="tuner.judge")
-    return workflow, judge, layers.backend
+    return Named(workflow, judge, layers.backend)

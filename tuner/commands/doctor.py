@@ -31,10 +31,14 @@ _USES = {
     "lora": "model.lora_configs",
     "gpu": "tuner.optimizer_state: 8bit",
     "gymnasium": "environments of gymnasium",
+    "openenv": "environments of OpenEnv",
+    "trl": "pieces of TRL's scripts, in tuner.from_trl",
+    "verifiers": "environments of verifiers",
     "wandb": "monitor.monitor_type: wandb",
     "mlflow": "monitor.monitor_type: mlflow",
     "swanlab": "monitor.monitor_type: swanlab",
     "math": "formulas as answers, in tuner.rewards",
+    "rewards": "ROUGE, JSON schemas and unit tests, in tuner.rewards",
     "examples": "examples/search_agent, examples/multi_turn_math",
 }
 _SMI = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")

@@ -41,10 +41,11 @@ _FILE = re.compile(r"[^\w.-]+")
 
 
 def evaluate(
-    workflow_func: Callable[..., Any] | None,
+    workflow_func: Callable[..., Any] | None = None,
     judge_func: Callable[..., Any] | None = None,
     eval_dataset: Any = None,
     *,
+    environment: Any = None,
     candidates: Sequence[str | Path] | str | Path = (),
     k: int | None = None,
     temperature: float | None = None,
@@ -61,7 +62,7 @@ def evaluate(
     Settings are those of `tune()`, from the same places. Also works inside a running event loop.
 
     Args:
-        workflow_func, judge_func: As for `tune()`.
+        workflow_func, judge_func, environment: As for `tune()`.
         eval_dataset: One dataset or a dict of them by name; None: the file's evaluation sets.
         candidates: Runs (their newest checkpoint), checkpoints, models or adapters, as folders or
             names on the Hub; the others are compared with the first. None given: the model of the
@@ -83,6 +84,7 @@ def evaluate(
     run = prepare_evaluation(
         workflow_func,
         judge_func,
+        environment=environment,
         eval_dataset=eval_dataset,
         model=model,
         auxiliary_models=auxiliary_models,

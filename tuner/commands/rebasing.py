@@ -197,6 +197,11 @@ def _configuration(old: RunDirectory) -> RunConfig:
             f"{old.path}: tuner.feedback_attempts is {config.tuner.feedback_attempts}, so the "
             "rollouts went on by what the old judge said, and are not those of another; start anew"
         )
+    if config.tuner.tasks.selector is not None:
+        raise ConfigError(
+            f"{old.path}: tuner.tasks.selector draws tasks by the rewards of earlier ones, so that "
+            "another judge would have drawn others; start anew"
+        )
     first = min(old.traces.glob("step_*.jsonl"), default=None)
     judged = first is not None and any(t.seconds.get("judge") for t in read_traces(first))
     if not judged and config.tuner.judge is None:

@@ -33,13 +33,13 @@ def train(
     sources, overrides = split_arguments(arguments)
     history = [f"tuner.history.sources={json.dumps(sources)}"] if sources else []
     settings = ["mode=train", *history, *overrides]
-    workflow, judge, backend = functions_of(config, settings)
-    if backend == "trinity":
+    named = functions_of(config, settings)
+    if named.backend == "trinity":
         raise ConfigError(
             "tuner train is for the local backend: add tuner.backend=local. Trinity-RFT trains on "
             "what it explored with `tuner run FILE mode=train`"
         )
-    typer.echo(tune(workflow, judge, config_path=config, overrides=settings))
+    typer.echo(tune(**named.arguments, config_path=config, overrides=settings))
 
 
 def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:

@@ -16,6 +16,7 @@ from tuner.config.algorithm_conflicts import algorithm_conflicts, recorded_confl
 from tuner.config.history_conflicts import history_conflicts
 from tuner.config.problems import Problem
 from tuner.config.schema import RunConfig
+from tuner.config.tuner_section import EnvironmentSection
 
 _OFFSET = "synchronizer.sync_offset"
 _STRATEGY = "algorithm.sample_strategy"
@@ -61,6 +62,7 @@ def conflicts(config: RunConfig, foreign: Mapping[str, Any]) -> list[Problem]:
         *_lora(config),
         *_sampling(config),
         *_agents(config),
+        *_selector(config),
         *_asynchronous(config),
         *_engine(config),
         *algorithm_conflicts(config),
@@ -171,11 +173,44 @@ def _agents(config: RunConfig) -> Iterator[str]:
             f"tuner.agent is {tuner.agent.type!r} and tuner.workflow is {tuner.workflow!r}: set "
             "one of them"
         )
-    if (tuner.agent is None) != (tuner.environment is None):
-        there, missing = (
-            ("agent", "environment") if tuner.environment is None else ("environment", "agent")
-        )
+    environment = tuner.environment
+    of_agent = isinstance(environment, EnvironmentSection) and environment.type is not None
+    if (tuner.agent is not None) != of_agent and (of_agent or environment is None):
+        there, missing = ("environment", "agent") if of_agent else ("agent", "environment")
         yield f"tuner.{there} is set without tuner.{missing}: set both of them"
+    if environment is None or of_agent:
+        return
+    for name, given in (
+        ("agent", tuner.agent and tuner.agent.type),
+        ("workflow", tuner.workflow),
+        ("judge", tuner.judge),
+    ):
+        if given is not None:
+            yield (
+                f"tuner.{name} is {given!r}, but tuner.environment brings a workflow and its "
+                "judge: remove one of them"
+            )
+
+
+def _selector(config: RunConfig) -> Iterator[str]:
+    """Settings of drawing tasks that are without use."""
+    section, path = config.tuner.tasks.selector, "tuner.tasks.selector"
+    if section is None:
+        return
+    if config.mode == "train":
+        yield f"{path} is set, but mode train makes no rollouts: remove it"
+    order = "buffer.explorer_input.taskset.data_selector.selector_type"
+    if (kind := config.buffer.explorer_input.taskset.data_selector.selector_type) != "sequential":
+        yield f"{order} is {kind}, but {path} says which tasks a step draws: remove one of them"
+    if section.field is None and section.kind == "stratified":
+        yield f"{path}.field is not set, but {path}.kind is stratified: name a field of the tasks"
+    if section.field is None and section.weights:
+        yield f"{path}.weights is set, but {path}.field is not: name the field that they are about"
+    if section.kind == "stratified" and "floor" in section.changed():
+        yield (
+            f"{path}.floor is {section.floor}, but {path}.kind stratified gives no task a weight: "
+            "remove it"
+        )
 
 
 def _asynchronous(config: RunConfig) -> Iterator[str]:

@@ -107,7 +107,10 @@ def _own(tree: Any, section: type[Section] | None, prefix: str, split: SplitKeys
     for name, value in tree.items():
         info = section.model_fields.get(name)
         if info is None:
-            _not_own(f"{prefix}{name}", value, split)
+            if section.takes_more(tree):
+                own[name] = value
+            else:
+                _not_own(f"{prefix}{name}", value, split)
             continue
         inner, many = section_of(info.annotation), get_origin(info.annotation)
         path = f"{prefix}{name}."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -38,6 +38,11 @@ class Section(BaseModel):
                 raise ValueError("Input should be a number, not true or false")
         return value
 
+    @classmethod
+    def takes_more(cls, given: Mapping[str, Any]) -> bool:
+        """Whether a section like this may have keys that it does not name."""
+        return False
+
     def changed(self) -> set[str]:
         """Names of the settings that are not their defaults."""
         fields = type(self).model_fields
@@ -48,6 +53,8 @@ def section_of(annotation: Any) -> type[Section] | None:
     """The section that a field's type holds: itself, in a union, a tuple or a dict's values."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
+    if get_origin(annotation) is Annotated:
+        return section_of(get_args(annotation)[0])
     if get_origin(annotation) in (tuple, dict, Union, UnionType):
         found = (section_of(argument) for argument in get_args(annotation))
         return next((section for section in found if section is not None), None)

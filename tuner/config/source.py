@@ -222,7 +222,13 @@ def masked(tree: Any, path: str = "") -> list[str]:
 
 
 # A file or folder of ours.
-PATHS = ("checkpoint_root_dir", "model.chat_template_path", "tuner.history.sources.*")
+PATHS = (
+    "checkpoint_root_dir",
+    "model.chat_template_path",
+    "tuner.history.sources.*",
+    "tuner.environment.keep",
+    "tuner.environment.readable.*",
+)
 # A path if there is one, else a name on the Hugging Face Hub.
 PATHS_OR_NAMES = (
     "model.model_path",
@@ -234,13 +240,15 @@ PATHS_OR_NAMES = (
     "buffer.explorer_input.tasksets.*.path",
     "buffer.explorer_input.eval_tasksets.*.path",
     "buffer.trainer_input.experience_buffer.path",
+    "tuner.environment.template",
 )
 # `path/file.py:function`, or `package.module:function`, which is no path.
 FUNCTIONS = (
     "tuner.workflow",
     "tuner.judge",
     "tuner.agent.type",
-    "tuner.environment.type",
+    "tuner.environment",
+    "tuner.environment.*",
     "tuner.serving.redact",
 )
 # `path/file.py`, or `package.module`, which is no path.
@@ -276,6 +284,8 @@ def absolute_paths(
         return absolute(value, folder)
     if pattern in PATHS_OR_NAMES:
         return path_or_name(value, folder)
+    if pattern.startswith("tuner.environment."):  # arguments of a class, however deep
+        pattern = "tuner.environment.*"
     if pattern in MODULES and value.endswith(".py"):
         return absolute(value, folder)
     if pattern in FUNCTIONS:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from tuner.config.algorithm import AlgorithmExtras, CriticSection
 from tuner.config.explorer import BranchingSection, EngineSection
@@ -82,7 +84,7 @@ class RemoteModel(Section):
 
 
 class NamedClass(Section):
-    """`tuner.agent.*`, `tuner.environment.*`: a class by name, and what its constructor gets."""
+    """`tuner.agent.*`: a class by name, and what its constructor gets."""
 
     type: str = Field(
         min_length=1,
@@ -94,6 +96,98 @@ class NamedClass(Section):
         description="Arguments of its constructor, given as they are; `gconfig` becomes a "
         "`GenerationHyperparameters`.",
     )
+
+
+SELECTORS = ("success", "stratified")
+Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_FUNCTION = re.compile(r"[^:]+:[^:]+")
+
+
+class SelectorSection(Section):
+    """`tuner.tasks.selector.*`: which tasks a step draws, in place of one order of all of them."""
+
+    kind: str = Field(
+        default="success",
+        description="`success`: tasks that are always or never solved are drawn less; "
+        "`stratified`: of each value of `field` its share, each in an order of its own; or a "
+        "function that gives each task a weight (`package.module:function`, "
+        "`path/file.py:function`; [curriculum](curriculum.md)).",
+    )
+    field: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A field of the tasks. Each of its values has its share of every step, as far "
+        "as whole tasks go, whichever `kind` draws inside it. Needed for `stratified`.",
+    )
+    weights: Annotated[dict[str, Weight], null_is(dict)] = Field(
+        default_factory=dict,
+        description="How much of a step goes to each value of `field`, in proportion; all of them "
+        "are named. Not set: as many tasks as it has.",
+    )
+    floor: float = Field(
+        default=0.1,
+        gt=0,
+        le=1,
+        description="The lowest weight of a task, as a share of the highest: so often, beside the "
+        "task that is drawn most, every task is still drawn. 1 draws all alike. Not with "
+        "`stratified`.",
+    )
+
+    @field_validator("kind")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in SELECTORS and not _FUNCTION.fullmatch(value):
+            raise ValueError(f"Input should be {', '.join(SELECTORS)} or module:function")
+        return value
+
+
+class TasksSection(Section):
+    """`tuner.tasks.*`: which tasks a step trains on."""
+
+    selector: SelectorSection | None = None
+
+
+KINDS = ("verifiers", "openenv", "trl", "gymnasium", "areal", "program", "mixture")
+
+
+class EnvironmentSection(Section):
+    """`tuner.environment.*`: an environment in somebody's format; or that of a queue agent."""
+
+    model_config = ConfigDict(extra="allow")
+
+    kind: Literal[KINDS] | None = Field(  # type: ignore[valid-type]  # the table is elsewhere too
+        default=None,
+        description="The format. All further keys are arguments of its class "
+        "([environments](environments.md)).",
+    )
+    type: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Of a queue agent, in place of `kind`: as `tuner.agent.type`.",
+    )
+    args: Arguments = Field(default_factory=dict, description="Beside `type`: as the agent's.")
+
+    @classmethod
+    def takes_more(cls, given: Mapping[str, Any]) -> bool:
+        return "kind" in given
+
+    @model_validator(mode="after")
+    def _one_form(self) -> EnvironmentSection:
+        if (self.kind is None) == (self.type is None):
+            raise ValueError(f"give either kind ({', '.join(KINDS)}), or, beside tuner.agent, type")
+        return self
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the class of `kind` is made with."""
+        own = {"args": self.args} if "args" in self.model_fields_set else {}
+        return {**own, **(self.model_extra or {})}
+
+
+NamedOrMade = Annotated[
+    Annotated[str, Tag("named")] | Annotated[EnvironmentSection, Tag("made")],
+    Discriminator(lambda given: "named" if isinstance(given, str) else "made"),
+]
 
 
 class TrinitySection(Section):
@@ -120,13 +214,16 @@ class TunerSection(Section):
         description="A queue agent instead of a workflow, with the keys below "
         "([from_areal](from_areal.md)).",
     )
-    environment: NamedClass | None = Field(
-        default=None, description="The environment of that agent, with the keys below."
+    environment: NamedOrMade | None = Field(
+        default=None,
+        description="Workflow, judge and datasets in one, for the commands: the keys below, or "
+        "`package.module:name` or `path/file.py:name` of an environment or of a function that "
+        "makes one ([environments](environments.md)).",
     )
     imports: tuple[str, ...] = Field(
         default=(),
-        description="Modules that register agents and environments: `package.module`, or "
-        "`path/file.py`.",
+        description="Modules that register agents and environments, gymnasium's too: "
+        "`package.module`, or `path/file.py`.",
     )
     backend: Literal["auto", "local", "trinity"] = Field(
         default="auto",
@@ -177,6 +274,7 @@ class TunerSection(Section):
         description="A rollout that gives no reward: leave it out (`drop`), give it one "
         "(`{penalize: value}`), or stop the run (`abort`).",
     )
+    tasks: TasksSection = TasksSection()
     branching: BranchingSection | None = None
     history: HistorySection | None = None
     algorithm: AlgorithmExtras = AlgorithmExtras()
@@ -185,8 +283,8 @@ class TunerSection(Section):
         default=1.0,
         allow_inf_nan=False,
         description="A rollout has passed with at least this reward: for `pass_at_<n>` and "
-        "`pass_hat_<n>` of evaluations, which change nothing that is trained, and for "
-        "`feedback_attempts`.",
+        "`pass_hat_<n>` of evaluations, which change nothing that is trained, for "
+        "`feedback_attempts` and for `tasks.selector`.",
     )
     feedback_attempts: int = Field(
         default=0,

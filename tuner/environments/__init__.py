@@ -1,5 +1,56 @@
 """Environments in other people's formats, each as the workflow, judge and dataset of `tune()`."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from tuner.environments.seam import Environment, brought
 
-__all__ = ["Environment", "brought"]
+if TYPE_CHECKING:
+    from tuner.environments.areal_environments import Areal
+    from tuner.environments.gymnasium_environments import Gymnasium
+    from tuner.environments.mixture import Mixture
+    from tuner.environments.openenv import OpenEnv
+    from tuner.environments.openenv_episode import ToolCall
+    from tuner.environments.program import Program, ProgramOutput
+    from tuner.environments.trl import TRL
+    from tuner.environments.verifiers_environments import Verifiers
+
+# Imported when they are asked for: a file is read without PyTorch.
+_MODULE_OF = {
+    "Areal": "tuner.environments.areal_environments",
+    "Gymnasium": "tuner.environments.gymnasium_environments",
+    "Mixture": "tuner.environments.mixture",
+    "OpenEnv": "tuner.environments.openenv",
+    "Program": "tuner.environments.program",
+    "ProgramOutput": "tuner.environments.program",
+    "TRL": "tuner.environments.trl",
+    "ToolCall": "tuner.environments.openenv_episode",
+    "Verifiers": "tuner.environments.verifiers_environments",
+}
+
+__all__ = [
+    "TRL",
+    "Areal",
+    "Environment",
+    "Gymnasium",
+    "Mixture",
+    "OpenEnv",
+    "Program",
+    "ProgramOutput",
+    "ToolCall",
+    "Verifiers",
+    "brought",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'tuner.environments' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from tuner.errors import FunctionError
-from tuner.functions.outputs import WorkflowOutput, shown
+from pydantic import ValidationError
 
+from tuner.config.load import Layers, mode_of, read_layers
+from tuner.config.source import lookup
+from tuner.config.tuner_section import EnvironmentSection
+from tuner.errors import ConfigError, FunctionError
+from tuner.functions.calling import end_run
+from tuner.functions.loading import load_named
+from tuner.functions.outputs import WorkflowOutput, shown
+from tuner.run.interrupts import outside_event_loop
+from tuner.settings import WITHOUT_FILE, Given, settings_of
+
+# `kind` in the file -> its class.
+CLASSES: dict[str, str] = {
+    "areal": "tuner.environments.areal_environments:Areal",
+    "gymnasium": "tuner.environments.gymnasium_environments:Gymnasium",
+    "mixture": "tuner.environments.mixture:Mixture",
+    "openenv": "tuner.environments.openenv:OpenEnv",
+    "program": "tuner.environments.program:Program",
+    "trl": "tuner.environments.trl:TRL",
+    "verifiers": "tuner.environments.verifiers_environments:Verifiers",
+}
 # Package whose class was given -> who brings it.
-_BRINGERS: dict[str, str] = {}
+_BRINGERS: dict[str, str] = {
+    "gymnasium": "tuner.environments.gymnasium_environments:Gymnasium",
+    "openenv": "tuner.environments.openenv:OpenEnv",
+    "verifiers": "tuner.environments.verifiers_environments:Verifiers",
+}
 
 
 class Environment(ABC):
@@ -24,19 +52,38 @@ class Environment(ABC):
     Attributes:
         judge: A judge's function, as `tune()` takes it; None where `workflow` gives the reward.
         train_dataset, eval_dataset: As `tune()` takes them; None where the caller names them.
+        settings: Dotted keys of the file that go with the environment, where nobody else sets them.
+        named: Whether the file names it.
     """
 
     judge: Callable[..., Any] | None = None
     train_dataset: Any = None
     eval_dataset: Any = None
+    settings: Mapping[str, Any] = {}
+    named = False  # by the file, which is then what a run's config.yaml says of it
+    _ended = False
 
     @abstractmethod
     async def workflow(self, task: dict[str, Any], model: Any) -> WorkflowOutput:
         """Run the environment's agent once; a subclass may take a workflow's other arguments."""
 
     async def close(self) -> None:
-        """Give back what the environment holds; called once, however the run ended."""
+        """Give back what the environment holds, however the run ended.
+
+        It is called in the event loop that rollouts ran in, after the last of them; or where there
+        were none, in another. It may be used, and closed, again: each candidate of an evaluation
+        has an event loop of its own.
+        """
         return None
+
+    async def run_ended(self) -> None:
+        """`close()`, and note that it was called."""
+        self._ended = True
+        await self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What goes to a worker of Ray with `workflow` and `judge`: not the datasets."""
+        return {**self.__dict__, "train_dataset": None, "eval_dataset": None}
 
 
 def brought(found: Any) -> Environment:
@@ -52,10 +99,153 @@ def brought(found: Any) -> Environment:
         return found
     for made in type(found).__mro__:
         if bringer := _BRINGERS.get(made.__module__.partition(".")[0]):
-            module, _, name = bringer.partition(":")
-            environment: Environment = getattr(import_module(module), name)(found)
+            environment: Environment = _class_of(bringer)(found)
             return environment
+    hint = " (pass an instance)" if isinstance(found, type) else ""
     raise FunctionError(
-        f"environment is {shown(found)}: pass a tuner.environments.Environment, or an object of "
-        f"{', '.join(_BRINGERS)}"
+        f"environment is {shown(found)}{hint}: pass a tuner.environments.Environment, or an object "
+        f"of {', '.join(_BRINGERS)}"
     )
+
+
+def from_settings(given: str | EnvironmentSection | Mapping[str, Any], setting: str) -> Environment:
+    """The environment that a file names.
+
+    Args:
+        given: `package.module:name` or `path/file.py:name` of an environment, or of a function
+            that makes one; or `{kind: ...}` with the arguments of its class.
+        setting: The key that holds it, for error messages.
+
+    Raises:
+        ConfigError: It cannot be loaded or made.
+        FunctionError: What was loaded is no environment.
+    """
+    if isinstance(given, str):
+        found = load_named(given, setting=setting, kind="environment")
+        makes = inspect.isroutine(found) or isinstance(found, type)
+        environment = brought(_made(found, {}, f"{setting} is {given!r}") if makes else found)
+        environment.named = True
+        return environment
+    if not isinstance(given, EnvironmentSection):
+        try:
+            given = EnvironmentSection.model_validate(dict(given))
+        except ValidationError as error:
+            said = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise ConfigError(f"{setting} is {dict(given)!r:.120}: {said}") from None
+    assert given.kind is not None, "that of a queue agent is made with it"
+    what = f"{setting}.kind is {given.kind!r}"
+    environment: Environment = _made(_class_of(CLASSES[given.kind]), given.arguments, what)
+    environment.named = True
+    return environment
+
+
+def _class_of(reference: str) -> Any:
+    module, _, name = reference.partition(":")
+    return getattr(import_module(module), name)
+
+
+def _made(maker: Callable[..., Any], arguments: Mapping[str, Any], what: str) -> Any:
+    """
+    Raises:
+        ConfigError: It does not take the arguments.
+    """
+    signature = inspect.signature(maker)
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"{what}, which is {getattr(maker, '__qualname__', maker)}{signature} and does not "
+            f"take the arguments {', '.join(arguments) or 'none'}: {error}"
+        ) from None
+    return maker(**arguments)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What `tune()` was given, an environment taken apart.
+
+    Attributes:
+        environment: Where there is one.
+        given: The other arguments, those of the environment among them.
+    """
+
+    environment: Environment | None
+    workflow: Callable[..., Any] | None
+    judge: Callable[..., Any] | None
+    train_dataset: Any
+    given: Given
+
+    @contextmanager
+    def closing(self) -> Iterator[Parts]:
+        """Let the environment be closed however the block ends."""
+        environment = self.environment
+        if environment is not None:
+            environment._ended = False
+        try:
+            yield self
+        finally:
+            if environment is not None and not environment._ended:
+                outside_event_loop(lambda: asyncio.run(end_run(environment.workflow)))
+
+
+def parts_of(
+    workflow: Callable[..., Any] | None,
+    judge: Callable[..., Any] | None,
+    train_dataset: Any,
+    given: Given,
+) -> Parts:
+    """An environment's workflow, judge and datasets in their places.
+
+    A dataset that the caller or the file names wins over the environment's.
+
+    Raises:
+        FunctionError: It is none, or stands beside a workflow or judge.
+        ConfigError: The file cannot be read.
+    """
+    if given.get("environment") is None:
+        return Parts(None, workflow, judge, train_dataset, given)
+    for name, function in (("workflow_func", workflow), ("judge_func", judge)):
+        if function is not None:
+            raise FunctionError(
+                f"environment and {name} are given, but an environment brings its own workflow and "
+                "judge: leave one of them out"
+            )
+    environment = brought(given["environment"])
+    layers = read_layers(
+        given.get("config_path"),
+        settings_of(None, None, None, **given),
+        given.get("overrides", ()),
+    )
+    rest: Given = {**given, "environment": None}
+    if rest.get("eval_dataset") is None and not _names_evaluation(layers):
+        rest["eval_dataset"] = environment.eval_dataset
+    if train_dataset is None and _rolls_out(layers) and not lookup(layers.tree, _TASKSET):
+        train_dataset = environment.train_dataset
+    own = _missing(environment.settings, layers, given)
+    if not environment.named and lookup(layers.tree, "tuner.environment") is not None:
+        own.append("tuner.environment=null")  # Python wins over the file
+    rest["overrides"] = [*own, *given.get("overrides", ())]
+    return Parts(environment, environment.workflow, environment.judge, train_dataset, rest)
+
+
+_TASKSET = "buffer.explorer_input.taskset.path"
+
+
+def _rolls_out(layers: Layers) -> bool:
+    """Whether the environment's tasks are what is trained on, and not recorded data."""
+    return mode_of(layers.tree) != "train"
+
+
+def _names_evaluation(layers: Layers) -> bool:
+    found = lookup(layers.tree, "buffer.explorer_input.eval_tasksets") or ()
+    return any(isinstance(one, Mapping) and one.get("path") for one in found)
+
+
+def _missing(settings: Mapping[str, Any], layers: Layers, given: Given) -> list[str]:
+    """Those settings of an environment that nobody made, as overrides."""
+    unmade = WITHOUT_FILE if given.get("config_path") is None else {}
+    return [
+        f"{key}={json.dumps(value)}"
+        for key, value in settings.items()
+        if lookup(layers.tree, key) in (None, unmade.get(key))
+    ]

@@ -12,6 +12,7 @@ import contextlib
 import contextvars
 import functools
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from tuner.functions.outputs import JudgeOutput, TaskRow, WorkflowOutput, shown
 
 if TYPE_CHECKING:
     from tuner.config import RunConfig
+
+logger = logging.getLogger("tuner")
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,21 @@ def check_settings(func: Any, config: RunConfig) -> None:
     check = getattr(func, "check_settings", None)
     if check is not None:
         check(config)
+
+
+async def end_run(func: Callable[..., Any] | None) -> None:
+    """Let the object that a workflow is, or is a method of, give back what it holds, where it has
+    `run_ended()`: in the event loop that its rollouts ran in, when none follows."""
+    inner = unwrapped(func) if func is not None else None
+    ended = getattr(getattr(inner, "__self__", inner), "run_ended", None)
+    if func is None or ended is None:
+        return
+    try:
+        await ended()
+    except Exception as error:
+        logger.warning(
+            "%s was not closed: %s: %s", where(func), type(error).__name__, error, exc_info=True
+        )
 
 
 def check_function(func: Callable[..., Any], signature: Signature) -> None:

@@ -63,10 +63,29 @@ def load_function(reference: str, *, setting: str) -> Callable[..., Any]:
     Raises:
         ConfigError: It cannot be imported, or is not there.
     """
+    function = load_named(reference, setting=setting)
+    if not callable(function):
+        module_name, _, name = reference.rpartition(":")
+        raise ConfigError(
+            f"{setting} is {reference!r}: {module_name} has something else as function {name!r}"
+        )
+    return cast("Callable[..., Any]", function)
+
+
+def load_named(reference: str, *, setting: str, kind: str = "function") -> Any:
+    """Whatever a configuration names in the form of `load_function`, a function or not.
+
+    Args:
+        reference, setting: As there.
+        kind: What it should be, for error messages.
+
+    Raises:
+        ConfigError: It cannot be imported, or is not there.
+    """
     module_name, colon, name = reference.rpartition(":")
     if not colon or not module_name or not name:
         raise ConfigError(
-            f"{setting} is {reference!r}: write package.module:function or path/file.py:function"
+            f"{setting} is {reference!r}: write package.module:{kind} or path/file.py:{kind}"
         )
     try:
         module = _loaded(module_name)
@@ -77,11 +96,10 @@ def load_function(reference: str, *, setting: str) -> Callable[..., Any]:
             f"{setting} is {reference!r}: importing {module_name} failed{_line(error)}: "
             f"{type(error).__name__}: {error}"
         ) from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        what = "has no" if function is None else "has something else as"
-        raise ConfigError(f"{setting} is {reference!r}: {module_name} {what} function {name!r}")
-    return cast("Callable[..., Any]", function)
+    found = getattr(module, name, None)
+    if found is None:
+        raise ConfigError(f"{setting} is {reference!r}: {module_name} has no {kind} {name!r}")
+    return found
 
 
 def import_module_or_file(reference: str, *, setting: str) -> ModuleType:

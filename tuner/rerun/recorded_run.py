@@ -6,12 +6,14 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tuner.config import RunConfig
 from tuner.config.load import checked, read_layers
 from tuner.data.order import derive_seed
+from tuner.environments.seam import Environment, from_settings
 from tuner.errors import ConfigError, TunerError
 from tuner.functions.calling import call_function
 from tuner.functions.loading import load_function
@@ -92,6 +94,12 @@ class RecordedRollout:
         context = None if self.config.tuner.max_tokens is not None else self.context
         return SavedRollout(name, self.trace, path, vars(self.defaults), context)
 
+    @cached_property
+    def _environment(self) -> Environment:
+        named = self.config.tuner.environment
+        assert named is not None
+        return from_settings(named, f"{self.directory.config}: tuner.environment")
+
     def workflow(self, given: str | None) -> Callable[..., Any]:
         """The workflow that is named, or that of the run, as a run calls it.
 
@@ -103,6 +111,8 @@ class RecordedRollout:
             from tuner.areal import configured_agent
 
             return configured_agent(names)
+        if given is None and names.environment is not None:
+            return self._environment.workflow
         if given is None:
             given, setting = names.workflow, f"{self.directory.config}: tuner.workflow"
         if given is None:
@@ -120,6 +130,8 @@ class RecordedRollout:
         """
         if given is not None:
             return load_function(given, setting="--judge")
+        if self.config.tuner.environment is not None and self.config.tuner.agent is None:
+            return self._environment.judge
         named = self.config.tuner.judge
         where = f"{self.directory.config}: tuner.judge"
         return None if named is None else load_function(named, setting=where)

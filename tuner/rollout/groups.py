@@ -11,6 +11,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from tuner.config import RunConfig
+from tuner.data.curriculum import Curriculum
 from tuner.data.order import batch_indices
 from tuner.errors import TrainingError
 from tuner.gateway import SamplingDefaults
@@ -218,6 +219,7 @@ class TrainingGroups:
         rollouts: Runs them; its store has what was recorded before.
         branching: Divides groups, where some of their rollouts begin inside others.
         whole: Groups that are complete as they were recorded, whatever `branching` would do now.
+        curriculum: Draws tasks by what they have shown; else they come in one order.
         on_rollout: Called with each rollout that ended.
 
     Attributes:
@@ -237,8 +239,10 @@ class TrainingGroups:
         on_rollout: Callable[[Trace], None],
         branching: Branching | None = None,
         whole: Collection[int] = (),
+        curriculum: Curriculum | None = None,
     ) -> None:
         self._config = config
+        self._curriculum = curriculum
         self._tasks = tasks
         self._batch = config.buffer.batch_size
         self._repeat = config.algorithm.repeat_times
@@ -304,6 +308,10 @@ class TrainingGroups:
         if self.ahead and step not in self._taken:
             self._batches.append(step, list(groups))
         traces = [trace for group in groups.values() for trace in group]
+        if self._curriculum is not None:
+            final = {n: [t for t in group if t.final] for n, group in groups.items()}
+            rewards = {n: [t.reward for t in f if t.reward is not None] for n, f in final.items()}
+            self._curriculum.learn(step, rewards)
         if self._branching is not None:
             self._branching.learn(step, traces)
         unfinished = {
@@ -354,6 +362,8 @@ class TrainingGroups:
         return traces
 
     def _rows(self, step: int) -> list[int]:
+        if self._curriculum is not None:
+            return self._curriculum.rows(step)
         return batch_indices(
             step,
             size=self._batch,

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+from tuner.config import RunConfig
 from tuner.errors import ConfigError, TunerError
 from tuner.run.directory import RunDirectory, read_json
 
@@ -58,9 +59,17 @@ MAY_CHANGE_HERE = (  # on the local backend
     "tuner.signal_patience",
     "tuner.trinity",
 )
+# What ends a rollout or draws tasks decides what is learned; else it only says how good it is.
+_PASSED = "tuner.pass_reward"
 # How long a run is. A schedule that ends at the last step would bend for the steps already taken.
 _LENGTH = ("buffer.total_epochs", "buffer.total_steps", "trainer.total_steps")
 _SCHEDULE = "algorithm.optimizer.lr_scheduler_type"
+
+
+def may_change_here(config: RunConfig) -> list[str]:
+    """What may change between the parts of a run of such a configuration, on the local backend."""
+    decides = config.tuner.feedback_attempts or config.tuner.tasks.selector is not None
+    return [key for key in MAY_CHANGE_HERE if not (decides and key == _PASSED)]
 
 
 def check_same_run(

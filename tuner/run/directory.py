@@ -3,6 +3,7 @@
 <checkpoint_root_dir>/<project>/<name>/
     config.yaml  metrics.jsonl  result.json  timeline.json  batches.jsonl (of asynchronous runs)
     branching.jsonl (of those whose rollouts begin inside others)
+    tasks.jsonl (of those that draw tasks by what these have shown: `tuner.data.curriculum`)
     rebase.json  set_aside/ (of those that go on from the samples of another: `tuner.run.rebased`)
     tensorboard/  traces/step_000001.jsonl  checkpoints/step_000020/manifest.json
 """
@@ -44,6 +45,7 @@ class RunDirectory:
         self.timeline = path / "timeline.json"
         self.batches = path / "batches.jsonl"
         self.branching = path / "branching.jsonl"
+        self.tasks = path / "tasks.jsonl"
         self.rebase = path / "rebase.json"
         self.set_aside = path / "set_aside"
         self.result = path / "result.json"

@@ -57,6 +57,23 @@ def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
     return metrics
 
 
+def metrics_by_field(traces: Sequence[Trace], field: str) -> dict[str, float]:
+    """Of the tasks with each value of a field: `rollout/<value>/reward`, the mean of those that
+    have one, and how many `failed`."""
+    groups: dict[str, list[Trace]] = defaultdict(list)
+    for trace in traces:
+        if trace.final:
+            groups[str(trace.task.get(field))].append(trace)
+    metrics: dict[str, float] = {}
+    for value, final in sorted(groups.items()):
+        rewards = [trace.reward for trace in final if trace.reward is not None]
+        if rewards:
+            metrics[f"rollout/{value}/reward"] = _mean(rewards)
+        failed = sum(trace.outcome is not Outcome.COMPLETED for trace in final)
+        metrics[f"rollout/{value}/failed"] = failed
+    return metrics
+
+
 def evaluation_metrics(
     name: str, traces: Sequence[Trace], *, pass_reward: float = 1.0
 ) -> dict[str, float]:

@@ -18,7 +18,7 @@ from tuner.data.lazy_rows import LazyRows
 from tuner.errors import TunerError
 from tuner.result import TokenCounts, TuneResult
 from tuner.run.console import ConsoleMonitor
-from tuner.run.continuation import MAY_CHANGE_HERE, WEIGHTS, check_same_run
+from tuner.run.continuation import WEIGHTS, check_same_run, may_change_here
 from tuner.run.directory import (
     TRAINER_STATE,
     RunDirectory,
@@ -207,7 +207,7 @@ def open_directory(config: RunConfig, data: Mapping[str, Sequence[Task]]) -> Ite
                 checked(read_layers(directory.config, backend="local", stored=True)).public(),
                 config.public(),
                 fingerprint,
-                may_change=MAY_CHANGE_HERE,
+                may_change=may_change_here(config),
             )
         directory.create()
         write_atomically(path / "data.json", json.dumps(fingerprint, indent=2))

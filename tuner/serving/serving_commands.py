@@ -68,10 +68,10 @@ def learns(config: RunConfig, path: Path, overrides: list[str]) -> tuple[RunConf
     check_can_learn(config)
     if config.tuner.serving.promotion.by not in ("held_out", "both"):
         return learning_config(config), {"beside": learning({})}
-    workflow, judge, _ = functions_of(path, overrides)
-    tasks = prepare_evaluation(workflow, judge, config_path=path, overrides=overrides).eval_tasks
-    functions = {"workflow": workflow, "judge": judge}
-    return learning_config(config), {**functions, "beside": learning(tasks)}
+    named = functions_of(path, overrides).arguments
+    run = prepare_evaluation(**named, config_path=path, overrides=overrides)
+    functions = {"workflow": run.workflow, "judge": run.judge}
+    return learning_config(config), {**functions, "beside": learning(run.eval_tasks)}
 
 
 def require_libraries() -> None:

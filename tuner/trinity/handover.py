@@ -265,7 +265,7 @@ def install(
             model["extra_engine_args"] = {**(model.get("extra_engine_args") or {}), **ENGINE_ARGS}
     # Our own section as it can be read back; the functions travel with the tasks.
     section = settings.tuner.model_dump(
-        mode="json", exclude_defaults=True, exclude={"workflow", "judge"}
+        mode="json", exclude_defaults=True, exclude={"workflow", "judge", "environment"}
     )
     monitor = tree.setdefault("monitor", {})
     monitor["monitor_type"] = MONITOR

@@ -22,6 +22,7 @@ from tuner.errors import ConfigError, FunctionError
 from tuner.functions.calling import judges_groups, where
 from tuner.result import Verdict
 from tuner.run.directory import free_name
+from tuner.settings import location, settings_of
 from tuner.trinity.datafiles import put_evaluations, put_recorded, put_tasks
 from tuner.trinity.handover import TrinitySettings, checked, install, resolve
 from tuner.trinity.installed import SERVICE, require_service, tasksets, uses_tinker
@@ -160,14 +161,25 @@ def check_trinity(
     *,
     workflow: Callable[..., Any] | None,
     judge: Callable[..., Any] | None,
+    train_dataset: Any = None,
+    eval_dataset: Any = None,
 ) -> Verdict:
     """Check a configuration as a run would.
+
+    Args:
+        path: Its file; None for the defaults.
+        overrides: `key=value` strings.
+        workflow, judge, train_dataset, eval_dataset: As given to `tune()`.
 
     Raises:
         ConfigError, DatasetError, FunctionError: As `run_trinity`.
         MissingDependencyError: Trinity-RFT is not installed.
     """
-    settings = resolve(read_layers(path, None, overrides, backend="trinity"))
+    given = None
+    if train_dataset is not None or eval_dataset is not None:
+        given = settings_of(None, None, train_dataset, eval_dataset=eval_dataset, config_path=path)
+    train = None if train_dataset is None else location(train_dataset)
+    settings = resolve(read_layers(path, given, overrides, backend="trinity", train=train))
     missing = None  # of what a cluster of the run's own needs
     try:
         with_sizes(settings.tree, device=settings.tuner.device)
@@ -183,8 +195,8 @@ def check_trinity(
             _elsewhere(settings, Path(folder)),
             workflow=workflow,
             judge=judge,
-            train_dataset=None,
-            eval_dataset=None,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
             counted_gpus=not missing,
         )
         there = "" if prepared.own_cluster else ", if the cluster is there; nothing was asked of it"

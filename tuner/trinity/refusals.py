@@ -244,6 +244,7 @@ USED = frozenset(
     {
         "workflow",
         "judge",
+        "environment",
         "backend",
         "device",
         "seed",

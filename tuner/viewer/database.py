@@ -13,7 +13,7 @@ from tuner.errors import TunerError
 from tuner.viewer.facts import Tally, TraceRow
 
 NAME = ".traces.sqlite"
-VERSION = 2
+VERSION = 3
 BUSY_SECONDS = 10.0
 
 TEXTS = ("asked", "answered", "same")
@@ -36,7 +36,7 @@ CREATE TABLE tallies (
     PRIMARY KEY (kind, name, split, step)
 ) WITHOUT ROWID;
 CREATE TABLE tasks (
-    split TEXT, asked INTEGER, step INTEGER, n INTEGER, reward REAL,
+    split TEXT, asked INTEGER, step INTEGER, n INTEGER, reward REAL, stratum TEXT,
     PRIMARY KEY (split, asked, step)
 ) WITHOUT ROWID;
 PRAGMA user_version = {VERSION};
@@ -59,15 +59,17 @@ class Database:
 
     Attributes:
         folder: Where the files of traces are.
+        field: The field of tasks by whose values they are drawn, or None.
     """
 
-    def __init__(self, folder: Path, *, keep: bool = False) -> None:
+    def __init__(self, folder: Path, *, keep: bool = False, field: str | None = None) -> None:
         """
         Args:
             folder: Where the files of traces are.
             keep: Keep the database in a hidden file of the folder, for the next time.
+            field: The field of tasks by whose values they are drawn, where there is one.
         """
-        self.folder = folder
+        self.folder, self.field = folder, field
         self._connection = self._open(str(folder / NAME) if keep else "")
 
     def _open(self, name: str) -> sqlite3.Connection:

@@ -148,10 +148,13 @@ class TraceIndex(Database):
             self._tally("counted", "", *at, 1)
         if listed.final and listed.reward is not None:
             self.execute(
-                "INSERT INTO tasks VALUES (?, ?, ?, 1, ?) ON CONFLICT (split, asked, step) "
+                "INSERT INTO tasks VALUES (?, ?, ?, 1, ?, ?) ON CONFLICT (split, asked, step) "
                 "DO UPDATE SET n = n + 1, reward = reward + excluded.reward",
-                *(listed.split, task, listed.step, listed.reward),
+                *(listed.split, task, listed.step, listed.reward, self._stratum(trace["task"])),
             )
+
+    def _stratum(self, task: Mapping[str, Any]) -> str:
+        return clean(str(task.get(self.field, ""))[:SHOWN]) if self.field else ""
 
     def _text(self, text: str, whole: str) -> int:
         """The number of a text, which is kept once for all that are the same as a whole."""

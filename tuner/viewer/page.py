@@ -19,7 +19,7 @@ from tuner.viewer.reader import RunReader, to_json
 
 ASSETS = Path(__file__).with_name("assets")
 # In the order in which they are read: later ones use earlier ones.
-SCRIPTS = ("base", "charts", "metrics", "list", "trace", "tree", "compare", "start")
+SCRIPTS = ("base", "charts", "metrics", "list", "tasks", "trace", "tree", "compare", "start")
 # Inside a script element these could end it or begin a comment; in JSON they may all be escaped.
 _ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 

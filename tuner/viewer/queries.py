@@ -19,6 +19,10 @@ RETRIED = "replaced by a retry"
 # Traces of one task that are shown: of the first steps and of the last.
 SAME_TASK = 200
 
+# Of training tasks those that are shown: so many by each order, and steps in so many columns.
+TASKS_BY_ORDER = 50
+TASK_COLUMNS = 40
+
 # Tasks whose reward is known in at least two steps, and by how much it changed.
 _CHANGES = """
 SELECT last.asked, last.split, last.reward / last.n - first.reward / first.n
@@ -227,6 +231,7 @@ def summary(traces: TraceIndex) -> dict[str, Any]:
     Returns:
         `splits`, `steps`, `outcomes`, `causes`: names that traces have.
         `trees`: whether rollouts begin inside others.
+        `tasks`: what `tasks_over_time` gives.
         `tables`: rows of the tables, each with its `kind`, `name` and `split`, and the sums that
         `Tally` has, over final attempts.
         `curves`: for each training step `role/<name>`, the mean reward of a role's calls,
@@ -250,9 +255,61 @@ def summary(traces: TraceIndex) -> dict[str, Any]:
         "outcomes": sorted(name for kind, name in kinds if kind == "attempt"),
         "causes": sorted({cause for (cause,) in traces.ask("SELECT DISTINCT cause FROM branches")}),
         "trees": bool(traces.ask("SELECT 1 FROM traces WHERE within IS NOT NULL LIMIT 1")),
+        "tasks": tasks_over_time(traces),
         "tables": named,
         "curves": _curves(traces),
         "branches": _training_branches(traces),
+    }
+
+
+def tasks_over_time(traces: TraceIndex) -> Json:
+    """The mean reward of training tasks, step by step.
+
+    Returns:
+        `total`: how many tasks have a reward; `steps`: the first and the last step of each column;
+        `field`: by whose values they are drawn, or None; `rows`: of at most four times
+        `TASKS_BY_ORDER` tasks, the first by how often they were taken, by the highest and the
+        lowest mean, and by how much the mean changed: `asked`, `stratum`, `taken` (by how many
+        steps), `n` rollouts with a reward, their `mean`, `change` from the first step to the last,
+        and `cells`, [column, rollouts, mean] of each column that has some.
+    """
+    found = traces.ask(
+        "SELECT asked, MAX(stratum), COUNT(*), SUM(n), SUM(reward) / SUM(n) FROM tasks "
+        "WHERE split = 'train' GROUP BY asked"
+    )
+    by = {same: change for (split, same), change in changes(traces).items() if split == "train"}
+    orders = (
+        sorted(found, key=lambda task: -task[2]),
+        sorted(found, key=lambda task: task[4]),
+        sorted(found, key=lambda task: -task[4]),
+        sorted(found, key=lambda task: -abs(by.get(task[0], 0.0))),
+    )
+    chosen = {task[0]: task for order in orders for task in order[:TASKS_BY_ORDER]}
+    ((first, last),) = traces.ask("SELECT MIN(step), MAX(step) FROM tasks WHERE split = 'train'")
+    width = 1 if first is None else -(-(last - first + 1) // TASK_COLUMNS)
+    steps = [] if first is None else [(at, at + width - 1) for at in range(first, last + 1, width)]
+    marks = ", ".join("?" * len(chosen))
+    cells: dict[int, list[tuple[int, int, float]]] = defaultdict(list)
+    for asked, column, n, mean in traces.ask(
+        f"SELECT asked, (step - ?) / ?, SUM(n), SUM(reward) / SUM(n) FROM tasks "
+        f"WHERE split = 'train' AND asked IN ({marks}) GROUP BY 1, 2 ORDER BY 1, 2",
+        [first or 0, width, *chosen],
+    ):
+        cells[asked].append((column, n, mean))
+    texts = dict(traces.ask(f"SELECT id, shown FROM texts WHERE id IN ({marks})", list(chosen)))
+    return {
+        "total": len(found),
+        "field": traces.field,
+        "steps": steps,
+        "rows": [
+            {
+                **dict(zip(("same", "stratum", "taken", "n", "mean"), task, strict=True)),
+                "asked": texts[same],
+                "change": by.get(same),
+                "cells": cells[same],
+            }
+            for same, task in sorted(chosen.items())
+        ],
     }
 
 

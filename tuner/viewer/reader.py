@@ -137,7 +137,8 @@ class RunReader:
         self.directory = RunDirectory(path.resolve())
         check_is_run(path)
         self.metrics = MetricsFollower(self.directory.metrics)
-        self.traces = TraceIndex(self.directory.traces, keep=keep)
+        field = lookup(self.directory.stored_config(), "tuner.tasks.selector.field")
+        self.traces = TraceIndex(self.directory.traces, keep=keep, field=field)
         self._vocabulary: Vocabulary | None = None
 
     def info(self) -> dict[str, Any]:

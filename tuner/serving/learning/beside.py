@@ -79,6 +79,8 @@ def _unfit(config: RunConfig) -> Iterator[str]:
         )
     if tuner.branching is not None:
         yield "tuner.branching begins rollouts, and sessions are begun by users: remove it"
+    if tuner.tasks.selector is not None:
+        yield "tuner.tasks.selector draws tasks, and sessions are begun by users: remove it"
     if tuner.deterministic:
         yield (
             "tuner.deterministic is true, but which weights sample a token depends on when it is "

@@ -99,7 +99,7 @@ function renderTables() {
   if (!found.length) $("tables").replaceChildren(el("span", { class: "dim" }, "no rollouts yet"));
 }
 function renderSummary() {
-  renderFilters(); renderCauses(); renderParts(); renderTables();
+  renderFilters(); renderCauses(); renderParts(); renderTables(); renderTasks();
 }
 /* Of a server: its sessions, and what was decided about new weights, the latest first. */
 function renderServed(served) {

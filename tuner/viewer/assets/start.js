@@ -55,6 +55,7 @@ function start() {
   $("list").addEventListener("keydown", listKeys);
   $("back").addEventListener("click", closeTrace);
   $("others").addEventListener("toggle", renderMetrics);
+  $("tasks").addEventListener("toggle", renderTasks);
   $("f-run").addEventListener("input", () => { location.hash = new URLSearchParams({ run: $("f-run").value }); location.reload(); });
   addEventListener("resize", renderList);
   addEventListener("scroll", unpoint);

@@ -1,0 +1,237 @@
+"""gymnasium's environments: the agent that plays them, and tasks that are seeds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+from tuner.areal.queue_workflow import GymnasiumEnvironment
+from tuner.areal.queues import CheckedEnvironment
+from tuner.environments.seam import Environment
+from tuner.errors import ConfigError, TunerError
+from tuner.functions.calling import call_function, in_thread, is_async, where
+from tuner.functions.loading import load_function
+from tuner.functions.outputs import WorkflowOutput
+
+logger = logging.getLogger("tuner.rollout")
+_NUMBER = re.compile(r"-?\d+")
+# Evaluation begins here, so that no seed is in both sets.
+_HELD_OUT = 1_000_000
+_CLOSING_SECONDS = 5.0
+
+Agent = Callable[..., Awaitable[WorkflowOutput]]
+
+
+class NoAction(ValueError):
+    """What the model wrote is no action of the environment."""
+
+
+class Gymnasium(Environment):
+    """A gymnasium environment whose actions a model writes.
+
+    A task is an episode: `seed` and `options` of a row are given to `reset`, and where the row has
+    no `options`, the whole of it but the seed. The agent shows each observation as a user's message
+    and takes each answer for an action, until the episode ends; its reward is the sum of the
+    environment's. An answer that is no action ends the episode with `no_action` added, and is
+    counted by the metric `no_action`; what the environment raises is a workflow error.
+
+    Each rollout has an environment to itself; one whose episode ended well is used again.
+
+    Args:
+        id: A registered id such as "FrozenLake-v1" (or "module:Id", which imports the module
+            first), an environment that was made of one, or a function that makes one.
+        agent: Plays an episode in place of the agent above: async, takes `task`, `env` (with async
+            `reset` and `step`; `env.env` is gymnasium's own) and `model`, and returns a
+            `WorkflowOutput`. Or its name, `package.module:function` or `path/file.py:function`.
+        show: An observation as a message's text; None: `str`.
+        read_action: The text of an answer as an action; raises ValueError where it is none. None:
+            the text of it for a space of texts, and its last number for a discrete one.
+        system_prompt: Said before the first observation.
+        max_turns: Answers of one episode; it ends there as one that was cut off.
+        no_action: Added to the reward for an answer that is no action.
+        train_tasks, eval_tasks: How many seeds there are to train and to evaluate on, from 0 and
+            from 1,000,000 on; 0: none.
+        make_args: Given to `gymnasium.make`.
+
+    Raises:
+        ConfigError: It cannot be made, or its actions cannot be read from text.
+        MissingDependencyError: gymnasium is not installed.
+    """
+
+    def __init__(
+        self,
+        id: Any,
+        *,
+        agent: Agent | str | None = None,
+        show: Callable[[Any], str] | str | None = None,
+        read_action: Callable[[str], Any] | str | None = None,
+        system_prompt: str | None = None,
+        max_turns: int = 32,
+        no_action: float = 0.0,
+        train_tasks: int = 1024,
+        eval_tasks: int = 64,
+        make_args: Mapping[str, Any] | None = None,
+    ) -> None:
+        made, spec = hasattr(id, "step") and not isinstance(id, type), getattr(id, "spec", None)
+        if made and spec is None:
+            raise ConfigError(
+                f"environment {id!r:.80} was not made of a registered id, so that a second one "
+                "cannot be made: pass a function that makes one"
+            )
+        self._id, self._make_args = spec if made else id, dict(make_args or {})
+        self._agent: Agent = _function(agent, "agent") or self._play
+        self._show: Callable[[Any], str] = _function(show, "show") or str
+        self._read_action = _function(read_action, "read_action")
+        self._system_prompt, self._max_turns = system_prompt, max_turns
+        self._no_action = no_action
+        if agent is not None and not is_async(self._agent):
+            raise ConfigError(f"the agent {where(self._agent)} must be async")
+        self._closing: set[asyncio.Task[None]] = set()
+        # Made now, so that a wrong name or argument stops the run before it begins.
+        try:
+            self._idle = [self._made()]
+        except TunerError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"gymnasium environment {id!r:.80} cannot be made: {type(error).__name__}: {error}"
+            ) from error
+        self._space = self._idle[0].env.action_space
+        if agent is None and self._read_action is None:
+            _check_readable(self._space)
+        self.train_dataset = [{"seed": seed} for seed in range(train_tasks)] or None
+        self.eval_dataset = [{"seed": _HELD_OUT + n} for n in range(eval_tasks)] or None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_idle": [], "_closing": set()}
+
+    def _made(self) -> GymnasiumEnvironment:
+        if isinstance(self._id, str):
+            return GymnasiumEnvironment(self._id, **self._make_args)
+        if callable(self._id):
+            return GymnasiumEnvironment(self._id())
+        import gymnasium
+
+        return GymnasiumEnvironment(gymnasium.make(self._id, **self._make_args))
+
+    async def workflow(self, task: dict[str, Any], model: Any) -> WorkflowOutput:
+        """Play one episode.
+
+        Raises:
+            EnvironmentFault: The environment gave something that is no answer.
+        """
+        async with self._one() as env:
+            arguments = {"task": task, "env": env, "model": model}
+            output: WorkflowOutput = await call_function(self._agent, arguments)
+            return output
+
+    @asynccontextmanager
+    async def _one(self) -> AsyncIterator[CheckedEnvironment]:
+        """An environment that nobody else has."""
+        environment = self._idle.pop() if self._idle else await in_thread(self._made)
+        try:
+            yield CheckedEnvironment(environment)
+        except BaseException:
+            # Its thread may hang, and the rollout that it failed must not wait for it.
+            task = asyncio.ensure_future(_closed(environment))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+            raise
+        self._idle.append(environment)
+
+    async def _play(self, task: dict[str, Any], env: Any, model: Any) -> WorkflowOutput:
+        rest = {name: value for name, value in task.items() if name != "seed"}
+        options = task.get("options", rest) or None
+        observation, info = await env.reset(seed=task.get("seed"), options=options)
+        messages: list[dict[str, Any]] = []
+        if self._system_prompt is not None:
+            messages.append({"role": "system", "content": self._system_prompt})
+        reward, metrics = 0.0, {"steps": 0.0, "no_action": 0.0, "terminated": 0.0}
+        shown = ""
+        for _ in range(self._max_turns):
+            messages.append({"role": "user", "content": self._show(observation)})
+            completion = await model.client.chat.completions.create(
+                model=model.model_name, messages=messages
+            )
+            answer = completion.choices[0].message
+            messages.append(answer.model_dump(exclude_none=True))
+            shown = answer.content or ""
+            try:
+                action = self._action(shown)
+            except ValueError:
+                reward, metrics["no_action"] = reward + self._no_action, 1.0
+                break
+            observation, step_reward, terminated, truncated, info = await env.step(action)
+            reward += float(step_reward)
+            metrics["steps"] += 1
+            metrics["terminated"] = float(terminated)
+            if terminated or truncated:
+                break
+        return WorkflowOutput(reward=reward, response=shown, metrics={**_numbers(info), **metrics})
+
+    def _action(self, text: str) -> Any:
+        """
+        Raises:
+            ValueError: It is none.
+        """
+        action = (self._read_action or partial(_read, self._space))(text)
+        if not _any_text(self._space) and not self._space.contains(action):
+            raise NoAction(f"{action!r:.60} is not in {self._space}")
+        return action
+
+    async def close(self) -> None:
+        """Close every environment that no episode is in."""
+        idle, self._idle = self._idle, []
+        closing = [*self._closing, *(asyncio.ensure_future(_closed(one)) for one in idle)]
+        if closing:
+            _, left = await asyncio.wait(closing, timeout=_CLOSING_SECONDS)
+            if left:
+                logger.warning("%d gymnasium environments do not close", len(left))
+
+
+def _function(given: Any, name: str) -> Any:
+    if isinstance(given, str):
+        return load_function(given, setting=f"{name} of the environment")
+    return given
+
+
+def _any_text(space: Any) -> bool:
+    """Whether a space is one of texts, of which the environment itself says what it takes: its
+    characters and length are seldom meant for models."""
+    return type(space).__name__ == "Text"
+
+
+def _check_readable(space: Any) -> None:
+    """
+    Raises:
+        ConfigError: Nobody says how its actions are read.
+    """
+    if type(space).__name__ != "Discrete" and not _any_text(space):
+        raise ConfigError(
+            f"the environment's actions are {space!r:.80}, which no text is: pass read_action, or "
+            "an agent"
+        )
+
+
+def _read(space: Any, text: str) -> Any:
+    if _any_text(space):
+        return text
+    if not (found := _NUMBER.findall(text)):
+        raise NoAction("there is no number in it")
+    return type(space.start)(found[-1])
+
+
+def _numbers(info: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(v) for name, v in info.items() if isinstance(v, bool | int | float)}
+
+
+async def _closed(environment: GymnasiumEnvironment) -> None:
+    try:
+        await environment.close()
+    except Exception as error:
+        logger.warning("closing a gymnasium environment failed: %s", error)

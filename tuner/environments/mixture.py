@@ -1,0 +1,229 @@
+"""Several named sets of tasks in one run, each with an environment or functions of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tuner.data.dataset import load_tasks
+from tuner.environments.seam import Environment, brought, from_settings
+from tuner.errors import ConfigError, DatasetError, FunctionError, RewardError
+from tuner.functions.calling import (
+    call_judge,
+    call_workflow,
+    check_judge_function,
+    check_workflow_function,
+    end_run,
+    judges_groups,
+)
+from tuner.functions.loading import load_function
+from tuner.functions.outputs import JudgeOutput, WorkflowOutput, response_text, shown
+
+_NAME = re.compile(r"[\w-]+")
+_KEYS = ("environment", "workflow", "judge", "train_dataset", "eval_dataset")
+
+
+class Scored:
+    """The response of a set without a judge, and the reward that its workflow gave."""
+
+    def __init__(self, output: WorkflowOutput) -> None:
+        self.response, self.reward = output.response, output.reward
+
+    def get_text_content(self) -> str:
+        """As people read it."""
+        return response_text(self.response)
+
+
+class Functions(Environment):
+    """A set with functions of its own."""
+
+    def __init__(self, workflow: Callable[..., Any], judge: Callable[..., Any] | None) -> None:
+        check_workflow_function(workflow)
+        if judge is not None:
+            check_judge_function(judge)
+        self._workflow, self.judge = workflow, judge
+
+    @property
+    def workflow(self) -> Callable[..., Any]:
+        """The user's."""
+        return self._workflow
+
+
+class Mixture(Environment):
+    """Several sets of tasks, drawn by weight.
+
+    Each row says in one more field which set it is of; `tuner.tasks.selector` draws by it, so that
+    draws hang on `tuner.seed` and go on as the run does. There is `rollout/<set>/reward` of each
+    step, `tasks/<set>/passed`, and `eval/<set>/reward`: each has an evaluation set of its own.
+
+    Args:
+        sets: By name: an environment, as `tune()` takes it; or a mapping of `environment` or
+            `workflow` and `judge` (functions, or as the file names them), `train_dataset` and
+            `eval_dataset`, which win over the environment's; or `{kind: ...}`, as in the file.
+        weights: How much of each step goes to each set, in proportion; None: to each as many tasks
+            as it has.
+        field: What rows say their set in.
+
+    Raises:
+        ConfigError: A name, weight or key is wrong, or a set cannot be loaded.
+        FunctionError: A set has no workflow, or a judge of whole groups.
+        DatasetError: A set has nothing to train on, or rows that have the field.
+    """
+
+    def __init__(
+        self,
+        sets: Mapping[str, Any],
+        *,
+        weights: Mapping[str, float] | None = None,
+        field: str = "set",
+    ) -> None:
+        _check(sets, weights)
+        self._field = field
+        self._sets = {name: _environment(name, given) for name, given in sets.items()}
+        train: list[dict[str, Any]] = []
+        held_out: dict[str, Any] = {}
+        for name, environment in self._sets.items():
+            given = sets[name] if isinstance(sets[name], Mapping) else {}
+            train += self._train(name, given.get("train_dataset", environment.train_dataset))
+            held_out |= self._held_out(name, given.get("eval_dataset", environment.eval_dataset))
+        self.train_dataset, self.eval_dataset = train, held_out or None
+        judged = [one.judge for one in self._sets.values() if one.judge is not None]
+        if any(map(judges_groups, judged)):
+            raise FunctionError("a set of a mixture has a judge of whole groups: judge responses")
+        if judged:
+            self.judge = self._judge
+        self.settings = {
+            key: value for one in self._sets.values() for key, value in one.settings.items()
+        } | _selector(field, weights)
+
+    def _train(self, name: str, dataset: Any) -> list[dict[str, Any]]:
+        if dataset is None:
+            raise DatasetError(f"set {name!r} has nothing to train on: give it a train_dataset")
+        return self._marked(name, dataset)
+
+    def _held_out(self, name: str, dataset: Any) -> dict[str, Any]:
+        if dataset is None:
+            return {}
+        if not isinstance(dataset, Mapping):
+            return {name: self._marked(name, dataset)}
+        return {f"{name}.{inner}": self._marked(name, rows) for inner, rows in dataset.items()}
+
+    def _marked(self, name: str, dataset: Any) -> list[dict[str, Any]]:
+        rows = [dict(row) for row in load_tasks(dataset, role=f"set {name!r}")]
+        if any(self._field in row for row in rows):
+            raise DatasetError(
+                f"set {name!r}: its rows have a field {self._field!r}, by which the sets of a "
+                "mixture are told apart: give the mixture another field"
+            )
+        return [{**row, self._field: name} for row in rows]
+
+    def _of(self, task: Mapping[str, Any]) -> tuple[Environment, dict[str, Any]]:
+        """The set of a task, and its row as the set has it.
+
+        Raises:
+            FunctionError: It is of none.
+        """
+        row = dict(task)
+        name = row.pop(self._field, None)
+        if name not in self._sets:
+            raise FunctionError(
+                f"the task has {shown(name)} as {self._field!r}; the sets of the mixture are "
+                f"{', '.join(self._sets)}"
+            )
+        return self._sets[name], row
+
+    async def workflow(
+        self, task: dict[str, Any], model: Any, auxiliary_models: Any = None, logger: Any = None
+    ) -> WorkflowOutput:
+        """Run the workflow of the task's set; raises what it does."""
+        environment, row = self._of(task)
+        output = await call_workflow(
+            environment.workflow,
+            task=row,
+            model=model,
+            auxiliary_models=auxiliary_models,
+            logger=logger,
+        )
+        if self.judge is None or environment.judge is not None:
+            return output
+        return output.model_copy(update={"response": Scored(output)})
+
+    async def _judge(
+        self, task: dict[str, Any], response: Any, auxiliary_models: Any = None, logger: Any = None
+    ) -> JudgeOutput:
+        """Ask the judge of the task's set; of a set without one the workflow's reward counts."""
+        environment, row = self._of(task)
+        if environment.judge is not None:
+            return await call_judge(
+                environment.judge,
+                task=row,
+                response=response,
+                auxiliary_models=auxiliary_models,
+                logger=logger,
+            )
+        if not isinstance(response, Scored):
+            raise RewardError(f"set {task[self._field]!r} has no judge to ask again")
+        if response.reward is None:
+            raise FunctionError(
+                f"set {task[self._field]!r} has no judge, and its workflow gave no reward"
+            )
+        return JudgeOutput(reward=response.reward)
+
+    async def close(self) -> None:
+        """Close each set's environment."""
+        for environment in self._sets.values():
+            await end_run(environment.workflow)
+
+
+def _check(sets: Mapping[str, Any], weights: Mapping[str, float] | None) -> None:
+    """
+    Raises:
+        ConfigError: A name or a weight is wrong.
+    """
+    if not isinstance(sets, Mapping) or not sets:
+        raise ConfigError(f"sets is {shown(sets)}: give a mapping of sets by name")
+    for name in sets:
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or name == "train":
+            raise ConfigError(
+                f"{name!r} is no name of a set: use letters, digits, _ and -, and not train"
+            )
+    for name, weight in (weights or {}).items():
+        if name not in sets or not isinstance(weight, int | float) or not weight > 0:
+            raise ConfigError(
+                f"weights has {weight!r} for {name!r}: give numbers above 0 to the sets "
+                f"{', '.join(sets)}"
+            )
+    if weights and (missing := [name for name in sets if name not in weights]):
+        raise ConfigError(f"weights leaves out {', '.join(missing)}: name each set, or none")
+
+
+def _environment(name: str, given: Any) -> Environment:
+    if not isinstance(given, Mapping):
+        return brought(given)
+    setting = f"sets.{name}"
+    if "kind" in given:
+        return from_settings(given, setting)
+    if unknown := [key for key in given if key not in _KEYS]:
+        raise ConfigError(f"{setting} has {', '.join(unknown)}; its keys are {', '.join(_KEYS)}")
+    environment, workflow = given.get("environment"), given.get("workflow")
+    if (environment is None) == (workflow is None):
+        raise ConfigError(f"{setting}: give either an environment or a workflow")
+    if environment is None:
+        judge = given.get("judge")
+        return Functions(_function(workflow, f"{setting}.workflow"), _function(judge, setting))
+    if given.get("judge") is not None:
+        raise ConfigError(f"{setting}.judge is set beside an environment, which brings its own")
+    if isinstance(environment, str | Mapping):
+        return from_settings(environment, f"{setting}.environment")
+    return brought(environment)
+
+
+def _function(given: Any, setting: str) -> Any:
+    return load_function(given, setting=setting) if isinstance(given, str) else given
+
+
+def _selector(field: str, weights: Mapping[str, float] | None) -> dict[str, Any]:
+    path = "tuner.tasks.selector"
+    given = {f"{path}.weights.{name}": weight for name, weight in (weights or {}).items()}
+    return {f"{path}.kind": "stratified", f"{path}.field": field, **given}

@@ -1,0 +1,296 @@
+"""verifiers' environments: its taskset, harness and rewards, with our model behind its client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from tuner.environments.seam import Environment
+from tuner.errors import (
+    ConfigError,
+    MissingDependencyError,
+    RewardError,
+    RewardTimeout,
+    TunerError,
+    pip_install,
+)
+from tuner.functions.outputs import JudgeOutput, WorkflowOutput, shown
+
+_SCORING = "scoring"
+
+
+class EpisodeError(TunerError, RuntimeError):
+    """An episode of verifiers' failed before it could be scored."""
+
+
+class Reply(str):
+    """The agent's last words, and verifiers' own record of the episode.
+
+    Attributes:
+        trace: A `verifiers.v1.Trace`.
+    """
+
+    trace: Any
+
+    @classmethod
+    def of(cls, trace: Any) -> Reply:
+        reply = cls(trace.last_reply)
+        reply.trace = trace
+        return reply
+
+
+class Verifiers(Environment):
+    """One environment of verifiers (0.4, whose stack is `verifiers.v1`).
+
+    Its taskset is the dataset, its harness runs the agent in its runtime, its rewards with their
+    weights are the reward, its metrics are metrics; the table of all of them is the feedback. Its
+    client asks our gateway with the rollout's own key. Each rollout has an interception server of
+    its own; toolsets that the taskset shares, and what `Env.start` begins, are there once.
+
+    Args:
+        env: A `verifiers.v1.Env`, its `EnvConfig`, or the id of a taskset. None: `config` says it.
+        train, eval: Which tasks are trained and evaluated on, with the keys of verifiers'
+            `SelectConfig` (`include`, `exclude`, `shuffle`, `seed`, `skip`, `limit`). `train` None:
+            all; `eval` None: none.
+        config: The keys of an `EnvConfig`, as in `taskset={"id": ...}, agent={"harness": ...}`.
+
+    Raises:
+        ConfigError: It cannot be loaded; or asks for several agents, a model or client of its own,
+            or retries.
+        MissingDependencyError: verifiers is not installed.
+    """
+
+    def __init__(
+        self,
+        env: Any = None,
+        *,
+        train: Mapping[str, Any] | None = None,
+        eval: Mapping[str, Any] | None = None,
+        **config: Any,
+    ) -> None:
+        self._env = _loaded(env, config)
+        self._seat = _only_seat(self._env.config)
+        self._begin()
+        taskset = self._env.taskset
+        self.train_dataset = self._rows(taskset, train or {}, "train")
+        if eval is not None:
+            self.eval_dataset = self._rows(taskset, eval, "eval")
+
+    def _begin(self) -> None:
+        self._held: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[None] | None = None
+        self._over: asyncio.Event | None = None
+        self._tasks: dict[int, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"config": self._env.config.model_dump(mode="json"), "seat": self._seat}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._env, self._seat = _loaded(None, state["config"]), state["seat"]
+        self._begin()
+
+    def _rows(self, taskset: Any, select: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+        from verifiers.v1 import SelectConfig
+
+        try:
+            view = taskset.select(SelectConfig.model_validate(dict(select)))
+            if not view.bounded:
+                raise ValueError("the taskset has no end: set limit, or closed ranges to include")
+            tasks = list(view)
+        except Exception as error:
+            raise ConfigError(
+                f"the tasks of {self._env.config.env_id} ({name}) cannot be read: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        self._tasks |= {task.data.idx: task for task in tasks}
+        return [_row(task) for task in tasks]
+
+    def _task(self, row: Mapping[str, Any]) -> Any:
+        """The task of a row: the taskset's own, or where the row is another, one made of it."""
+        known = self._tasks.get(row.get("idx", -1))
+        if known is not None and _row(known) == row:
+            return known
+        taskset = self._env.taskset
+        made = type(taskset).task_type()
+        return made(made.data_type().model_validate(dict(row)), taskset.config.task)
+
+    async def workflow(self, task: dict[str, Any], model: Any) -> WorkflowOutput:
+        """Run one episode.
+
+        Raises:
+            EpisodeError: It failed; says which of verifiers' errors it was.
+            RewardError: A reward or metric failed.
+            RewardTimeout: Scoring took longer than it may.
+        """
+        from verifiers.v1 import EvalClientConfig, ModelContext
+
+        await self._serve()
+        with _api_key(model.api_key) as variable:
+            client = EvalClientConfig(base_url=model.base_url, api_key_var=variable)
+            context = ModelContext(model=model.model_name, client=client)
+            episode = await self._env.run_episode(self._task(task), context)
+        trace = episode.traces[-1] if episode.traces else None
+        _raise_failure(episode, trace)
+        assert trace is not None, "an episode without a trace has failed"
+        numbers = {name: value for name, value in trace.metrics.items() if value is not None}
+        scores = {f"reward_{name}": one.score for name, one in trace.rewards.items()}
+        metrics = {"turns": trace.num_turns, **numbers, **scores}
+        return WorkflowOutput(response=Reply.of(trace), metrics=metrics)
+
+    async def judge(self, task: dict[str, Any], response: Any) -> JudgeOutput:
+        """What the rewards came to, and each of them in words.
+
+        Raises:
+            RewardError: The response is not the workflow's own.
+        """
+        if not isinstance(response, Reply):
+            raise RewardError(
+                f"the response is {shown(response)}: verifiers scores an episode while it is there"
+            )
+        trace = response.trace
+        return JudgeOutput(reward=trace.reward, feedback=_feedback(trace))
+
+    async def _serve(self) -> None:
+        """Begin what all rollouts share, once in an event loop."""
+        if self._ready is None:
+            self._ready = asyncio.get_running_loop().create_future()
+            self._over = asyncio.Event()
+            # In a task of its own: what it enters must be left in the same.
+            self._held = asyncio.ensure_future(self._hold(self._ready, self._over))
+        await asyncio.shield(self._ready)
+
+    async def _hold(self, ready: asyncio.Future[None], over: asyncio.Event) -> None:
+        try:
+            async with self._env.serving():
+                # Its servers keep a client for each key that they have seen. Without one each
+                # rollout brings a server, and with it a client, that ends with it.
+                self._env._interception = None
+                ready.set_result(None)
+                await over.wait()
+        except Exception as error:
+            if ready.done():
+                raise
+            ready.set_exception(EpisodeError(f"Env.serving(): {type(error).__name__}: {error}"))
+
+    async def close(self) -> None:
+        """End what rollouts shared."""
+        held, over = self._held, self._over
+        self._held = self._ready = self._over = None
+        if held is not None and over is not None:
+            over.set()
+            await held
+
+
+def _loaded(env: Any, config: Mapping[str, Any]) -> Any:
+    try:
+        from verifiers import v1
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"environments of verifiers need verifiers 0.4, which does not import ({error}): "
+            f"{pip_install('verifiers')}"
+        ) from error
+    if isinstance(env, v1.Env):
+        if config:
+            raise ConfigError(f"the environment is made already: leave out {', '.join(config)}")
+        return env
+    if isinstance(env, v1.Taskset):
+        raise ConfigError(
+            f"{type(env).__name__} is a taskset alone, without an agent: pass its id, or "
+            "verifiers.v1.load_environment(config)"
+        )
+    try:
+        if isinstance(env, v1.EnvConfig):
+            return v1.load_environment(env)
+        if env is not None:
+            config = {**config, "taskset": {**config.get("taskset", {}), "id": env}}
+        return v1.load_environment(v1.resolve_env_config(dict(config)))
+    except Exception as error:
+        raise ConfigError(
+            f"verifiers cannot load the environment {env or dict(config)!r:.200}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _only_seat(config: Any) -> str:
+    """The name of the agent that is trained.
+
+    Raises:
+        ConfigError: There are several, or it would not be ours that answers, or not once.
+    """
+    from verifiers.v1.configs.agent import agent_config_fields
+
+    seats = agent_config_fields(config)
+    if len(seats) != 1:
+        raise ConfigError(
+            f"environment {config.env_id} has the agents {', '.join(seats)}: only those of one "
+            "agent are trained, because a rollout has one reward"
+        )
+    name, seat = next(iter(seats.items()))
+    for key in ("model", "client"):
+        if getattr(seat, key) is not None:
+            raise ConfigError(
+                f"{name}.{key} of environment {config.env_id} is set, but the model that is "
+                "trained answers: remove it"
+            )
+    for path, found in ((f"{name}.retries", seat.retries), ("retries", config.retries)):
+        if found.max_retries or found.rules:
+            raise ConfigError(
+                f"{path} of environment {config.env_id} is set, but each attempt at a rollout is a "
+                "trace of its own: set explorer.max_retry_times, and remove it"
+            )
+    return str(name)
+
+
+def _row(task: Any) -> dict[str, Any]:
+    row: dict[str, Any] = task.data.model_dump(mode="json", exclude_defaults=True)
+    return row
+
+
+@contextmanager
+def _api_key(key: str) -> Iterator[str]:
+    """The name of an environment variable that holds a rollout's key, where verifiers reads it; by
+    that name its programs do not inherit it."""
+    name = f"TUNER_{secrets.token_hex(8).upper()}_API_KEY"
+    os.environ[name] = key
+    try:
+        yield name
+    finally:
+        del os.environ[name]
+
+
+def _raise_failure(episode: Any, trace: Any) -> None:
+    """
+    Raises:
+        EpisodeError, RewardError, RewardTimeout: As `Verifiers.workflow`.
+    """
+    unscored = trace is not None and [name for name, one in trace.rewards.items() if one is None]
+    if not episode.ok:
+        errors = [*episode.errors, *(trace.errors if trace is not None else ())]
+        last = errors[-1] if errors else None
+        said = "no reason is recorded" if last is None else f"{last.type}: {last.message}"
+        scoring = last is not None and _SCORING in last.message.partition(":")[0]
+        raise RewardError(said) if scoring else EpisodeError(said)
+    stop = trace.stop_condition
+    if stop == "scoring_timeout":
+        raise RewardTimeout("verifiers' own limit for scoring has passed")
+    if stop == "setup_timeout":
+        raise EpisodeError("verifiers' own limit for setup has passed")
+    if unscored or not trace.rewards:
+        what = f"{', '.join(unscored)} gave none" if unscored else "it has no rewards"
+        raise RewardError(f"the episode is not scored: {what} (stopped by {stop})")
+
+
+def _feedback(trace: Any) -> str:
+    lines = [
+        f"{name}: {one.score:g} (weight {one.weight:g})" for name, one in trace.rewards.items()
+    ]
+    lines += [f"{name}: {value:g}" for name, value in trace.metrics.items() if value is not None]
+    lines.append(f"stopped by: {trace.stop_condition}")
+    if trace.info:
+        lines.append(f"info: {json.dumps(trace.info, default=str)}")
+    return "\n".join(lines)

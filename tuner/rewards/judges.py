@@ -1,0 +1,371 @@
+"""Judges that compare a response with a field of its task, and judges made of other judges.
+
+Each is made by a function with its settings, gives a reward between 0 and 1, and says why:
+
+    judge = weighted({"right": exact_judge(field="answer"), "form": form_judge(r"<answer>.*")})
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from tuner.errors import FunctionError, MissingDependencyError, RewardError, pip_install
+from tuner.functions.calling import call_judge, check_judge_function, judges_groups
+from tuner.functions.outputs import JudgeOutput, JudgeType, TaskRow, response_text, shown
+from tuner.rewards.answers import exact_match, f1, has_form
+from tuner.rewards.math import final_answer, math_equal
+from tuner.rewards.process import in_process
+
+if TYPE_CHECKING:
+    from jsonschema.protocols import Validator
+
+T = TypeVar("T")
+Extract = Callable[[str], str]
+PlainJudge = Callable[[Mapping[str, Any], Any], JudgeOutput]
+
+SHOWN_MISTAKES = 10
+"""Of a JSON text's mistakes, so many are in the feedback."""
+_FENCE = re.compile(r"\s*```[\w+-]*\n(.*?)\n?```\s*", re.DOTALL)
+_MARKS = ("####", "\\boxed{")
+
+
+def exact_judge(*, field: str = "answer", extract: Extract = str) -> PlainJudge:
+    """A judge by `exact_match`: 1 for the same words, else 0.
+
+    Args:
+        field: Of the task: the right answer, or a list of right answers, of which one is enough.
+        extract: Takes the answer out of the response's text.
+    """
+    return _by_words(exact_match, field, extract)
+
+
+def f1_judge(*, field: str = "answer", extract: Extract = str) -> PlainJudge:
+    """A judge by `f1`, the harmonic mean of precision and recall of the answer's words, with the
+    best of the right answers. Arguments as of `exact_judge`."""
+    return _by_words(f1, field, extract)
+
+
+def form_judge(pattern: str) -> PlainJudge:
+    """A judge by `has_form`: 1 where the whole response matches the regular expression, else 0.
+
+    Raises:
+        re.error: The pattern is no regular expression.
+    """
+    re.compile(pattern)
+
+    def judge(task: Mapping[str, Any], response: Any) -> JudgeOutput:
+        score = has_form(response_text(response), pattern)
+        wrong = f"The response does not have the form {pattern}"
+        return JudgeOutput(reward=score, feedback="The form is right." if score else wrong)
+
+    return judge
+
+
+def math_judge(
+    *, field: str = "answer", extract: Extract = final_answer, timeout: float = 15.0
+) -> JudgeType:
+    """A judge by `math_equal`: 1 for the same number or expression, else 0.
+
+    Of a right answer that is a whole solution, what stands behind "####" or in \\boxed{} counts.
+
+    Args:
+        field: Of the task: the right answer, or a list of right answers, of which one is enough.
+        extract: Takes the answer out of the response's text; `final_answer` unless set.
+        timeout: Seconds for one comparison, after which the rollout is a `judge_timeout`.
+
+    Raises:
+        ValueError: `timeout` is not above 0.
+    """
+    equal = in_process(math_equal, timeout=timeout)
+
+    async def judge(task: Mapping[str, Any], response: Any) -> JudgeOutput:
+        answer, truths = extract(response_text(response)), _truths(task, field)
+        for truth in truths:
+            inside = final_answer(truth) if any(mark in truth for mark in _MARKS) else truth
+            if await equal(answer, inside):
+                return JudgeOutput(reward=1.0, feedback="The answer is right.")
+        return JudgeOutput(reward=0.0, feedback=_not(answer, truths))
+
+    return judge
+
+
+def rouge_judge(
+    *,
+    field: str = "answer",
+    kind: str = "rougeL",
+    measure: Literal["fmeasure", "precision", "recall"] = "fmeasure",
+    stemmer: bool = False,
+    tokenizer: Callable[[str], list[str]] | None = None,
+    extract: Extract = str,
+) -> PlainJudge:
+    """A judge by ROUGE, how much of a text's word sequences another one has (Lin 2004), as the
+    library rouge-score computes it (extra `rewards`). The metrics are all three measures.
+
+    Args:
+        field: Of the task: the right text, or a list of right texts, of which the best counts.
+        kind: `rouge1`, `rouge2`, ... for sequences of so many words, `rougeL` for the longest
+            common one, `rougeLsum` for that of each line.
+        measure: Which of the measures is the reward.
+        stemmer: Whether endings of English words are cut off first.
+        tokenizer: Cuts a text into words. None: rouge-score's own, whose words are made of the
+            letters a to z and digits alone, so that it is for English.
+        extract: Takes what is compared out of the response's text.
+
+    Raises:
+        MissingDependencyError: rouge-score is not installed.
+        ValueError: There is no such kind or measure.
+
+    The judge raises RewardError where the right text has no word by this tokenizer.
+    """
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError:
+        raise MissingDependencyError(
+            f"rouge-score computes ROUGE and is not installed: {pip_install('rewards')}"
+        ) from None
+    if not re.fullmatch(r"rouge([1-9]|L|Lsum)", kind):
+        raise ValueError(f"kind is {kind!r}: it is rouge1 to rouge9, rougeL or rougeLsum")
+    if measure not in ("fmeasure", "precision", "recall"):
+        raise ValueError(f"measure is {measure!r}: it is fmeasure, precision or recall")
+    logging.getLogger("absl").setLevel(logging.WARNING)  # it says which tokenizer is taken
+    own = None if tokenizer is None else _Tokenizer(tokenizer)
+    scorer = RougeScorer([kind], use_stemmer=stemmer, tokenizer=own)
+
+    def judge(task: Mapping[str, Any], response: Any) -> JudgeOutput:
+        text, found = extract(response_text(response)), []
+        for truth in _truths(task, field):
+            # With itself it has all in common, if it has anything.
+            if not scorer.score(truth, truth)[kind].recall:
+                raise RewardError(
+                    f"{kind} of {shown(truth)}: there is nothing in it to compare; rouge-score's "
+                    "own tokenizer knows a to z and digits alone, others are given as tokenizer"
+                )
+            found.append((getattr(score := scorer.score(truth, text)[kind], measure), score, truth))
+        reward, score, truth = max(found, key=lambda one: one[0])
+        metrics = {f"{kind}_{name}": float(value) for name, value in score._asdict().items()}
+        said = ", ".join(f"{name} {value:.3f}" for name, value in score._asdict().items())
+        feedback = f"{kind} with {truth!r}: {said}."
+        return JudgeOutput(reward=float(reward), metrics=metrics, feedback=feedback)
+
+    return judge
+
+
+class _Tokenizer:
+    """A function as rouge-score takes it."""
+
+    def __init__(self, function: Callable[[str], list[str]]) -> None:
+        self.tokenize = function
+
+
+def schema_judge(
+    schema: Mapping[str, Any] | bool | None = None, *, field: str | None = None
+) -> PlainJudge:
+    """A judge of JSON: 1 where the response is a JSON text that a JSON Schema allows, else 0. The
+    feedback has each mistake with its place.
+
+    Reasoning before `</think>`, and a code fence around all of the rest, do not count.
+
+    Args:
+        schema: For all tasks; in the draft that its `$schema` names, else 2020-12.
+        field: In place of it, the field of the task that holds its schema, as an object or as
+            JSON text.
+
+    Raises:
+        MissingDependencyError: jsonschema is not installed (extra `rewards`).
+        ValueError: Both or none is given, or it is no schema.
+
+    The judge raises RewardError where the task's schema is none, or refers to another document.
+    """
+    _require_jsonschema()
+    if (schema is None) == (field is None):
+        raise ValueError("give either a schema for all tasks, or the field that holds each task's")
+    fixed = None if schema is None else _validator(schema)
+
+    def judge(task: Mapping[str, Any], response: Any) -> JudgeOutput:
+        validator = fixed if fixed is not None else _validator_of(task, field or "")
+        try:
+            value = _strict_json(response_text(response))
+        except (ValueError, RecursionError) as error:
+            return JudgeOutput(reward=0.0, feedback=f"The response is not JSON: {error}.")
+        mistakes = _mistakes(validator, value)
+        if not mistakes:
+            return JudgeOutput(reward=1.0, feedback="The response is as the schema says.")
+        left = len(mistakes) - SHOWN_MISTAKES
+        more = [f"and {left} more"] if left > 0 else []
+        return JudgeOutput(
+            reward=0.0,
+            metrics={"mistakes": float(len(mistakes))},
+            feedback="\n".join([*mistakes[:SHOWN_MISTAKES], *more]),
+        )
+
+    return judge
+
+
+def weighted(
+    judges: Mapping[str, Callable[..., Any]], weights: Mapping[str, float] | None = None
+) -> JudgeType:
+    """A judge of several: the sum of their rewards by weight, or without weights their mean.
+
+        weighted({"right": math_judge(), "form": form_judge(FORM)}, {"right": 0.8, "form": 0.2})
+
+    Each reward is a metric by its name, with the metrics of that judge as `<name>/<metric>`; what
+    they say is joined. They are asked at the same time. Where one raises, this does: a part that
+    fails is no reward of 0.
+
+    Args:
+        judges: By name; of single responses, async or plain.
+        weights: Of each of them.
+
+    Raises:
+        FunctionError: One of them cannot be called as a judge, or judges groups.
+        ValueError: There is none, or the weights are not theirs.
+    """
+    for name, one in judges.items():
+        check_judge_function(one)
+        if judges_groups(one):
+            raise FunctionError(
+                f"weighted: {name!r} judges the responses of a group together; give judges of "
+                "single responses"
+            )
+    if not judges or (weights is not None and weights.keys() != judges.keys()):
+        raise ValueError(
+            f"weighted: there are judges {', '.join(judges) or '(none)'} and weights of "
+            f"{', '.join(weights or ()) or '(none)'}: give each judge one"
+        )
+    shares = weights if weights is not None else dict.fromkeys(judges, 1 / len(judges))
+
+    async def judge(
+        task: Mapping[str, Any],
+        response: Any,
+        auxiliary_models: Mapping[str, Any] | None = None,
+        logger: Any = None,
+    ) -> JudgeOutput:
+        async def asked(name: str, one: Callable[..., Any]) -> JudgeOutput:
+            try:
+                return await call_judge(
+                    one,
+                    task=task,
+                    response=response,
+                    auxiliary_models=auxiliary_models or {},
+                    logger=logger,
+                )
+            except RewardError as error:
+                raise type(error)(f"{name}: {error}") from error
+
+        found = await _together({name: asked(name, one) for name, one in judges.items()})
+        metrics = {name: one.reward for name, one in found.items()}
+        for name, one in found.items():
+            metrics |= {f"{name}/{metric}": value for metric, value in (one.metrics or {}).items()}
+        said = [f"{name}: {one.feedback}" for name, one in found.items() if one.feedback]
+        return JudgeOutput(
+            reward=sum(shares[name] * one.reward for name, one in found.items()),
+            metrics=metrics,
+            feedback="\n".join(said) or None,
+        )
+
+    return judge
+
+
+async def _together(asked: Mapping[str, Coroutine[Any, Any, T]]) -> dict[str, T]:
+    """The results by name; the first that raises ends the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = {name: group.create_task(one) for name, one in asked.items()}
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return {name: task.result() for name, task in tasks.items()}
+
+
+def _by_words(score: Callable[[str, str], float], field: str, extract: Extract) -> PlainJudge:
+    def judge(task: Mapping[str, Any], response: Any) -> JudgeOutput:
+        answer, truths = extract(response_text(response)), _truths(task, field)
+        reward = max(score(answer, truth) for truth in truths)
+        right = "The answer is right."
+        return JudgeOutput(reward=reward, feedback=right if reward == 1 else _not(answer, truths))
+
+    return judge
+
+
+def _truths(task: Mapping[str, Any], field: str) -> list[str]:
+    """The right answers of a task, as texts.
+
+    Raises:
+        RewardError: There is none.
+    """
+    found = TaskRow(task)[field]
+    several = found if isinstance(found, (list, tuple)) else [found]
+    if not several or not all(isinstance(one, (str, int, float)) for one in several):
+        raise RewardError(
+            f"the task's {field!r} is {shown(found)}: it must be a text, a number, or some of them"
+        )
+    return [str(one) for one in several]
+
+
+def _not(answer: str, truths: Iterable[str]) -> str:
+    return f"The answer is {' or '.join(map(repr, truths))}, and not {answer!r}."
+
+
+def _require_jsonschema() -> None:
+    try:
+        import jsonschema  # noqa: F401
+    except ImportError:
+        raise MissingDependencyError(
+            f"jsonschema checks JSON and is not installed: {pip_install('rewards')}"
+        ) from None
+
+
+def _validator(schema: Any) -> Validator:
+    """
+    Raises:
+        ValueError: It is no schema.
+    """
+    from jsonschema import Draft202012Validator, SchemaError
+    from jsonschema.validators import validator_for
+    from referencing import Registry
+
+    kind = validator_for(schema, default=Draft202012Validator)
+    try:
+        kind.check_schema(schema)
+    except SchemaError as error:
+        raise ValueError(f"the schema is none, at {_place(error)}: {error.message}") from None
+    # Without a registry of its own it would fetch what it refers to.
+    found: Validator = kind(schema, registry=Registry())
+    return found
+
+
+def _validator_of(task: Mapping[str, Any], field: str) -> Validator:
+    schema = TaskRow(task)[field]
+    try:
+        return _validator(json.loads(schema) if isinstance(schema, str) else schema)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise RewardError(f"the task's {field!r} is {shown(schema)}: {error}") from error
+
+
+def _mistakes(validator: Validator, value: Any) -> list[str]:
+    from referencing.exceptions import Unresolvable
+
+    try:
+        errors = sorted(validator.iter_errors(value), key=lambda error: error.json_path)
+    except Unresolvable as error:
+        raise RewardError(f"the schema refers to what is not in it: {error}") from error
+    return [f"{_place(error)}: {error.message}" for error in errors]
+
+
+def _place(error: Any) -> str:
+    return str(error.json_path)
+
+
+def _strict_json(text: str) -> Any:
+    """The value of a JSON text, in a code fence or not; NaN and Infinity are no JSON."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is no JSON")
+
+    said = text.rpartition("</think>")[2]
+    fenced = _FENCE.fullmatch(said)
+    return json.loads(fenced[1] if fenced else said, parse_constant=refuse)

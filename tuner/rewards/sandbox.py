@@ -1,0 +1,381 @@
+"""Runs a program that nobody vouches for, within limits, and ends whatever it started.
+
+    finished = await run(["python", "solution.py"], folder=folder, limits=Limits(seconds=5))
+    finished.ended, finished.status, finished.stdout
+
+Where bubblewrap works the program has namespaces of its own: it sees the system's libraries, its
+folder and nothing else, and no network but the gateway. Elsewhere it is a process like any other of
+this user, with the same limits; `Finished.isolation` and the log say which it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from tuner.errors import MissingDependencyError, SandboxError
+from tuner.rewards.namespaces import bubblewrap, namespaces, own_files, way_out
+
+Isolation = Literal["bubblewrap", "process"]
+Ended = Literal["exited", "timeout", "memory", "output", "disk", "processes"]
+
+logger = logging.getLogger("tuner.rewards")
+_SUPERVISOR = Path(__file__).with_name("sandbox_supervisor.py")
+_MIB = 2**20
+_GRACE = 5.0
+"""Seconds beyond its deadline after which a program is ended from outside."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program and everything that it starts may use.
+
+    Attributes:
+        seconds: From its start to its end.
+        memory_mb: MiB of memory, all its processes together.
+        output_bytes: Bytes of standard output and error together.
+        disk_mb: MiB that its folder may grow by, and the size of its `/tmp`.
+        processes: How many may run at the same time.
+    """
+
+    seconds: float = 10.0
+    memory_mb: int = 1024
+    output_bytes: int = 1_000_000
+    disk_mb: int = 64
+    processes: int = 32
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise ValueError(f"Limits: {name} is {value}; a limit must be above 0")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a program ended.
+
+    Attributes:
+        status: What it exited with, as a shell has it: 128 and the signal where one ended it; None
+            where a limit did.
+        stdout, stderr: What it wrote, as UTF-8, up to the limit.
+        ended: "exited" by itself, or the limit that it was ended at.
+        seconds: How long it ran.
+        isolation: What it ran in.
+    """
+
+    status: int | None
+    stdout: str
+    stderr: str
+    ended: Ended
+    seconds: float
+    isolation: Isolation
+
+
+async def run(
+    command: Sequence[str],
+    *,
+    folder: Path,
+    stdin: str | bytes | None = None,
+    environment: Mapping[str, str] | None = None,
+    limits: Limits = Limits(),
+    gateway: str | None = None,
+    isolation: Literal["auto", "bubblewrap", "process"] = "auto",
+    readable: Sequence[Path] = (),
+) -> Finished:
+    """Run a program to its end, and end what it left behind.
+
+    Args:
+        command: The program and its arguments, without a shell.
+        folder: Where it runs. It may write there, and sees it by the same path.
+        stdin: Its standard input; None: it is empty.
+        environment: Its variables besides PATH, LANG, HOME and TMPDIR; nothing is inherited.
+        limits: What it may use.
+        gateway: A URL of this machine that it may reach, and nothing else, where the isolation
+            is by bubblewrap. A process reaches what this one does.
+        isolation: "auto" takes bubblewrap where it works.
+        readable: Further files and folders that it may read. The system's, this Python and the
+            program's own it may anyway.
+
+    Raises:
+        MissingDependencyError: bubblewrap was asked for, and is not there or does not work.
+        SandboxError: The program could not be started.
+    """
+    kind = _chosen(isolation)
+    began = time.monotonic()
+    async with way_out(gateway if kind == "bubblewrap" else None) as way:
+        with _scratch(kind) as scratch:
+            report = _Report()
+            try:
+                words = _supervised(kind, command, folder, limits, way, scratch, readable, report)
+                process = await asyncio.create_subprocess_exec(
+                    *words,
+                    stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    cwd=folder,
+                    env=_environment(scratch) | dict(environment or {}),
+                    pass_fds=(report.to,),
+                    start_new_session=True,
+                )
+                report.started()
+                output, over = await _attended(process, kind, stdin, limits)
+                told = report.read()
+            finally:
+                report.close()
+    if "failed" in told:
+        raise SandboxError(f"the program could not be started: {told['failed']}")
+    if not told and not over:
+        said = output[1].decode(errors="replace").strip()
+        raise SandboxError(
+            f"the sandbox ({kind}) of {command[0]} broke with {process.returncode}: {said[-500:]}"
+        )
+    return Finished(
+        status=None if over else told["status"],
+        stdout=output[0].decode(errors="replace"),
+        stderr=output[1].decode(errors="replace"),
+        ended=over or told["ended"],
+        seconds=time.monotonic() - began,
+        isolation=kind,
+    )
+
+
+def available() -> Isolation:
+    """What "auto" takes here."""
+    return "process" if isinstance(bubblewrap(), str) else "bubblewrap"
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder that a program wrote in, also where it took the right to from us."""
+    for path, _, _ in os.walk(folder):
+        with suppress(OSError):
+            os.chmod(path, 0o700)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _attended(
+    process: asyncio.subprocess.Process, kind: Isolation, stdin: str | bytes | None, limits: Limits
+) -> tuple[tuple[bytes, bytes], Ended | None]:
+    """What a process wrote, and the limit that it passed on our side; it has ended after this."""
+    output = _Output(limits.output_bytes)
+    ended: asyncio.Future[Any] = asyncio.gather(
+        output.read(process.stdout, 0),
+        output.read(process.stderr, 1),
+        _fed(process.stdin, stdin),
+        process.wait(),
+    )
+    full: asyncio.Future[Any] = asyncio.ensure_future(output.full.wait())
+    over: Ended | None = None
+    try:
+        await asyncio.wait(
+            [ended, full],
+            timeout=limits.seconds + _GRACE,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        if output.full.is_set():
+            over = "output"
+        elif not ended.done():  # the supervisor did not get to it
+            over = "timeout"
+    finally:
+        full.cancel()
+        await _kill(process, kind, ended)
+    return (bytes(output.parts[0]), bytes(output.parts[1])), over
+
+
+class _Output:
+    """What is read from a program's two streams, up to a number of bytes for both.
+
+    Attributes:
+        full: There were more; they are read, and not kept.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.left = most
+        self.parts = (bytearray(), bytearray())
+        self.full = asyncio.Event()
+
+    async def read(self, stream: asyncio.StreamReader | None, which: int) -> None:
+        assert stream is not None
+        while data := await stream.read(65536):
+            self.parts[which].extend(data[: self.left])
+            if len(data) > self.left:
+                self.full.set()
+            self.left = max(0, self.left - len(data))
+
+
+async def _fed(stream: asyncio.StreamWriter | None, text: str | bytes | None) -> None:
+    if stream is None or text is None:
+        return
+    with suppress(ConnectionError):  # it reads no more
+        stream.write(text.encode() if isinstance(text, str) else text)
+        await stream.drain()
+    stream.close()
+    with suppress(ConnectionError):
+        await stream.wait_closed()
+
+
+async def _kill(
+    process: asyncio.subprocess.Process, kind: Isolation, ended: asyncio.Future[Any]
+) -> None:
+    """End what has not ended, with everything below it; cancelled, all the same."""
+    ending = asyncio.ensure_future(_killed(process, kind, ended))
+    try:
+        await asyncio.shield(ending)
+    except asyncio.CancelledError:
+        await ending
+        raise
+
+
+async def _killed(
+    process: asyncio.subprocess.Process, kind: Isolation, ended: asyncio.Future[Any]
+) -> None:
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            if kind == "process":
+                process.send_signal(signal.SIGTERM)  # it ends what is below it, then itself
+            else:  # the first process of a namespace takes all others along, and is waited for
+                os.kill(_child(process.pid) or process.pid, signal.SIGKILL)
+    await asyncio.wait([ended], timeout=2 * _GRACE)
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            process.kill()
+    ended.cancel()
+    await asyncio.gather(ended, process.wait(), return_exceptions=True)
+
+
+def _child(pid: int) -> int | None:
+    with suppress(OSError):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return int(children[0]) if children else None
+    return None
+
+
+class _Report:
+    """The pipe by which the supervisor says how the program ended."""
+
+    def __init__(self) -> None:
+        self._from, self.to = os.pipe()
+        self._open = {self._from, self.to}
+
+    def started(self) -> None:
+        """Leave the writing end to the supervisor."""
+        self._shut(self.to)
+
+    def read(self) -> dict[str, Any]:
+        """The first line; empty where the supervisor was ended before it wrote one."""
+        os.set_blocking(self._from, False)
+        try:
+            line, _, _ = os.read(self._from, 65536).partition(b"\n")
+        except BlockingIOError:
+            return {}
+        return json.loads(line) if line else {}
+
+    def close(self) -> None:
+        for end in tuple(self._open):
+            self._shut(end)
+
+    def _shut(self, end: int) -> None:
+        self._open.discard(end)
+        os.close(end)
+
+
+class _scratch:
+    """A folder for HOME and TMPDIR, on the disk where there is no namespace to have it in."""
+
+    def __init__(self, kind: Isolation) -> None:
+        self._kind = kind
+
+    def __enter__(self) -> Path:
+        inside = self._kind == "bubblewrap"
+        self.path = Path("/tmp") if inside else Path(tempfile.mkdtemp(prefix="tuner-scratch-"))
+        if not inside:
+            (self.path / "home").mkdir()
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        if self._kind == "process":
+            remove(self.path)
+
+
+def _environment(scratch: Path) -> dict[str, str]:
+    own = str(Path(sys.executable).parent)
+    return {
+        "PATH": os.pathsep.join([own, os.environ.get("PATH", os.defpath)]),
+        "LANG": "C.UTF-8",
+        "HOME": str(scratch / "home"),
+        "TMPDIR": str(scratch),
+    }
+
+
+def _supervised(
+    kind: Isolation,
+    command: Sequence[str],
+    folder: Path,
+    limits: Limits,
+    way: tuple[int, Path] | None,
+    scratch: Path,
+    readable: Sequence[Path],
+    report: _Report,
+) -> list[str]:
+    """The command that runs the supervisor, which runs the program."""
+    inside = kind == "bubblewrap"
+    order = {
+        "report": report.to,
+        "parent": None if inside else os.getpid(),
+        "seconds": limits.seconds,
+        "memory": limits.memory_mb * _MIB,
+        "disk": limits.disk_mb * _MIB,
+        "processes": limits.processes,
+        # Counted for each user namespace, and a thread counts as one. Root's are not counted.
+        "threads": 64 + 16 * limits.processes if inside else None,
+        "folders": [str(folder)] if inside else [str(folder), str(scratch)],
+        "port": way[0] if way else None,
+        "socket": str(way[1]) if way else None,
+    }
+    python = str(Path(sys.base_prefix, "bin", f"python3.{sys.version_info.minor}"))
+    if not os.path.exists(python):
+        python = os.path.realpath(sys.executable)
+    supervisor = [python, "-I", "-S", str(_SUPERVISOR), json.dumps(order), *command]
+    if not inside:
+        return supervisor
+    shown = [Path(sys.base_prefix), Path(sys.prefix), _SUPERVISOR, *readable]
+    shown += own_files(command[0])
+    if way:
+        shown.append(way[1])
+    bwrap = bubblewrap()
+    assert isinstance(bwrap, Path)
+    return [*namespaces(bwrap, folder, limits.disk_mb * _MIB, shown), *supervisor]
+
+
+def _chosen(isolation: str) -> Isolation:
+    found = bubblewrap()
+    if isolation == "process":
+        return "process"
+    if isinstance(found, Path):
+        return "bubblewrap"
+    if isolation == "bubblewrap":
+        raise MissingDependencyError(f"isolation is 'bubblewrap', and {found}")
+    _say_once(found)
+    return "process"
+
+
+@cache
+def _say_once(why: str) -> None:
+    logger.warning(
+        "programs run as plain processes of this user, with limits, but with its files and "
+        "network: %s",
+        why,
+    )
