@@ -79,7 +79,7 @@ class RewardFunctions:
 
         extra: dict[str, list[Any]] = {}
         logged: dict[str, list[float]] = {}
-        arguments = {
+        arguments: dict[str, Any] = {
             name: [value] * len(group)
             for name, value in task.items()
             if name not in ("prompt", "completion", "completion_ids")
