@@ -15,7 +15,9 @@ import pytest
 from tests.gateway.toy import StubEngine, gateway_of
 from tuner import JudgeOutput, tune
 from tuner.chat_models.without_framework import PlainChatModel
+from tuner.config import load_config
 from tuner.environments.program import Program
+from tuner.environments.seam import from_settings
 from tuner.errors import ConfigError, MissingDependencyError, ProgramError
 from tuner.rewards import sandbox
 from tuner.traces import TraceStore
@@ -254,6 +256,33 @@ async def test_it_ends_with_its_rollout(start, tmp_path):
 def test_what_is_wrong_is_said_before_any_rollout(options, message):
     with pytest.raises(ConfigError, match=message):
         Program(**options)
+
+
+def test_the_file_has_paths_from_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "agent").mkdir()
+    (tmp_path / "judging.py").write_text("async def judge(task, response): ...\n")
+    (tmp_path / "run.yaml").write_text(
+        """
+tuner:
+  environment:
+    kind: program
+    command: [node, agent.mjs, "{prompt}"]
+    prompt: argument
+    template: agent
+    keep: kept
+    readable: [data]
+    judge: judging.py:judge
+    limits: {seconds: 9}
+"""
+    )
+    monkeypatch.chdir("/")
+    section = load_config(tmp_path / "run.yaml").tuner.environment
+    program = from_settings(section, "tuner.environment")
+    assert program._template == str(tmp_path / "agent")
+    assert program._keep == tmp_path / "kept"
+    assert program._readable == [tmp_path / "data"]
+    assert program.judge.__name__ == "judge"
+    assert (program.limits.seconds, program.limits.processes) == (9, 64)
 
 
 ASKS = """
