@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.gateway.toy import StubEngine, gateway_of
+from tests.rewards.test_sandbox import those_in
 from tuner import JudgeOutput, tune
 from tuner.chat_models.without_framework import PlainChatModel
 from tuner.config import load_config
@@ -28,13 +29,12 @@ FOREVER = "import signal; signal.pause()"
 
 @pytest.fixture(autouse=True)
 def temporary(monkeypatch, tmp_path):
-    """The folder for temporary things; it and the processes are counted when a test has ended."""
-    before = set(psutil.Process().children(recursive=True))
+    """The folder for temporary things; it and the processes that began in it are counted when a
+    test has ended."""
     with tempfile.TemporaryDirectory() as folder:  # a socket's path must be short
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield folder
-        _, alive = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, 10)
-        assert not alive
+        assert not psutil.wait_procs(those_in(folder), timeout=10)[1]
         assert os.listdir(folder) == []
 
 
