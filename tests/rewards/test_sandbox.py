@@ -29,14 +29,18 @@ def kind(request):
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(monkeypatch, tmp_path):
-    """Counts the processes below this one, and what is in the folder for temporary things."""
-    before = set(psutil.Process().children(recursive=True))
+    """Counts the processes that began in its folder, wherever they are now, and what is in the
+    folder for temporary things."""
     with tempfile.TemporaryDirectory() as temporary:  # a socket's path must be short
         monkeypatch.setattr(tempfile, "tempdir", temporary)
         yield
-        _, alive = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, 10)
-        assert not alive
+        assert not psutil.wait_procs(those_in(tmp_path), timeout=10)[1]
         assert os.listdir(temporary) == []
+
+
+def those_in(folder):
+    found = psutil.process_iter(["cwd"])
+    return [process for process in found if str(folder) in (process.info["cwd"] or "")]
 
 
 def python(code):
