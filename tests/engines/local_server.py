@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import AsyncGenerator, Sequence
+from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -31,8 +32,12 @@ class LocalServer:
         name: str = "the server",
         trained: PreTrainedModel | None = None,
         did: list[str] | None = None,
+        tokenizer: Any = None,
+        max_model_len: int = CONTEXT,
     ) -> None:
         self.name = name
+        self.tokenizer = tokenizer or make_tokenizer()
+        self.max_model_len = max_model_len
         self.trained = trained
         self.did: list[str] = [] if did is None else did
         self.asked: list[tuple[list[int], int]] = []
@@ -51,7 +56,7 @@ class LocalServer:
         self._serve(AutoModelForCausalLM.from_pretrained(weights.folder), weights)
 
     def _serve(self, model: PreTrainedModel, weights: Weights) -> None:
-        self._engine = TransformersEngine(model, make_tokenizer(), max_model_len=CONTEXT)
+        self._engine = TransformersEngine(model, self.tokenizer, max_model_len=self.max_model_len)
         self.loaded.append(weights.label)
 
     def load(self, weights: Weights) -> None:
@@ -70,6 +75,9 @@ class LocalServer:
         if self._engine is None:
             raise EngineLostError(f"{self.name} is on fire")
         self.did.append("sleep")
+
+    def serves(self, label: str) -> bool:
+        return self._engine is not None and self.loaded[-1] == label
 
     def stop(self) -> None:
         self._engine = None

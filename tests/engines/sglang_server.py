@@ -216,7 +216,11 @@ def make_app(server: Server, key: str) -> Starlette:
     """The HTTP side, as in `entrypoints/http_server.py`."""
 
     async def server_info(_: Request) -> Response:
-        return JSONResponse({**server.info, "max_req_input_len": server.max_req_input_len})
+        current = {
+            "max_req_input_len": server.max_req_input_len,
+            "weight_version": server.weight_version,
+        }
+        return JSONResponse({**server.info, **current})
 
     async def generate(request: Request) -> Response:
         body = await request.json()

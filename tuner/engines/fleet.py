@@ -26,6 +26,7 @@ class Seat:
         load: Requests that it is sampling for.
         sessions: Sessions whose turns go to it.
         lost: Why it is not up any more.
+        doubtful: Whether that was a stream that broke off, and it may be as it was.
     """
 
     server: TokenServer
@@ -34,10 +35,11 @@ class Seat:
     sessions: int = 0
     starts: int = 0
     lost: EngineLostError | None = None
+    doubtful: bool = False
 
-    def lose(self, error: EngineLostError) -> None:
-        """It died."""
-        self.up, self.lost = False, error
+    def lose(self, error: EngineLostError, *, doubtful: bool = False) -> None:
+        """It died, or its connection did."""
+        self.up, self.lost, self.doubtful = False, error, doubtful
 
 
 class Fleet:
@@ -87,6 +89,7 @@ class Fleet:
         """
         if self.failure is not None:
             raise EngineError(str(self.failure)) from self.failure
+        self._look_again(seat)
         if seat.up:
             return
         if not self.can_start:
@@ -108,6 +111,19 @@ class Fleet:
             raise
         seat.up = True
 
+    def _look_again(self, seat: Seat) -> None:
+        """Take a server for up that still has what is served. To start it anew would end what
+        others are sampling on it, and a few cut connections would be the end of the run."""
+        if seat.up or not seat.doubtful or self.weights is None:
+            return
+        try:
+            seat.up = seat.server.serves(self.weights.label)
+        except EngineLostError as error:
+            seat.lose(error)
+        if seat.up:
+            _log.warning("%s is as it was: %s", seat.server.name, seat.lost)
+        seat.doubtful = False
+
     def _count_restart(self, seat: Seat) -> None:
         if self.restarts >= self._max_restarts:
             self.failure = EngineError(
@@ -125,6 +141,8 @@ class Fleet:
         Raises:
             EngineError: A server cannot have them, or died too often.
         """
+        for seat in self.seats:
+            self._look_again(seat)
         before, label = self.weights, self._label(version)
         self.weights = Weights(None, label) if self._direct else self._written(label)
         for seat in self.seats:

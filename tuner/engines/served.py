@@ -220,7 +220,7 @@ class ServedEngine(RequestEngine):
                     if self._take(progress, sampled, version):
                         return
         except EngineLostError as error:
-            seat.lose(error)
+            seat.lose(error, doubtful=True)
             raise
         raise EngineError(
             f"{seat.server.name} ended a completion after {len(progress.completion_ids)} tokens, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import socket
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -113,6 +114,14 @@ class TokenServer(Protocol):
             EngineError: It cannot load them; it serves nothing any more.
         """
 
+    def serves(self, label: str) -> bool:
+        """Whether it runs and has the weights of this label, whatever became of a stream: it may
+        have been the connection alone that broke.
+
+        Raises:
+            EngineLostError: It cannot be reached.
+        """
+
     def stop(self) -> None:
         """End it, or leave it alone where somebody else started it."""
 
@@ -134,16 +143,25 @@ _LOADING_SECONDS = 3600.0
 _CONNECT_SECONDS = 300.0
 """How long a server elsewhere may be away."""
 _POLL_SECONDS = 1.0
+_NOTICED = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
+]
+"""A machine that is gone says nothing: a connection to it would stay open for ever. With these it
+breaks after half a minute."""
 
 
 def patient_client(url: str, headers: Mapping[str, str]) -> httpx.AsyncClient:
     """A client for completions, of any number at once."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
     return httpx.AsyncClient(
         base_url=url,
         headers=headers,
         # A completion may wait in line and take as long as its rollout may; connecting may not.
         timeout=httpx.Timeout(None, connect=60),
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+        transport=httpx.AsyncHTTPTransport(limits=limits, socket_options=_NOTICED),
         trust_env=False,
     )
 
@@ -205,14 +223,17 @@ class RemoteServer:
             EngineError: It refuses.
         """
         try:
-            answer = httpx.request(
-                "GET" if body is None else "POST",
-                f"{self._url}{path}",
-                json=body,
-                headers=self._headers,
-                timeout=_LOADING_SECONDS,
+            with httpx.Client(
+                transport=httpx.HTTPTransport(socket_options=_NOTICED),
+                timeout=httpx.Timeout(_LOADING_SECONDS, connect=60),
                 trust_env=False,
-            )
+            ) as client:
+                answer = client.request(
+                    "GET" if body is None else "POST",
+                    f"{self._url}{path}",
+                    json=body,
+                    headers=self._headers,
+                )
         except httpx.HTTPError as error:
             raise self._lost(f"broke off {path}", error) from error
         if answer.status_code != 200:
@@ -252,6 +273,10 @@ class RemoteServer:
             text = text["message"] if isinstance(text, dict) else text
         except (ValueError, KeyError, TypeError, AttributeError):
             pass
+        if status == 401:
+            text = (
+                f"{text[:300]}; it wants the key that the variable tuner.engine.api_key_env holds"
+            )
         return EngineError(f"{self.name} refused a request with {status}: {text[:600]}")
 
     def _lost(self, what: str, error: Exception) -> EngineLostError:

@@ -168,6 +168,11 @@ class SglangServer(RemoteServer):
         cool, hot = (self._ask("/generate", logprob_probe(heat)) for heat in (1.0, 2.0))
         check_logprobs(self.name, cool, hot)
 
+    def serves(self, label: str) -> bool:
+        """See `TokenServer.serves`; waits for it as `start` does."""
+        self._wait_for("/server_info")
+        return bool(self._ask("/server_info")["weight_version"] == label)
+
     def load(self, weights: Weights) -> None:
         """See `TokenServer.load`."""
         # Whatever is left of requests that were cancelled would be computed with both.

@@ -56,6 +56,11 @@ class VllmServer(RemoteServer):
         self._wait_for("/health")
         self.load(weights)
 
+    def serves(self, label: str) -> bool:
+        """See `TokenServer.serves`; waits for it as `start` does."""
+        self._wait_for("/health")
+        return bool(self._ask("/health")["label"] == label)
+
     def load(self, weights: Weights) -> None:
         """See `TokenServer.load`."""
         if weights.folder is None:
@@ -148,6 +153,10 @@ class VllmProcess(VllmServer):
             self._clients = WeakKeyDictionary()
             self._process = self._launch(door)
         self.load(weights)
+
+    def serves(self, label: str) -> bool:
+        """No: between us and a process of our own nothing breaks but the process."""
+        return False
 
     def _launch(self, door: socket.socket) -> subprocess.Popen[bytes]:
         key = self._headers["authorization"].removeprefix("Bearer ")

@@ -66,6 +66,10 @@ class InProcessVllm:
         """See `TokenServer.sleep`."""
         self._call(self._host.sleep())
 
+    def serves(self, label: str) -> bool:
+        """No: there is no connection that could break."""
+        return False
+
     def _transfer(self, verb: TransferVerb, info: dict[str, Any]) -> None:
         self._call(self._host.transfer(verb, info))
 

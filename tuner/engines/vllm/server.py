@@ -48,6 +48,10 @@ from tuner.engines.vllm.core import TransferVerb, VllmCore, VllmSettings
 from tuner.errors import TunerError
 
 KEY = "TUNER_ENGINE_KEY"
+_NO_KEY = (
+    f"the key is missing or wrong: the variable that tuner.engine.api_key_env names must hold what "
+    f"the server was given as {KEY}"
+)
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -57,26 +61,28 @@ class VllmHost:
     def __init__(self) -> None:
         self._settings: VllmSettings | None = None
         self._core: VllmCore | None = None
+        self._loading = asyncio.Lock()
 
     @property
     def label(self) -> str | None:
-        """Which weights are served."""
-        return None if self._core is None else self._core.label
+        """Which weights are served; None where none are, or vLLM has died."""
+        return None if self._core is None or self._core.dead else self._core.label
 
     async def load(self, settings: VllmSettings, weights: Weights) -> None:
         """Serve these weights; vLLM is started again where it died or had other settings.
+
+        One at a time: where the connection broke that the first one came by it is asked for again.
 
         Raises:
             EngineLostError: vLLM does not start, or died.
             EngineError: It cannot load them.
         """
-        assert weights.folder is not None
-        if not weights.folder.is_dir():
-            raise EngineError(
-                f"the weights are handed over in {weights.folder}, which is not there on the "
-                "engine's machine: the run directory must be on a disk that both machines see "
-                "under one name"
-            )
+        async with self._loading:
+            if settings != self._settings or weights.label != self.label:
+                _require_folders(settings, weights)
+                await self._serve(settings, weights)
+
+    async def _serve(self, settings: VllmSettings, weights: Weights) -> None:
         if self._core is None or self._core.dead or settings != self._settings:
             self.close()
             self._core, self._settings = VllmCore(settings, weights), settings
@@ -111,6 +117,25 @@ class VllmHost:
         self._core = None
 
 
+def _require_folders(settings: VllmSettings, weights: Weights) -> None:
+    """Refuse what only the run's machine sees.
+
+    Raises:
+        EngineError: Names the folder that is not there.
+    """
+    assert weights.folder is not None
+    named = [(weights.folder, "the weights are handed over in", "the run directory")]
+    for path in (settings.model, settings.tokenizer):
+        if path is not None and Path(path).is_absolute():
+            named.append((Path(path), "model.model_path is", "the model's folder"))
+    for folder, what, which in named:
+        if not folder.is_dir():
+            raise EngineError(
+                f"{what} {folder}, which is not there on the engine's machine: {which} must be on "
+                "a disk that both machines see under one name"
+            )
+
+
 def make_app(host: VllmHost, key: str) -> Starlette:
     """The HTTP side of `host`."""
 
@@ -120,7 +145,7 @@ def make_app(host: VllmHost, key: str) -> Starlette:
         async def guarded_answer(request: Request) -> Response:
             given = request.headers.get("authorization", "")
             if not secrets.compare_digest(given.encode(), f"Bearer {key}".encode()):
-                return JSONResponse({"error": "the key is missing or wrong", "lost": False}, 401)
+                return JSONResponse({"error": _NO_KEY, "lost": False}, 401)
             try:
                 return await answer(request)
             except TunerError as error:
