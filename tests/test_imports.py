@@ -32,7 +32,7 @@ ORDER = [
     {"areal", "trinity", "viewer", "check", "templates"},
     {"environments"},
     {"commands"},
-    {"prompts", "rerun", "serving"},
+    {"planning", "prompts", "rerun", "serving"},
     {"testing"},
     {"cli"},
     {"__main__"},

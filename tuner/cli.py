@@ -24,6 +24,7 @@ from tuner.commands.check_command import check
 from tuner.commands.rebase_command import rebase
 from tuner.commands.train_command import train
 from tuner.errors import ConfigError, TrainingError, TunerError
+from tuner.planning.plan_command import plan
 from tuner.rerun.command import rerun
 from tuner.serving.serving_commands import compare, serve
 from tuner.templates import Template, create, missing
@@ -260,6 +261,7 @@ def replay(
 
 
 app.command(epilog="Example: tuner check config.yaml")(check)
+app.command(epilog="Example: tuner plan config.yaml --gpus 8xH100 --cores 64")(plan)
 app.command(epilog="Example: tuner train checkpoints/p/run --config sft.yaml name=best")(train)
 app.command(epilog="Example: tuner compare checkpoints/p/small-lr checkpoints/p/large-lr")(compare)
 app.command(epilog="Example: tuner serve config.yaml --port 8700")(serve)

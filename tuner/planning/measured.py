@@ -1,0 +1,412 @@
+"""What runs recorded, and the costs that explain it.
+
+A run directory has of each step the seconds of its parts (`metrics.jsonl`) and every call with its
+tokens (`traces/`). Costs are what fits the seconds best: least squares of the relative errors, with
+no cost below 0. Steps are counted from the second on, since the first one loads and allocates, and
+without their evaluations. Only runs that take turns, without workers, on an engine in their own
+process, and whose agents wait for nothing are fitted: of others it is not told apart what takes how
+long. Their rollouts are read all the same.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+
+from tuner.errors import TunerError
+from tuner.planning.step_model import REFERENCE, Costs, Place, StepTime, Work, predict
+from tuner.run.continuation import leaves
+from tuner.run.directory import RunDirectory, read_metrics
+from tuner.run.summary import check_is_run
+from tuner.traces import Call, TokenTree, Trace, read_traces
+
+STEPS = 8
+"""The last steps of a run that are read."""
+WAITING = 0.5
+"""From this share of a rollout on, what is spent outside the model's calls is taken for waiting:
+code that takes CPU holds up the engine as well, and so never comes to much of it."""
+GATEWAY = 1 / 3630
+"""Seconds of CPU of a call in the gateway, in process: benchmarks/results/gateway.json. What more a
+call takes on its loop is the agent's."""
+_SPREAD = 512
+_ROUNDS, _CLOSE = 8, 0.03
+"""Of the fit; below so large a relative error steps count alike."""
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A step: its seconds, and what was done in them.
+
+    Attributes:
+        idle, training, weights, rest: Seconds.
+        rollouts, calls, sampled, new, attended: Numbers of them; `new` are prompt tokens that the
+            engine computed, `attended` pairs of a sampled token and one before it.
+        longest: Sampled tokens of the rollout with most.
+        unique, depth: Tokens of the trained tree, and those that one attends to.
+    """
+
+    idle: float
+    training: float
+    weights: float
+    rest: float
+    rollouts: int
+    calls: int
+    sampled: int
+    new: int
+    attended: float
+    longest: int
+    unique: float
+    depth: float
+
+    @property
+    def seconds(self) -> float:
+        return self.idle + self.training + self.weights + self.rest
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A run, as far as it tells what things take.
+
+    Attributes:
+        name: Its folder's.
+        settings: Effective, by dotted key.
+        place: What ran where.
+        work: What its rollouts came to.
+        steps: Those that were read.
+        waits: Share of a rollout that is spent outside the model's calls.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    place: Place
+    work: Work
+    steps: tuple[MeasuredStep, ...]
+    waits: float
+
+    @property
+    def agent(self) -> str:
+        """The workflow that the settings name, or "unnamed"."""
+        return str(self.settings.get("tuner.workflow") or "unnamed")
+
+    @property
+    def unfit(self) -> str | None:
+        """Why costs are not fitted to it; None where they are."""
+        if self.place.ahead:
+            return "collection ran ahead of training (synchronizer.sync_offset)"
+        if self.place.workers:
+            return "its agents ran in workers (tuner.workers)"
+        if not self.place.in_process:
+            return "its engine is not in the trainer's process"
+        if self.waits > WAITING:
+            return f"{self.waits:.0%} of a rollout is outside the model's calls, taken for waiting"
+        return None
+
+    def middle(self, name: str) -> float:
+        """The median: seconds of a step that nothing else on the machine has held up."""
+        return median(getattr(step, name) for step in self.steps)
+
+
+def place_of(settings: Mapping[str, Any], *, cores: int | None = None) -> Place:
+    """What a file's settings put where, on one machine without GPUs.
+
+    Args:
+        settings: By dotted key; what is missing is as the local backend has it.
+        cores: Of the machine; None: this one's.
+    """
+    if cores is None:
+        has_affinity = hasattr(os, "sched_getaffinity")
+        cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    kind = settings.get("explorer.rollout_model.engine_type") or "auto"
+    workers = settings.get("tuner.workers") or 0
+    beside = kind in ("vllm", "sglang") or settings.get("tuner.placement") == "separate"
+    repeat = int(settings.get("algorithm.repeat_times") or 1)
+    kl = settings.get("algorithm.kl_loss_fn")
+    coefficient = settings.get("algorithm.kl_loss_fn_args.kl_coef")
+    return Place(
+        groups=int(settings.get("buffer.batch_size") or 1),
+        repeat=repeat,
+        running=int(settings.get("explorer.runner_per_model") or 8),
+        slots=int(settings.get("tuner.max_slots") or 64),
+        ahead=int(settings.get("synchronizer.sync_offset") or 0),
+        reference=kl not in (None, "none") and coefficient != 0,
+        engines=int(settings.get("explorer.rollout_model.engine_num") or 1),
+        in_process=not beside,
+        workers=cores if workers == "auto" else int(workers),
+        cores=cores,
+    )
+
+
+def read_measured(path: Path) -> MeasuredRun:
+    """A run's times and counts.
+
+    Raises:
+        TunerError: `path` is not a run of rollouts with traces, or its files are damaged.
+    """
+    check_is_run(path)
+    directory = RunDirectory(path)
+    settings = dict(leaves(directory.stored_config(), lists=True))
+    place = place_of(settings)
+    rows = [row for row in read_metrics(directory.metrics, up_to=sys.maxsize) if row["step"] > 0]
+    counted = rows[1:] if len(rows) > 1 else rows
+    found = [(row, _traces(directory, row)) for row in counted[-STEPS:]]
+    whole = [(row, traces) for row, traces in found if traces and "time/idle" in row]
+    if not whole:
+        raise TunerError(
+            f"{path} tells nothing of what a step takes: it has no step with time/idle in "
+            "metrics.jsonl and rollouts in traces/; give a run of `tuner run` with two steps or more"
+        )
+    traces = [trace for _, of_step in whole for trace in of_step]
+    steps = tuple(_step(row, of_step) for row, of_step in whole)
+    waits = _outside(traces)
+    return MeasuredRun(
+        path.resolve().name, settings, place, _work(traces, steps, place, waits), steps, waits
+    )
+
+
+def _traces(directory: RunDirectory, row: Mapping[str, Any]) -> list[Trace]:
+    """Every attempt at the rollouts of a step that called the model."""
+    path = directory.traces / f"step_{row['step']:06d}.jsonl"
+    return [trace for trace in read_traces(path) if trace.calls]
+
+
+def _calls(traces: Sequence[Trace]) -> Iterator[Call]:
+    return (call for trace in traces for call in trace.calls if not call.given_back)
+
+
+def _step(row: Mapping[str, Any], traces: Sequence[Trace]) -> MeasuredStep:
+    calls = list(_calls(traces))
+    named = [float(row[f"time/{name}"]) for name in ("idle", "training", "sync")]
+    evaluated = any(key.startswith("eval/") for key in row)
+    valid = [call for call in calls if call.invalid is None]
+    tree = TokenTree.build(valid)
+    return MeasuredStep(
+        *named,
+        rest=0.0 if evaluated else max(0.0, float(row["time/step"]) - sum(named)),
+        rollouts=len(traces),
+        calls=len(calls),
+        sampled=sum(call.sampled_tokens for call in calls),
+        new=sum(len(call.prompt_ids) - call.cached_tokens for call in calls),
+        attended=sum(
+            call.sampled_tokens * (len(call.prompt_ids) + call.sampled_tokens / 2) for call in calls
+        ),
+        longest=max(trace.sampled_tokens for trace in traces),
+        unique=float(row.get("tokens/unique", 0.0)),
+        depth=float(tree.depth.mean()) + 1,
+    )
+
+
+def _outside(traces: Sequence[Trace]) -> float:
+    """Share of the rollouts' seconds that is spent outside the model's calls."""
+    whole = sum(trace.seconds.get(part, 0.0) for trace in traces for part in ("workflow", "judge"))
+    inside = sum(trace.seconds.get("generation", 0.0) for trace in traces)
+    return max(0.0, 1 - inside / whole) if whole else 0.0
+
+
+def _work(
+    traces: Sequence[Trace], steps: Sequence[MeasuredStep], place: Place, waits: float
+) -> Work:
+    calls = list(_calls(traces))
+    sampled = sorted(trace.sampled_tokens for trace in traces)
+    mean = fmean(sampled) or 1.0
+    places = np.linspace(0, len(sampled) - 1, min(_SPREAD, len(sampled))).round().astype(int)
+    common, first = _beginnings(traces)
+    unique = fmean(step.unique for step in steps)
+    own = (unique - common - place.groups * first) / place.rollouts
+    agent, judge = 0.0, 0.0
+    if waits > WAITING:
+        inside = sum(trace.seconds.get("generation", 0.0) for trace in traces)
+        workflow = sum(trace.seconds.get("workflow", 0.0) for trace in traces)
+        agent = max(0.0, workflow - inside) / len(calls)
+        judge = sum(trace.seconds.get("judge", 0.0) for trace in traces) / len(traces)
+    return Work(
+        calls=len(calls) / len(traces),
+        completion=sum(call.sampled_tokens for call in calls) / len(calls),
+        prompt=fmean(len(call.prompt_ids) for call in calls),
+        reused=fmean(call.cached_tokens for call in calls),
+        common=common,
+        first=first,
+        own=max(0.0, own),
+        depth=fmean(step.depth for step in steps),
+        waits=agent,
+        judged=judge,
+        spread=tuple(sampled[place] / mean for place in places),
+    )
+
+
+def _beginnings(traces: Sequence[Trace]) -> tuple[float, float]:
+    """Tokens that all first prompts begin with, and further ones of a task's."""
+    prompts = {(trace.id.step, trace.id.task): trace.calls[0].prompt_ids for trace in traces}
+    found = list(prompts.values())
+    shared = len(os.path.commonprefix(found)) if len(found) > 1 else 0  # type: ignore[type-var]
+    return shared, fmean(len(prompt) for prompt in found) - shared
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Costs that explain runs.
+
+    Attributes:
+        costs: `agent` is the mean of all agents'.
+        agents: Seconds of CPU for a call in the code of each.
+        runs: All that were read; `used` are the names of those that were fitted.
+        ranges: Of what was fitted, smallest and largest, by name.
+    """
+
+    costs: Costs
+    agents: Mapping[str, float]
+    runs: tuple[MeasuredRun, ...]
+    used: tuple[str, ...]
+    ranges: Mapping[str, tuple[float, float]]
+
+    def of(self, agent: str) -> Costs:
+        """The costs with an agent's own, if it is known."""
+        return replace(self.costs, agent=self.agents.get(agent, self.costs.agent))
+
+    def again(self, run: MeasuredRun) -> StepTime:
+        """What the model says of a run that it knows."""
+        return predict(run.work, self.of(run.agent), run.place)
+
+
+def extent(work: Work, place: Place) -> dict[str, float]:
+    """What costs are only known of in the range that they were fitted in."""
+    return {
+        "rollouts at a time": place.at_once,
+        "rollouts of a step": place.rollouts,
+        "calls of a rollout": work.calls,
+        "tokens of an answer": work.completion,
+        "tokens of a prompt": work.prompt,
+        "tokens of an update": work.unique(place.groups, place.repeat),
+    }
+
+
+def fit(runs: Sequence[MeasuredRun]) -> Fit:
+    """The costs that explain what the runs took.
+
+    Raises:
+        TunerError: None of them can be fitted; says why for each.
+    """
+    usable = [run for run in runs if run.unfit is None]
+    if not usable:
+        why = "; ".join(f"{run.name}: {run.unfit}" for run in runs)
+        raise TunerError(
+            f"no run is left that costs can be fitted to ({why}): give one that takes turns, with "
+            "tuner.workers 0 and an agent that does not wait"
+        )
+    models = {str(run.settings.get("model.model_path")) for run in usable}
+    sizes = {_size(Path(model)) for model in models}
+    if len(sizes) > 1:
+        raise TunerError(
+            f"the runs are of models of different sizes ({', '.join(sorted(models))}), which have "
+            "different costs: give runs of one"
+        )
+    collection = _solved(
+        [
+            (dict(_collected(run, step)), max(0.0, step.idle - step.calls * GATEWAY))
+            for run in usable
+            for step in run.steps
+        ]
+    )
+    training = _solved(
+        [
+            (dict(_trained(run, step)), step.training)
+            for run in usable
+            for step in run.steps
+            if step.unique
+        ]
+    )
+    names = {run.agent for run in usable}
+    agents = {agent: collection.pop(f"call of {agent}") for agent in names}
+    ranges: dict[str, list[float]] = defaultdict(list)
+    for run in usable:
+        for name, value in extent(run.work, run.place).items():
+            ranges[name].append(value)
+    return Fit(
+        Costs(
+            **collection,
+            **training,
+            gateway=GATEWAY,
+            agent=fmean(agents.values()),
+            publish=fmean(run.middle("weights") for run in usable),
+            rest=fmean(run.middle("rest") for run in usable),
+        ),
+        agents,
+        tuple(runs),
+        tuple(run.name for run in usable),
+        {name: (min(values), max(values)) for name, values in ranges.items()},
+    )
+
+
+def _size(model: Path) -> tuple[int, ...] | str:
+    """What tells models of other costs apart: the size of its files, or its name."""
+    files = sorted(model.glob("*.safetensors")) if model.is_dir() else []
+    # Copies differ by a few bytes of metadata.
+    return tuple(file.stat().st_size // 10_000 for file in files) or str(model)
+
+
+def _collected(run: MeasuredRun, step: MeasuredStep) -> Iterator[tuple[str, float]]:
+    """How many of each a step's collection had, on one loop."""
+    together = max(1, min(run.place.slots, run.place.running, step.rollouts))
+    yield "step", step.sampled / together + step.longest - step.sampled / step.rollouts
+    yield "sampled", step.sampled
+    yield "attended", step.attended
+    yield "prefilled", step.new
+    yield f"call of {run.agent}", step.calls
+    yield "rollout", step.rollouts
+
+
+def _trained(run: MeasuredRun, step: MeasuredStep) -> Iterator[tuple[str, float]]:
+    asked = 1 + REFERENCE * run.place.reference
+    yield "update", 1
+    yield "trained", step.unique * asked
+    yield "paired", step.unique * asked * step.depth
+
+
+def _solved(found: Sequence[tuple[Mapping[str, float], float]]) -> dict[str, float]:
+    """Costs of each, at least 0, with which the sums are closest in relative terms.
+
+    The absolute errors are made small, by least squares with weights, so that a step in which the
+    machine did something else counts for little.
+    """
+    names = list(dict.fromkeys(name for counts, _ in found for name in counts))
+    seconds = np.array([value for _, value in found])
+    rows = np.array([[counts.get(name, 0.0) for name in names] for counts, _ in found])
+    rows = rows / np.maximum(seconds, 1e-9)[:, None]  # of each step the seconds are then 1
+    scale = np.maximum(np.linalg.norm(rows, axis=0), 1e-12)
+    rows = rows / scale
+    costs, weights = np.zeros(len(names)), np.ones(len(found))
+    for _ in range(_ROUNDS):
+        heavier = np.sqrt(weights)
+        costs = _not_negative(rows * heavier[:, None], heavier)
+        weights = 1 / np.maximum(np.abs(rows @ costs - 1), _CLOSE)
+    return dict(zip(names, (costs / scale).tolist(), strict=True))
+
+
+def _not_negative(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Least squares of `rows @ costs` to `wanted`, no cost below 0 (Lawson and Hanson, 1974, 23.3)."""
+    count = rows.shape[1]
+    costs, free = np.zeros(count), np.zeros(count, dtype=bool)
+    for _ in range(3 * count):
+        gain = np.where(free, -np.inf, rows.T @ (wanted - rows @ costs))
+        if gain.max() <= 1e-10:
+            break
+        free[gain.argmax()] = True
+        while True:
+            best = np.zeros(count)
+            best[free] = np.linalg.lstsq(rows[:, free], wanted, rcond=None)[0]
+            low = free & (best <= 0)
+            if not low.any():
+                break
+            part = (costs[low] / np.maximum(costs[low] - best[low], 1e-300)).min()
+            costs = costs + part * (best - costs)
+            free &= costs > 1e-14
+            costs[~free] = 0.0
+        costs = best
+    return costs
