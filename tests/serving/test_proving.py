@@ -16,6 +16,7 @@ from tests.serving.learning_parts import (
     run,
     same,
 )
+from tuner.errors import TrainingError
 from tuner.functions.outputs import JudgeOutput
 from tuner.run.directory import read_metrics
 from tuner.serving.learning.proving import Pairs
@@ -126,8 +127,14 @@ def test_held_out_tasks_that_fail_with_a_candidate_keep_it_from_serving(tmp_path
 def test_a_task_of_which_a_rollout_failed_is_no_pair_and_counts_for_who_failed(
     random_model_path, tmp_path
 ):
-    fails = {"lost": [1, 2], "lost, too": [2], "mended": [3], "broken": [1, 2, 3, 4]}
-    asked = Counter()  # the candidate is asked first, and each is asked twice
+    fails = {
+        "lost": [1, 2],
+        "lost, too": [2, 3],
+        "mended": [3, 4],
+        "broken": range(1, 9),
+        "said again": [1],
+    }
+    asked = Counter()  # the candidate is asked first; each twice, and again where that fails
 
     async def workflow(task, model):
         name = task["question"]
@@ -137,7 +144,7 @@ def test_a_task_of_which_a_rollout_failed_is_no_pair_and_counts_for_who_failed(
         return await asking(task, model)
 
     async def judge(task, response):
-        return JudgeOutput(reward=asked[task["question"]] / 4)
+        return JudgeOutput(reward=asked[task["question"]] / 8)
 
     async def work():
         settings = config(
@@ -145,7 +152,7 @@ def test_a_task_of_which_a_rollout_failed_is_no_pair_and_counts_for_who_failed(
             tmp_path,
             "buffer.explorer_input.eval_tasksets=[{name: test, repeat_times: 2, "
             "rollout_args: {temperature: 1.0}}]",
-            "explorer.max_retry_times=0",
+            "explorer.max_retry_times=1",
             "explorer.runner_per_model=1",
             by="held_out",
         )
@@ -153,8 +160,26 @@ def test_a_task_of_which_a_rollout_failed_is_no_pair_and_counts_for_who_failed(
         async with Server(settings, (workflow, judge), {"test": tasks}) as server:
             own = await server.learner.versions.own()
             found = await server.learner._held_out.compare(0, 1, own)
-            assert found.rewards == [(0.875, 0.375)]
+            assert found.rewards == [(3.5 / 8, 1.5 / 8), (4.5 / 8, 2.5 / 8)]
             assert found.failed == (2, 3)
+
+    run(work())
+
+
+def test_nothing_is_proven_with_an_engine_that_has_failed(random_model_path, tmp_path, monkeypatch):
+    async def work():
+        settings = config(
+            random_model_path,
+            tmp_path,
+            "buffer.explorer_input.eval_tasksets=[{name: test}]",
+            by="held_out",
+        )
+        async with Server(settings, (asking, judging), {"test": []}) as server:
+            own = await server.learner.versions.own()
+            monkeypatch.setattr(type(own), "failure", "out of memory")
+            with pytest.raises(TrainingError, match="out of memory"):
+                await server.learner._held_out.compare(0, 1, own)
+            monkeypatch.undo()
 
     run(work())
 

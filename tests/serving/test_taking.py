@@ -1,8 +1,12 @@
 """What an update takes: judged sessions in groups, once each, and what of them is left out."""
 
+from dataclasses import replace
+
+from tests.builders import call
 from tests.serving.learning_parts import Server, config, run
 from tuner.run.directory import read_metrics
-from tuner.serving.learning.judged import Groups, chosen, units
+from tuner.serving.learning.judged import Groups, JudgedSource, chosen, units
+from tuner.serving.serving_store import ServingStore
 from tuner.serving.tables import StoredSession
 
 
@@ -179,3 +183,20 @@ def test_where_a_session_is_judged_a_call_with_a_reward_of_its_own_silences_no_o
             assert row["tokens/sampled"] == row["tokens/trained"] > 0
 
     run(work())
+
+
+def test_judged_calls_come_to_their_mean_and_one_that_was_not_delivered_is_not_trained(tmp_path):
+    store = ServingStore(tmp_path / "serving.sqlite")
+    for id_ in ("s-1", "s-2"):
+        calls = [call(f"{id_}-{number}", [1, 2], [3], [-0.5]) for number in range(3)]
+        store.open(id_, key=id_.encode(), seed=1)
+        store.add_calls(id_, [*calls[:2], replace(calls[2], undelivered=True)])
+        for number in (0, 1):
+            store.reward(id_, float(number), call=calls[number].id)
+        store.end(id_)
+    store.reward("s-2", 0.25)
+    source = JudgedSource(config("models/tiny_math", tmp_path), store, oldest=lambda: 0)
+    found = source.taken(source.ready(), step=1, version=0)
+    assert [trace.reward for trace in found.traces] == [0.5, 0.25]
+    assert found.batch.dropped_tokens == {"undelivered_call": 2}
+    store.close()
