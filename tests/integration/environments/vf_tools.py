@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from typing import Any
 
 import verifiers.v1 as vf
 from openai import AsyncOpenAI
 from verifiers.v1.harnesses.utils.mcp import mcp_client
+from vf_own_tool import Own
+from vf_shared_tool import Shared
 
 __all__ = ["AsksTools", "WithTools"]
-
-
-class Shared(vf.Toolset[vf.SharedToolsetConfig, vf.State]):
-    TOOL_PREFIX = None
-
-    @vf.tool
-    async def shared_process(self) -> str:
-        """The process of the shared server."""
-        return str(os.getpid())
-
-
-class Own(vf.Toolset[vf.ToolsetConfig, vf.State]):
-    TOOL_PREFIX = None
-
-    @vf.tool
-    async def own_process(self) -> str:
-        """The process of the rollout's own server."""
-        return str(os.getpid())
 
 
 class ToolTask(vf.Task[vf.TaskData]):
