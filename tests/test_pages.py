@@ -99,8 +99,10 @@ FUNCTIONS = ("dialects.md", "recording.md", "rewards.md")
 BESIDE_A_RUN = ("reward_does_not_rise.md", "traces.md", "history.md")
 ELSEWHERE = {
     "README.md": "tests/test_readme.py",
+    "curriculum.md": "tests/loop/test_curriculum_runs.py",
     "agentscope2.md": "tests/integration/agentscope2/test_docs.py",
     "judges.md": "tests/rewards/test_model_judges.py",
+    "environments.md": "tests/integration/environments/test_page.py",
     "from_agentscope.md": "tests/prompts/test_from_agentscope.py",
     "frameworks.md": "tests/integration/frameworks/test_docs.py",
     "not_python.md": "tests/test_pages.py",
@@ -154,8 +156,10 @@ buffer: {{batch_size: 4, total_steps: 2}}
 """
 
 
-@pytest.mark.parametrize("page", FUNCTIONS)
-def test_functions_of_a_page_are_those_of_a_run(page, random_model_path, tmp_path):
+@pytest.mark.parametrize(
+    ("page", "judge"), [*((page, "judge") for page in FUNCTIONS), ("rewards.md", "combined")]
+)
+def test_functions_of_a_page_are_those_of_a_run(page, judge, random_model_path, tmp_path):
     path = tmp_path / "functions.py"
     path.write_text("\n".join(code(page)))
     spec = spec_from_file_location("functions", path)
@@ -164,7 +168,7 @@ def test_functions_of_a_page_are_those_of_a_run(page, random_model_path, tmp_pat
     result = run_local(
         runs.config(random_model_path, tmp_path, "buffer.total_steps=1"),
         workflow=getattr(functions, "workflow", runs.workflow),
-        judge=getattr(functions, "judge", runs.judge),
+        judge=getattr(functions, judge, runs.judge),
         train_tasks=[{**task, "answer": "4"} for task in runs.TRAIN],
         eval_tasks={"held-out": [{**task, "answer": "4"} for task in runs.EVAL]},
     )

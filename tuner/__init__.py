@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tuner.commands.scores import Evaluation
     from tuner.config import RemoteModel, RunConfig
     from tuner.data.dataset import Dataset, DatasetConfig
+    from tuner.data.task_results import TaskResults
     from tuner.environments.trl import from_trl
     from tuner.errors import (
         ConfigError,
@@ -63,6 +64,7 @@ _MODULES = {
     "tuner.commands.scores": ("Evaluation",),
     "tuner.config": ("RemoteModel", "RunConfig"),
     "tuner.data.dataset": ("Dataset", "DatasetConfig"),
+    "tuner.data.task_results": ("TaskResults",),
     "tuner.environments.trl": ("from_trl",),
     "tuner.functions.calling": ("check_judge_function", "check_workflow_function"),
     "tuner.functions.outputs": (
@@ -104,6 +106,7 @@ __all__ = [
     "RemoteModel",
     "RunConfig",
     "ServingError",
+    "TaskResults",
     "TinkerConfig",
     "TrainingError",
     "TrinityChatModel",

@@ -44,7 +44,11 @@ class RewardError(TunerError, RuntimeError):
     """A reward function failed, or its process died. The rollout is a `judge_error`."""
 
 
-class SandboxError(TunerError, RuntimeError):
+class ProgramError(TunerError, RuntimeError):
+    """A program failed, or was ended at a limit."""
+
+
+class SandboxError(ProgramError):
     """A program could not be started within limits."""
 
 

@@ -15,6 +15,7 @@ from tuner.config.load import load_config
 from tuner.config.tuner_section import SelectorSection
 from tuner.data.curriculum import Curriculum, Strata, check_selector
 from tuner.data.lazy_rows import StreamRows
+from tuner.data.order import batch_indices
 from tuner.data.task_results import TaskResults, by_success, draw
 from tuner.errors import ConfigError, DatasetError, FunctionError, TunerError
 from tuner.run.continuation import may_change_here
@@ -386,3 +387,37 @@ def test_notes_are_of_the_form_that_is_described(tmp_path):
     first, second = map(json.loads, notes.read_text().splitlines())
     assert first == {"step": 1, "drawn": rows}
     assert second == {"step": 1, "results": [[r, 8, sum(rollouts(r, 1))] for r in rows]}
+
+
+def rollouts_until_learned(rows_of, learn, seed, *, batch=4, group=8):
+    """Of a learner whose skill grows with the spread of rewards inside groups, until it passes nine
+    rollouts of ten; a fifth of the tasks teach, the others are always solved, or never."""
+    dice, skill = random.Random(seed), 0.0
+    for step in range(1, 2001):
+        spreads, rewards = [], {}
+        for number, row in enumerate(rows_of(step)):
+            kind = row % 5
+            passes = 1 / (1 + np.exp(1.5 - skill)) if kind == 0 else float(kind % 2)
+            found = [float(dice.random() < passes) for _ in range(group)]
+            rewards[(step - 1) * batch + number] = found
+            spreads.append(np.std(found))
+        skill += 0.2 * float(np.mean(spreads))
+        if 1 / (1 + np.exp(1.5 - skill)) > 0.9:
+            return step * batch * group
+        learn(step, rewards)
+    raise AssertionError("it never learned")
+
+
+def test_a_learner_gets_there_with_half_the_rollouts():
+    tasks = [{"n": n} for n in range(40)]
+    selector = config().buffer.explorer_input.taskset.data_selector
+    shuffle = selector.model_copy(update={"selector_type": "shuffle"})
+    for seed in range(5):
+        in_order = shuffle.model_copy(update={"seed": seed})
+
+        def rows(step, in_order=in_order):
+            return batch_indices(step, size=4, rows=40, selector=in_order)
+
+        drawn = Curriculum(config(f"tuner.seed={seed}"), tasks)
+        shuffled = rollouts_until_learned(rows, lambda step, rewards: None, seed)
+        assert rollouts_until_learned(drawn.rows, drawn.learn, seed) < shuffled / 2

@@ -9,6 +9,8 @@ from safetensors.torch import load_file
 
 from tests import forked
 from tests.loop import async_runs, runs
+from tests.loop.test_resume import without_times
+from tests.test_pages import ROOT, blocks
 from tuner.commands.rebasing import rebase
 from tuner.errors import ConfigError
 from tuner.loop import run_local
@@ -65,11 +67,6 @@ def check_accounts(result):
         assert visits == [list(one) for one in zip(rows, map(len, found), passed, strict=True)]
 
 
-def without_times(history):
-    timed = ("time/", "rollout_seconds/", "tokens_per_second")
-    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in history]
-
-
 @pytest.fixture(scope="module")
 def straight(random_model_path, tmp_path_factory):
     return tune(runs.config(random_model_path, tmp_path_factory.mktemp("straight"), *SELECTOR))
@@ -116,6 +113,15 @@ def test_ahead_of_training_a_killed_run_keeps_what_was_drawn(moment, random_mode
     drawn, results = notes(result)
     assert list(drawn) == list(range(1, async_runs.STEPS + 1))
     assert sorted(results) == list(range(1, async_runs.STEPS + 1))
+    check_accounts(result)
+
+
+def test_the_function_of_the_page_draws_the_tasks_of_a_run(random_model_path, tmp_path):
+    (function,) = blocks(ROOT / "docs/curriculum.md", "python")
+    (tmp_path / "weights.py").write_text(function)
+    selector = (f"tuner.tasks.selector.kind={tmp_path}/weights.py:weights", *SELECTOR[1:])
+    result = tune(runs.config(random_model_path, tmp_path, *selector))
+    assert result.steps == 6
     check_accounts(result)
 
 

@@ -38,7 +38,7 @@ _USES = {
     "mlflow": "monitor.monitor_type: mlflow",
     "swanlab": "monitor.monitor_type: swanlab",
     "math": "formulas as answers, in tuner.rewards",
-    "rewards": "ROUGE and JSON schemas, in tuner.rewards",
+    "rewards": "ROUGE, JSON schemas and unit tests, in tuner.rewards",
     "examples": "examples/search_agent, examples/multi_turn_math",
 }
 _SMI = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")

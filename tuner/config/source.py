@@ -222,7 +222,13 @@ def masked(tree: Any, path: str = "") -> list[str]:
 
 
 # A file or folder of ours.
-PATHS = ("checkpoint_root_dir", "model.chat_template_path", "tuner.history.sources.*")
+PATHS = (
+    "checkpoint_root_dir",
+    "model.chat_template_path",
+    "tuner.history.sources.*",
+    "tuner.environment.keep",
+    "tuner.environment.readable.*",
+)
 # A path if there is one, else a name on the Hugging Face Hub.
 PATHS_OR_NAMES = (
     "model.model_path",
@@ -234,6 +240,7 @@ PATHS_OR_NAMES = (
     "buffer.explorer_input.tasksets.*.path",
     "buffer.explorer_input.eval_tasksets.*.path",
     "buffer.trainer_input.experience_buffer.path",
+    "tuner.environment.template",
 )
 # `path/file.py:function`, or `package.module:function`, which is no path.
 FUNCTIONS = (
@@ -273,12 +280,12 @@ def absolute_paths(
     if not isinstance(value, str) or not value or "${" in value or at in without:
         return value
     pattern = ".".join("*" if part.isdecimal() else part for part in at.split("."))
-    if pattern.startswith("tuner.environment."):  # arguments of a class, however deep
-        pattern = "tuner.environment.*"
     if pattern in PATHS:
         return absolute(value, folder)
     if pattern in PATHS_OR_NAMES:
         return path_or_name(value, folder)
+    if pattern.startswith("tuner.environment."):  # arguments of a class, however deep
+        pattern = "tuner.environment.*"
     if pattern in MODULES and value.endswith(".py"):
         return absolute(value, folder)
     if pattern in FUNCTIONS:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tuner.environments.mixture import Mixture
     from tuner.environments.openenv import OpenEnv
     from tuner.environments.openenv_episode import ToolCall
+    from tuner.environments.program import Program, ProgramOutput
     from tuner.environments.trl import TRL
     from tuner.environments.verifiers_environments import Verifiers
 
@@ -22,6 +23,8 @@ _MODULE_OF = {
     "Gymnasium": "tuner.environments.gymnasium_environments",
     "Mixture": "tuner.environments.mixture",
     "OpenEnv": "tuner.environments.openenv",
+    "Program": "tuner.environments.program",
+    "ProgramOutput": "tuner.environments.program",
     "TRL": "tuner.environments.trl",
     "ToolCall": "tuner.environments.openenv_episode",
     "Verifiers": "tuner.environments.verifiers_environments",
@@ -34,6 +37,8 @@ __all__ = [
     "Gymnasium",
     "Mixture",
     "OpenEnv",
+    "Program",
+    "ProgramOutput",
     "ToolCall",
     "Verifiers",
     "brought",

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from pydantic import ValidationError
+
 from tuner.config.load import Layers, mode_of, read_layers
 from tuner.config.source import lookup
 from tuner.config.tuner_section import EnvironmentSection
@@ -23,11 +25,12 @@ from tuner.run.interrupts import outside_event_loop
 from tuner.settings import WITHOUT_FILE, Given, settings_of
 
 # `kind` in the file -> its class.
-_KINDS: dict[str, str] = {
+CLASSES: dict[str, str] = {
     "areal": "tuner.environments.areal_environments:Areal",
     "gymnasium": "tuner.environments.gymnasium_environments:Gymnasium",
     "mixture": "tuner.environments.mixture:Mixture",
     "openenv": "tuner.environments.openenv:OpenEnv",
+    "program": "tuner.environments.program:Program",
     "trl": "tuner.environments.trl:TRL",
     "verifiers": "tuner.environments.verifiers_environments:Verifiers",
 }
@@ -124,12 +127,14 @@ def from_settings(given: str | EnvironmentSection | Mapping[str, Any], setting: 
         environment.named = True
         return environment
     if not isinstance(given, EnvironmentSection):
-        given = EnvironmentSection.model_validate(given)
+        try:
+            given = EnvironmentSection.model_validate(dict(given))
+        except ValidationError as error:
+            said = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise ConfigError(f"{setting} is {dict(given)!r:.120}: {said}") from None
     assert given.kind is not None, "that of a queue agent is made with it"
     what = f"{setting}.kind is {given.kind!r}"
-    if given.kind not in _KINDS:
-        raise ConfigError(f"{what}, which is not in this version: {', '.join(_KINDS)} are")
-    environment = _made(_class_of(_KINDS[given.kind]), given.arguments, what)
+    environment: Environment = _made(_class_of(CLASSES[given.kind]), given.arguments, what)
     environment.named = True
     return environment
 
@@ -211,7 +216,7 @@ def parts_of(
         settings_of(None, None, None, **given),
         given.get("overrides", ()),
     )
-    rest: Given = {**given, "environment": None}  # type: ignore[typeddict-item]  # names are the same
+    rest: Given = {**given, "environment": None}
     if rest.get("eval_dataset") is None and not _names_evaluation(layers):
         rest["eval_dataset"] = environment.eval_dataset
     if train_dataset is None and _rolls_out(layers) and not lookup(layers.tree, _TASKSET):

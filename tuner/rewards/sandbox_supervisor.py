@@ -57,7 +57,7 @@ def main(order: dict[str, Any], command: list[str]) -> None:
     if listener is not None:
         threading.Thread(target=_forward, args=(listener, order["socket"]), daemon=True).start()
     ended, status = _watch(child, order, was_there)
-    _end_all()
+    _end_all(child)
     line = json.dumps({"ended": ended, "status": status})
     os.write(order["report"], line.encode() + b"\n")
 
@@ -130,10 +130,17 @@ def _reaped() -> Iterator[tuple[int, int]]:
         yield pid, status
 
 
-def _end_all() -> None:
-    """Kill every descendant, those that are being made meanwhile too."""
+def _end_all(group: int) -> None:
+    """Kill every descendant, those that are being made meanwhile too.
+
+    Args:
+        group: That of the program, which is killed at once, however fast it forks.
+    """
     give_up = time.monotonic() + 10.0  # one that hangs in the kernel cannot be waited for
     while time.monotonic() < give_up:
+        with suppress(OSError):  # there is nobody left
+            # All of the namespace but its first process, which this is; or those of the group.
+            os.kill(-1 if os.getpid() == 1 else -group, signal.SIGKILL)
         running = list(_descendants(os.getpid()))
         for pid in running:
             with suppress(OSError):  # it has ended

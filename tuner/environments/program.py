@@ -1,0 +1,291 @@
+"""A program that is an agent: it finds the model by its environment, and works in a folder.
+
+    environment = Program(["node", "agent.js"], template="agent", judge=judge, train_dataset=tasks)
+    tune(environment=environment)
+
+Each rollout starts it anew in a fresh folder with a key of its own; whatever is asked with that key
+is the rollout's trace. The judge sees how it ended, what it wrote and which files it left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from tuner.environments.container import Container
+from tuner.environments.seam import Environment
+from tuner.environments.workspaces import Workspaces, check_template, difference, files_in
+from tuner.errors import ConfigError, ProgramError
+from tuner.functions.loading import load_function
+from tuner.functions.outputs import WorkflowOutput, shown
+from tuner.rewards.sandbox import Finished, Limits, run
+
+LIMITS = Limits(seconds=300.0, memory_mb=4096, output_bytes=4_000_000, disk_mb=1024, processes=64)
+_ENDED = {
+    "timeout": "ran for longer than {0.seconds:g} s (limits.seconds)",
+    "memory": "used more memory than {0.memory_mb} MiB (limits.memory_mb)",
+    "output": "wrote more than {0.output_bytes} bytes (limits.output_bytes)",
+    "disk": "filled more of the disk than {0.disk_mb} MiB (limits.disk_mb)",
+    "processes": "ran more processes than {0.processes} (limits.processes)",
+}
+_URLS = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "LLM_BASE_URL")
+_KEYS = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN", "LLM_API_KEY")
+_MODELS = (
+    *("OPENAI_MODEL", "LLM_MODEL", "ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL"),
+    *("ANTHROPIC_DEFAULT_OPUS_MODEL", "ANTHROPIC_DEFAULT_SONNET_MODEL"),
+    *("ANTHROPIC_DEFAULT_HAIKU_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL"),
+)
+
+
+@dataclass(eq=False)
+class ProgramOutput:
+    """What came of a program: the response that the judge gets.
+
+    Its folder is there as long as this is: until the judge has ended. As text it is what the
+    program wrote to its standard output.
+
+    Attributes:
+        status: What it exited with.
+        stdout, stderr: What it wrote.
+        seconds: How long it ran.
+        isolation: What it ran in: "bubblewrap", "process", "docker" or "podman".
+        folder: Where it ran.
+    """
+
+    status: int
+    stdout: str
+    stderr: str
+    seconds: float
+    isolation: str
+    folder: Path
+    _before: Path | None = field(repr=False)
+
+    def files(self) -> list[str]:
+        """Names of the files in its folder, sorted, without git's own and links."""
+        return list(files_in(self.folder))
+
+    def text(self, name: str) -> str | None:
+        """What is in one of its files; None where it left none of that name, or a link."""
+        found = self.folder / name
+        inside = found.resolve().is_relative_to(self.folder.resolve())
+        return found.read_text(errors="replace") if inside and found.is_file() else None
+
+    def diff(self) -> str:
+        """What it changed in its folder, as a unified diff."""
+        return difference(self._before, self.folder)
+
+    def get_text_content(self) -> str:
+        """What the trace stores."""
+        return self.stdout.strip()
+
+    __str__ = get_text_content
+
+
+class Program(Environment):
+    """Runs a program once for each rollout.
+
+    In `command`, `template`, `commit` and the values of `environment` the names {prompt},
+    {base_url}, {api_key}, {model} and the fields of the task are filled in; other braces stay.
+
+    Args:
+        command: The program and its arguments, without a shell. A relative path is one of the
+            folder that it runs in.
+        prompt: How it gets the task: "stdin", "file:NAME" in its folder, or "argument" where
+            `command` has {prompt}.
+        prompt_key: The field of the task with the prompt.
+        template: A folder that each rollout works in a copy of; with `commit`, a git repository.
+        commit: What of the repository is checked out.
+        judge: A judge's function, or `path/file.py:name`; its response is a `ProgramOutput`.
+        train_dataset, eval_dataset: As `tune()` takes them.
+        environment: Its variables besides those by which it finds the model.
+        limits: What it may use; a mapping replaces some of `LIMITS`.
+        statuses: With which exit statuses it has done its work; None: with any. With another one
+            the rollout has failed, and is not judged.
+        isolation: "bubblewrap", "process", or "auto".
+        readable: Files and folders beyond its own that it may read in bubblewrap.
+        image: A container image to run it in, by docker or podman.
+        keep: Where the folders of rollouts are moved to that failed; None: they are removed.
+
+    Raises:
+        ConfigError: Arguments do not go together, or there is no such template.
+        MissingDependencyError: The image cannot be run here.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        prompt: str = "stdin",
+        prompt_key: str = "question",
+        template: str | Path | None = None,
+        commit: str | None = None,
+        judge: Callable[..., Any] | str | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        environment: Mapping[str, str] | None = None,
+        limits: Limits | Mapping[str, Any] | None = None,
+        statuses: Collection[int] | None = (0,),
+        isolation: Literal["auto", "bubblewrap", "process"] = "auto",
+        readable: Sequence[str | Path] = (),
+        image: str | None = None,
+        keep: str | Path | None = None,
+    ) -> None:
+        _check_command(command, prompt)
+        if isinstance(judge, str):
+            judge = load_function(judge, setting="judge")
+        self.judge, self.train_dataset, self.eval_dataset = judge, train_dataset, eval_dataset
+        self.limits = _limits(limits)
+        self._command, self._prompt, self._prompt_key = list(command), prompt, prompt_key
+        self._template = None if template is None else os.fspath(template)
+        self._commit, self._statuses, self._isolation = commit, statuses, isolation
+        self._environment = {name: str(value) for name, value in (environment or {}).items()}
+        self._readable = [Path(path).resolve() for path in readable]
+        self._keep = None if keep is None else Path(keep)
+        if commit is not None and template is None:
+            raise ConfigError("commit is set without template: name the repository there")
+        if template is not None and "{" not in f"{self._template}{commit}":
+            check_template(str(self._template), commit)
+        self._container = None if image is None else Container.of(image)
+        self._workspaces = Workspaces()
+
+    async def workflow(self, task: dict[str, Any], model: Any) -> WorkflowOutput:
+        """Run the program on one task.
+
+        Raises:
+            ProgramError: It could not be started, was ended at a limit, or failed.
+        """
+        values = {name: str(value) for name, value in task.items()} | {
+            "prompt": str(task[self._prompt_key]),
+            "base_url": model.base_url,
+            "api_key": model.api_key,
+            "model": model.model_name,
+        }
+        template, commit = (
+            None if text is None else filled(text, values)
+            for text in (self._template, self._commit)
+        )
+        folder, before = await asyncio.to_thread(self._workspaces.new, template, commit)
+        try:
+            finished = await self._finished(folder, values)
+            self._check(finished)
+        except BaseException as error:
+            kept = self._give_up(folder, model)
+            if kept is not None and isinstance(error, ProgramError):
+                raise type(error)(f"{error}; its folder is kept in {kept}") from None
+            raise
+        assert finished.status is not None
+        output = ProgramOutput(
+            status=finished.status,
+            stdout=finished.stdout,
+            stderr=finished.stderr,
+            seconds=finished.seconds,
+            isolation=self._container.kind if self._container else finished.isolation,
+            folder=folder,
+            _before=before,
+        )
+        weakref.finalize(output, self._workspaces.remove, folder).atexit = False
+        return WorkflowOutput(response=output, metrics={"program_seconds": finished.seconds})
+
+    async def close(self) -> None:
+        """Remove the folders that are left."""
+        await asyncio.to_thread(self._workspaces.close)
+
+    async def _finished(self, folder: Path, values: Mapping[str, str]) -> Finished:
+        if self._prompt.startswith("file:"):
+            path = folder / self._prompt.removeprefix("file:")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(values["prompt"])
+        command = [filled(word, values) for word in self._command]
+        stdin = values["prompt"] if self._prompt == "stdin" else None
+        environment = model_variables(values) | {
+            name: filled(value, values) for name, value in self._environment.items()
+        }
+        if self._container is not None:
+            return await self._container.run(
+                command, folder=folder, stdin=stdin, environment=environment, limits=self.limits
+            )
+        return await run(
+            command,
+            folder=folder,
+            stdin=stdin,
+            environment=environment,
+            limits=self.limits,
+            gateway=values["base_url"],
+            isolation=self._isolation,
+            readable=self._readable,
+        )
+
+    def _check(self, finished: Finished) -> None:
+        """Raises ProgramError where it did not end as it should."""
+        name = self._command[0]
+        if finished.ended != "exited":
+            raise ProgramError(f"{name} {_ENDED[finished.ended].format(self.limits)}")
+        if self._statuses is not None and finished.status not in self._statuses:
+            complaint = (finished.stderr or finished.stdout).strip()[-1000:]
+            raise ProgramError(f"{name} ended with {finished.status}: {complaint}")
+
+    def _give_up(self, folder: Path, model: Any) -> Path | None:
+        """Remove the folder of a rollout that failed, or keep it, as it is wished; where to."""
+        if self._keep is None:
+            self._workspaces.remove(folder)
+            return None
+        session = getattr(model, "session", None)
+        name = re.sub(r"[^\w.-]+", "-", str(getattr(session, "id", folder.name)))
+        self._keep.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self._keep / name, ignore_errors=True)
+        return Path(shutil.move(folder, self._keep / name))
+
+
+def model_variables(values: Mapping[str, str]) -> dict[str, str]:
+    """The variables by which programs find the model: OpenAI's, Anthropic's and those of CLIs.
+
+    Args:
+        values: `base_url`, `api_key` and `model`.
+    """
+    without_version = values["base_url"].removesuffix("/v1")  # Anthropic's clients add it
+    return {
+        **dict.fromkeys(_URLS, values["base_url"]),
+        **dict.fromkeys(_KEYS, values["api_key"]),
+        **dict.fromkeys(_MODELS, values["model"]),
+        "ANTHROPIC_BASE_URL": without_version,
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }
+
+
+def filled(text: str, values: Mapping[str, str]) -> str:
+    """A text with `{name}` replaced where there is such a value."""
+    return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), text)
+
+
+def _check_command(command: Any, prompt: str) -> None:
+    words = not isinstance(command, str) and isinstance(command, Sequence)
+    if not words or not command or not all(isinstance(word, str) for word in command):
+        raise ConfigError(
+            f"command is {shown(command)}: give a list, the program and its arguments; "
+            "what needs a shell is ['sh', '-c', '...']"
+        )
+    given = any("{prompt}" in word for word in command)
+    if prompt == "argument" and not given:
+        raise ConfigError("prompt is 'argument', and no word of command has {prompt}")
+    if prompt in ("argument", "stdin") or (prompt.startswith("file:") and len(prompt) > 5):
+        return
+    raise ConfigError(f"prompt is {prompt!r}: expected 'stdin', 'file:NAME' or 'argument'")
+
+
+def _limits(given: Limits | Mapping[str, Any] | None) -> Limits:
+    if given is None or isinstance(given, Limits):
+        return given or LIMITS
+    known = vars(LIMITS)
+    if wrong := [name for name in given if name not in known]:
+        raise ConfigError(f"limits has no {wrong[0]!r}; there are {', '.join(known)}")
+    try:
+        return replace(LIMITS, **given)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"limits: {error}") from None
