@@ -104,10 +104,10 @@ _INSTEAD = {
 }
 # Of the others these may be given where they ask for nothing.
 _MAY_BE_OFF = frozenset(
-    """auto_find_batch_size bf16_full_eval disable_dropout entropy_coef fp16_full_eval group_by_length
-    load_best_model_at_end log_completions_hub_repo neftune_noise_alpha off_policy_mask_threshold
-    sync_ref_model tf32 trust_remote_code use_adaptive_entropy use_liger_kernel
-    vllm_importance_sampling_correction""".split()  # noqa: SIM905  # a list of words
+    """auto_find_batch_size bf16_full_eval disable_dropout entropy_coef fp16_full_eval
+    group_by_length load_best_model_at_end log_completions_hub_repo neftune_noise_alpha
+    off_policy_mask_threshold sync_ref_model tf32 trust_remote_code use_adaptive_entropy
+    use_liger_kernel vllm_importance_sampling_correction""".split()  # noqa: SIM905  # a list of words
 )
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "auto": "auto"}
 # loss_type, with ratios of tokens or of sequences -> algorithm, aggregation.
