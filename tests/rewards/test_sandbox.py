@@ -134,6 +134,13 @@ async def test_a_daemon_ends_at_the_deadline(kind, tmp_path):
     assert (tmp_path / "begun").exists()
 
 
+async def test_a_daemon_ends_where_the_program_killed_who_looks_after_it(tmp_path):
+    code = f"{DAEMON}\nos.kill(os.getppid(), 9)\n{FOREVER}"
+    with pytest.raises(SandboxError, match="broke with -9"):
+        await run(python(code), folder=tmp_path, isolation="process")
+    assert (tmp_path / "begun").exists()
+
+
 BOMB = """
 import os, time
 end = time.monotonic() + 20  # on a machine that does not hold it, it still ends
