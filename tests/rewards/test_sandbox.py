@@ -247,7 +247,11 @@ asyncio.run(run(command, folder=Path(sys.argv[2]), isolation=sys.argv[3]))
 async def test_it_ends_where_we_are_killed(kind, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     code = DAEMON + f"\nopen('pipe', 'w').write('begun')\n{FOREVER}"
-    ours = await asyncio.create_subprocess_exec(*python(STARTS), code, str(tmp_path), kind)
+    ours = await asyncio.create_subprocess_exec(
+        *python(STARTS),
+        *(code, str(tmp_path), kind),
+        env={**os.environ, "TMPDIR": tempfile.gettempdir()},
+    )
     assert await asyncio.to_thread((tmp_path / "pipe").read_text) == "begun"
     below = psutil.Process(ours.pid).children(recursive=True)
     assert len(below) >= 3
