@@ -117,8 +117,8 @@ open("new/made.txt", "w").write("made\\n")
 open("binary", "wb").write(b"\\0")
 os.symlink("/etc/passwd", "link")
 """
-    output = await ran(start(code, template=tmp_path))
-    assert output.files() == ["binary", "kept.txt", "same.txt", "new/made.txt"]
+    output = await ran(start(code, template=tmp_path, prompt="file:./PROMPT.md"))
+    assert output.files() == ["PROMPT.md", "binary", "kept.txt", "same.txt", "new/made.txt"]
     assert output.text("kept.txt") == "one\ntwo\nthree"
     assert output.text("link") is None
     assert output.text("../template-0/gone.txt") is None
@@ -246,6 +246,7 @@ async def test_it_ends_with_its_rollout(start, tmp_path):
         ({"command": []}, "command is "),
         ({"command": ["a"], "prompt": "argument"}, "no word of command has {prompt}"),
         ({"command": ["a"], "prompt": "pipe"}, "prompt is 'pipe'"),
+        ({"command": ["a"], "prompt": "file:../PROMPT.md"}, "in its folder"),
         ({"command": ["a"], "template": "/not/there"}, "no such folder"),
         ({"command": ["a"], "commit": "main"}, "commit is set without template"),
         ({"command": ["a"], "template": "/", "commit": "main"}, "git .* failed"),
@@ -341,9 +342,7 @@ def test_each_failure_is_an_outcome_and_training_goes_on(random_model_path, tmp_
         limits={"seconds": 5, "processes": 8, "output_bytes": 100_000},
     )
     result = tune(
-        program.workflow,
-        program.judge,
-        program.train_dataset,
+        environment=program,
         overrides=[
             f"model.model_path={random_model_path}",
             f"checkpoint_root_dir={tmp_path}",
@@ -364,7 +363,6 @@ def test_each_failure_is_an_outcome_and_training_goes_on(random_model_path, tmp_
         "judge fails": "no idea",
     }.items():
         assert message in errors[how]
-    asyncio.run(program.close())
 
 
 # docker's client as far as it goes without a service: writes down what it is asked for, and runs

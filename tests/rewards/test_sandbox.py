@@ -134,6 +134,13 @@ async def test_a_daemon_ends_at_the_deadline(kind, tmp_path):
     assert (tmp_path / "begun").exists()
 
 
+async def test_a_daemon_ends_where_the_program_killed_who_looks_after_it(tmp_path):
+    code = f"{DAEMON}\nos.kill(os.getppid(), 9)\n{FOREVER}"
+    with pytest.raises(SandboxError, match="broke with -9"):
+        await run(python(code), folder=tmp_path, isolation="process")
+    assert (tmp_path / "begun").exists()
+
+
 BOMB = """
 import os, time
 end = time.monotonic() + 20  # on a machine that does not hold it, it still ends
@@ -240,7 +247,11 @@ asyncio.run(run(command, folder=Path(sys.argv[2]), isolation=sys.argv[3]))
 async def test_it_ends_where_we_are_killed(kind, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     code = DAEMON + f"\nopen('pipe', 'w').write('begun')\n{FOREVER}"
-    ours = await asyncio.create_subprocess_exec(*python(STARTS), code, str(tmp_path), kind)
+    ours = await asyncio.create_subprocess_exec(
+        *python(STARTS),
+        *(code, str(tmp_path), kind),
+        env={**os.environ, "TMPDIR": tempfile.gettempdir()},
+    )
     assert await asyncio.to_thread((tmp_path / "pipe").read_text) == "begun"
     below = psutil.Process(ours.pid).children(recursive=True)
     assert len(below) >= 3
