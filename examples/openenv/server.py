@@ -23,19 +23,19 @@ SPLITS = {
 }
 
 
-class Answer(Action):
+class Answer(Action):  # type: ignore[misc]  # OpenEnv is not where types are checked
     """What the agent says."""
 
     text: str
 
 
-class Said(Observation):
+class Said(Observation):  # type: ignore[misc]  # OpenEnv is not where types are checked
     """What the agent is told."""
 
     text: str
 
 
-class WordProblems(Environment[Answer, Said, State]):
+class WordProblems(Environment[Answer, Said, State]):  # type: ignore[misc]  # OpenEnv is not where types are checked
     """Three tries at a problem; being right is worth 1, 0.5 or 0.25."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True

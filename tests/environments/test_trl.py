@@ -145,7 +145,7 @@ async def test_what_functions_log_is_of_the_rollout():
 
     one, two = await judged(TRL(reward, ROWS), ROWS[0], "1", "2")
     assert one.feedback == "gold: a"
-    assert one.metrics == {"rewards/reward": 1.0, "distance": 1, "share": 0.5}
+    assert one.metrics == {"rewards/reward": 1.0, "distance": 1.0, "share": 0.5}
     assert two.metrics["distance"] == 2
 
 
@@ -469,6 +469,7 @@ def test_batches_epochs_and_intervals_are_counted_as_trl_counts():
     [
         ({"multi_objective_aggregation": "normalize_then_sum"}, "rewards are summed"),
         ({"fp16": True}, "GRPOConfig.fp16 is True"),
+        ({"learning_rat": 0}, "GRPOConfig.learning_rat is 0"),
         ({"learning_rat": 1e-5}, "GRPOConfig.learning_rat is 1e-05, which is no setting here"),
         ({"loss_type": "vespo"}, "GRPOConfig.loss_type is 'vespo'"),
         ({"loss_type": "bnpo", "gradient_accumulation_steps": 2}, "'dapo' is alike"),
@@ -485,6 +486,13 @@ def test_batches_epochs_and_intervals_are_counted_as_trl_counts():
 def test_what_has_no_equal_is_refused_by_name(fields, problem):
     with pytest.raises(ConfigError, match=problem):
         TRL(length, ROWS, args=GRPOConfig(max_steps=3, **fields))
+
+
+def test_what_is_off_may_be_given_and_what_has_no_effect_is_said(caplog):
+    fields = {"fp16": False, "entropy_coef": 0.0, "sync_ref_model": False, "push_to_hub": False}
+    with caplog.at_level("INFO", "tuner"):
+        GRPOConfig(**fields, logging_steps=1, optim="adamw_torch")
+    assert caplog.messages == ["GRPOConfig: logging_steps, optim: of no effect on the result here"]
 
 
 def test_arguments_of_the_trainer_that_have_no_equal_are_refused_by_name():

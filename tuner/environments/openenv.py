@@ -209,6 +209,7 @@ class OpenEnv(Environment):
             "turns": float(episode.turns),
             "done": float(episode.result.done),
             "refused_actions": float(episode.refused),
+            "out_of_room": float(episode.out_of_room),
         }
         return WorkflowOutput(reward=reward, response=episode.said, metrics=metrics)
 

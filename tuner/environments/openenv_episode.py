@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import openai
+
 from tuner.errors import FunctionError
 
 T = TypeVar("T")
@@ -56,6 +58,7 @@ class Episode:
         rewards: Those of its steps that had one.
         said: The last answer's text.
         turns, refused: Answers; actions that were none.
+        out_of_room: Whether it ended because no further answer would fit in the context.
     """
 
     client: Any
@@ -68,14 +71,15 @@ class Episode:
     said: str = ""
     turns: int = 0
     refused: int = 0
+    out_of_room: bool = False
     _left: bool = False
     _tools: list[dict[str, Any]] = field(default_factory=list)
     _messages: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def ended(self) -> bool:
-        """Whether the environment is done, or the agent, which called no tool."""
-        return self._left or bool(self.result.done)
+        """Whether the environment is done, or the agent, which called no tool or has no room."""
+        return self._left or self.out_of_room or bool(self.result.done)
 
     async def reset(self, arguments: Mapping[str, Any]) -> None:
         """Begin; what the server's environment does not know of the arguments it leaves."""
@@ -99,9 +103,15 @@ class Episode:
     async def turn(self, model: Any) -> None:
         """An answer of the model, and the steps that it asks for."""
         offer = {"tools": self._tools} if self._tools else {}
-        reply = await model.client.chat.completions.create(
-            model=model.model_name, messages=self._messages, **offer
-        )
+        try:
+            reply = await model.client.chat.completions.create(
+                model=model.model_name, messages=self._messages, **offer
+            )
+        except openai.BadRequestError as error:
+            if error.code != "context_length_exceeded" or not self.turns:
+                raise
+            self.out_of_room = True
+            return
         message = reply.choices[0].message
         self.turns += 1
         self.said = message.content or ""
@@ -122,7 +132,9 @@ class Episode:
             return [dict(tool) for tool in self.form.tools or ()]
         if self._calls_tools:
             listed = await self._step({"type": "list_tools"})
-            tools = _fields(listed.observation).get("tools", ())
+            tools = _fields(listed.observation).get("tools")
+            if not tools:
+                raise RuntimeError(f"{self.server} has actions that call tools, and lists no tool")
             return [_tool(one["name"], one["description"], one["input_schema"]) for one in tools]
         if self._text_field is not None:
             return []
@@ -233,7 +245,12 @@ def _tool_result(observation: Mapping[str, Any]) -> Any:
     if error := observation.get("error"):
         return {"error": error.get("message", error)}
     result = observation.get("result")
-    return result["data"] if isinstance(result, dict) and "data" in result else result
+    if not isinstance(result, dict) or "data" not in result:
+        return result
+    if result["data"] is not None:
+        return result["data"]
+    parts = result.get("content") or ()
+    return "\n".join(str(part.get("text", part)) for part in parts)
 
 
 def _json(value: Any) -> str:

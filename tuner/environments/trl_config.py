@@ -102,6 +102,13 @@ _INSTEAD = {
     "resume_from_checkpoint": "a run with the same output_dir goes on by itself",
     "vllm_server_base_url": "the engine is started here: use_vllm=True",
 }
+# Of the others these may be given where they ask for nothing.
+_MAY_BE_OFF = frozenset(
+    """auto_find_batch_size bf16_full_eval disable_dropout entropy_coef fp16_full_eval
+    group_by_length load_best_model_at_end log_completions_hub_repo neftune_noise_alpha
+    off_policy_mask_threshold sync_ref_model tf32 trust_remote_code use_adaptive_entropy
+    use_liger_kernel vllm_importance_sampling_correction""".split()  # noqa: SIM905  # a list of words
+)
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "auto": "auto"}
 # loss_type, with ratios of tokens or of sequences -> algorithm, aggregation.
 _LOSSES = {
@@ -147,7 +154,8 @@ def _check_known(given: Mapping[str, Any]) -> None:
         ConfigError: A field is given that is not known here, and not off.
     """
     for name, value in given.items():
-        if name in _DEFAULTS or name in _WITHOUT_EFFECT or value in (None, False):
+        off = name in _MAY_BE_OFF or name in _INSTEAD
+        if name in _DEFAULTS or name in _WITHOUT_EFFECT or (off and not value):
             continue
         instead = _INSTEAD.get(name)
         raise ConfigError(

@@ -8,6 +8,7 @@ import inspect
 import math
 import threading
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from tuner.errors import ConfigError, FunctionError
@@ -79,7 +80,7 @@ class RewardFunctions:
 
         extra: dict[str, list[Any]] = {}
         logged: dict[str, list[float]] = {}
-        arguments = {
+        arguments: dict[str, Any] = {
             name: [value] * len(group)
             for name, value in task.items()
             if name not in ("prompt", "completion", "completion_ids")
@@ -134,7 +135,7 @@ class RewardFunctions:
         }
         weights = dict(zip(self._names, self._weights, strict=True))
         total = sum(weights[name] * reward for name, reward in scored.items())
-        numbers = {k: v for k, v in extra.items() if isinstance(v, (int, float))}
+        numbers = {k: float(v) for k, v in extra.items() if isinstance(v, Real)}
         notes = [f"{name}: {value}" for name, value in extra.items() if name not in numbers]
         if not scored:
             notes.append("no reward function scores this completion")

@@ -65,7 +65,7 @@ class Instances:
         )
         self._standalone = list(tools)
         self._idle: dict[str | None, list[Any]] = defaultdict(list)
-        self._schemas = {None: _schemas(self._standalone)}
+        self._schemas: dict[str | None, list[dict[str, Any]]] = {None: _schemas(self._standalone)}
         self.rewarding_classes: list[type[Any]] = []
         for name, make in self._factories.items():
             instance = make()
@@ -180,7 +180,7 @@ class Prompted:
             hidden = ("environment",) if instances.several else ()
             given = {key: value for key, value in task.items() if key not in hidden}
             if (said := await _reset(environment, given)) is not None:
-                last = prompt[-1]
+                last: Any = prompt[-1]
                 prompt = [*prompt[:-1], {**last, "content": last["content"] + said}]
         return cls(prompt, tools, config, environment, name)
 
@@ -275,7 +275,7 @@ def _schemas(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
     """
     if not tools:
         return []
-    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import get_json_schema
 
     found = []
     for tool in tools:

@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from pathlib import Path
 
+import openai
 import psutil
 import pytest
 import uvicorn
@@ -26,6 +27,7 @@ from tests.gateway import drift
 from tuner import tune
 from tuner.chat_models.without_framework import PlainChatModel
 from tuner.environments import OpenEnv, ToolCall, brought
+from tuner.environments.seam import from_settings
 from tuner.errors import ConfigError, FunctionError
 from tuner.traces import TraceStore
 
@@ -91,16 +93,19 @@ class Board(Letters):
 
 class Calculator(MCPEnvironment):
     SUPPORTS_CONCURRENT_SESSIONS = True
+    words = bare = False
 
     def __init__(self):
         server = FastMCP("calculator")
 
         @server.tool()
-        def add(a: int, b: int) -> int:
+        def add(a: int, b: int):
             """Adds."""
+            if self.words:
+                return f"It is {a + b}."
             return a + b
 
-        super().__init__(server)
+        super().__init__(FastMCP("bare") if self.bare else server)
 
     def reset(self, seed=None, episode_id=None, **kwargs):
         return Observation()
@@ -204,7 +209,7 @@ async def test_an_answer_is_an_action_and_an_observation_the_next_message(letter
     assert Letters.resets[-1] == (3, "train-1-0-0-1", "Hello")
     assert output.reward == 1.0
     assert output.response == "42"
-    assert output.metrics == {"turns": 3.0, "done": 1.0, "refused_actions": 0.0}
+    assert output.metrics == {"turns": 3.0, "done": 1.0, "refused_actions": 0.0, "out_of_room": 0.0}
     told = [(one["role"], one["content"]) for one in calls[-1].messages]
     assert told == [
         ("system", "Be brief."),
@@ -242,6 +247,21 @@ async def test_an_episode_ends_after_so_many_turns(letters_url):
     assert output.metrics["done"] == 0.0
 
 
+async def test_an_episode_that_outgrows_the_context_ends_with_its_rewards(letters_url):
+    _, calls = await output_of(OpenEnv(letters_url), {}, "40")
+    gateway = drift.gateway_of(drift.letters("40"))
+    gateway.engine.max_model_len = len(calls[1].prompt_ids) + 4  # and not the third
+    model = PlainChatModel(gateway.open_session("train-1-0-0-1"))
+    output = await OpenEnv(letters_url).workflow({}, model)
+    assert (output.reward, output.metrics["turns"]) == (0.0, 2.0)
+    assert (output.metrics["out_of_room"], output.metrics["done"]) == (1.0, 0.0)
+    gateway.engine.max_model_len = 8  # there is not even room for the first
+    model = PlainChatModel(gateway.open_session("train-1-0-0-2"))
+    with pytest.raises(openai.BadRequestError):
+        await OpenEnv(letters_url).workflow({}, model)
+    await gateway.aclose()
+
+
 async def test_an_action_of_several_fields_is_a_call_of_a_tool():
     def call(**arguments):
         made = json.dumps({"name": "act", "arguments": arguments})
@@ -258,7 +278,7 @@ async def test_an_action_of_several_fields_is_a_call_of_a_tool():
     told = [one["content"] for one in calls[-1].messages if one["role"] == "tool"]
     assert told == ["no valid action; it has the fields x, y", '{"text": "at 1, 0", "seed": 7}']
     assert output.reward == 0.5
-    assert output.metrics == {"turns": 3.0, "done": 1.0, "refused_actions": 1.0}
+    assert output.metrics == {"turns": 3.0, "done": 1.0, "refused_actions": 1.0, "out_of_room": 0.0}
 
 
 @pytest.mark.parametrize("client", [None, MCPToolClient])
@@ -273,6 +293,23 @@ async def test_the_environments_own_tools_are_offered_and_called(client):
     assert calls[1].messages[-1]["content"] == "42"
     assert output.response == "It is 42."
     assert output.reward == 1.0
+
+
+async def test_a_tool_that_says_something_is_heard_and_none_at_all_is_an_error():
+    class Words(Calculator):
+        words = True
+
+    class Bare(Calculator):
+        bare = True
+
+    with served(Words, CallToolAction, CallToolObservation) as url:
+        _, calls = await output_of(OpenEnv(url), {"prompt": "2+40?"}, drift.CALL, "42")
+    assert calls[1].messages[-1]["content"] == "It is 42."
+    with (
+        served(Bare, CallToolAction, CallToolObservation) as url,
+        pytest.raises(RuntimeError, match="lists no tool"),
+    ):
+        await output_of(OpenEnv(url), {"prompt": "2+40?"}, "42")
 
 
 async def test_what_the_user_makes_of_observations_and_answers(letters_url):
@@ -487,6 +524,13 @@ def test_the_example_learns(main, tmp_path):  # noqa: F811
     assert after > before + 0.2, (before, after)
     assert set(result.outcomes) == {"completed"}
     assert children() == []
+
+
+async def test_a_file_names_it(letters_url):
+    given = {"kind": "openenv", "url": letters_url, "max_turns": 2, "message_of": "json:dumps"}
+    output, calls = await output_of(from_settings(given, "tuner.environment"), {"seed": 1}, "40")
+    assert output.metrics["turns"] == 2
+    assert calls[0].messages[0]["content"] == '{"text": "Guess!", "seed": null}'
 
 
 def test_seeds_are_rows_where_there_is_no_dataset():
