@@ -102,6 +102,7 @@ ELSEWHERE = {
     "curriculum.md": "tests/loop/test_curriculum_runs.py",
     "agentscope2.md": "tests/integration/agentscope2/test_docs.py",
     "judges.md": "tests/rewards/test_model_judges.py",
+    "environments.md": "tests/integration/environments/test_page.py",
     "from_agentscope.md": "tests/prompts/test_from_agentscope.py",
     "frameworks.md": "tests/integration/frameworks/test_docs.py",
     "not_python.md": "tests/test_pages.py",

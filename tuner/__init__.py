@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tuner.config import RemoteModel, RunConfig
     from tuner.data.dataset import Dataset, DatasetConfig
     from tuner.data.task_results import TaskResults
+    from tuner.environments.trl import from_trl
     from tuner.errors import (
         ConfigError,
         ContextLengthError,
@@ -64,6 +65,7 @@ _MODULES = {
     "tuner.config": ("RemoteModel", "RunConfig"),
     "tuner.data.dataset": ("Dataset", "DatasetConfig"),
     "tuner.data.task_results": ("TaskResults",),
+    "tuner.environments.trl": ("from_trl",),
     "tuner.functions.calling": ("check_judge_function", "check_workflow_function"),
     "tuner.functions.outputs": (
         "JudgeOutput",
@@ -118,6 +120,7 @@ __all__ = [
     "check_judge_function",
     "check_workflow_function",
     "evaluate",
+    "from_trl",
     "rebase",
     "recorded",
     "require_agentscope1",

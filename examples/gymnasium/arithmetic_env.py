@@ -15,7 +15,6 @@ from tuner.rewards import final_answer, math_equal
 
 DATA = Path(__file__).resolve().parent.parent / "gsm8k" / "data"
 HELD_OUT = 1_000_000  # seeds from here on draw held-out problems
-PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
 
 
 class Arithmetic(gymnasium.Env[str, str]):
@@ -25,8 +24,8 @@ class Arithmetic(gymnasium.Env[str, str]):
         tries: Answers that one episode takes.
     """
 
-    observation_space = Text(max_length=1000, charset=PRINTABLE)
-    action_space = Text(max_length=1000, min_length=0, charset=PRINTABLE)
+    observation_space = Text(max_length=1000)
+    action_space = Text(max_length=1000, min_length=0)
 
     def __init__(self, tries: int = 1) -> None:
         self._tries, self._left, self._truth = tries, tries, ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from typer.testing import CliRunner
 from tuner import TunerModelConfig, WorkflowOutput, evaluate, tune
 from tuner.cli import app
 from tuner.config.load import load_config
+from tuner.config.tuner_section import KINDS
 from tuner.environments import Areal, Environment, Gymnasium
-from tuner.environments.seam import brought, from_settings
+from tuner.environments.seam import CLASSES, brought, from_settings
 from tuner.errors import ConfigError, DatasetError, FunctionError, TrainingError
 from tuner.functions.loading import load_named
 from tuner.functions.outputs import JudgeOutput
@@ -203,13 +205,14 @@ def test_a_file_names_an_environment_or_what_makes_one(named, letter):
         (f"{HERE.parent}/nowhere.py:made", "there is no file"),
         ("made", "write package.module:environment"),
         (f"{HERE}:test_an_environment_stands_alone", "does not take the arguments none"),
+        ({"kind": "gym"}, "setting is {'kind': 'gym'}: Input should be"),
         ({"kind": "gymnasium"}, "missing a required argument: 'id'"),
         ({"kind": "gymnasium", "id": "X", "turns": 3}, "unexpected keyword argument 'turns'"),
     ],
 )
 def test_what_a_file_cannot_name_is_refused(given, said):
     with pytest.raises(ConfigError, match=said):
-        from_settings(given, "tuner.environment")
+        from_settings(given, "the setting")
 
 
 def test_a_value_that_is_none_is_refused():
@@ -232,6 +235,13 @@ def test_a_value_that_is_none_is_refused():
 def test_the_file_says_one_thing(section, said):
     with pytest.raises(ConfigError, match=said):
         load_config(settings={"tuner": section})
+
+
+def test_every_kind_of_the_file_has_its_class():
+    assert set(KINDS) == set(CLASSES)
+    for reference in CLASSES.values():
+        module, _, name = reference.partition(":")
+        assert issubclass(getattr(import_module(module), name), Environment)
 
 
 def test_paths_in_it_begin_at_the_file(tmp_path):
@@ -333,3 +343,16 @@ async def test_a_queue_agent_comes_with_its_data_and_closes_what_is_idle():
     assert door.closed == 1
     with pytest.raises(ConfigError, match="give type and args"):
         Areal({"typ": "a"}, {"type": "b"})
+
+
+def test_a_worker_that_has_only_the_text_of_the_functions_runs_them():
+    """As Trinity-RFT's workers get them: by value, in a process that has none of this."""
+    cloudpickle = pytest.importorskip("cloudpickle")
+    environment = Letters(letter="q")
+    workflow, judge = (
+        cloudpickle.loads(cloudpickle.dumps(one))
+        for one in (environment.workflow, environment.judge)
+    )
+    assert workflow.__self__.letter == judge.__self__.letter == "q"
+    assert workflow.__self__ is not environment
+    assert workflow.__self__.train_dataset is None

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tuner.commands.arguments import FAILED, ConfigFile, Overrides, functions_of
+from tuner.commands.arguments import FAILED, ConfigFile, Named, Overrides, functions_of
 from tuner.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tuner.result import Verdict
+    from tuner.settings import Given
 
 
 def check(
@@ -42,19 +46,7 @@ def check(
         which = "--judge" if of_judge else "--branching"
         raise ConfigError(f"{which} needs rollouts, which are run here: add tuner.backend=local")
     if named.backend == "trinity":
-        from tuner.environments.seam import parts_of
-        from tuner.trinity.preparation import check_trinity
-
-        given = {"environment": named.environment, "config_path": config}
-        parts = parts_of(named.workflow, named.judge, None, {**given, "overrides": overrides or []})
-        verdict = check_trinity(
-            config,
-            parts.given["overrides"],
-            workflow=parts.workflow,
-            judge=parts.judge,
-            train_dataset=parts.train_dataset,
-            eval_dataset=parts.given.get("eval_dataset"),
-        )
+        verdict = _check_trinity(config, overrides or [], named)
     else:
         run = prepare(**named.arguments, config_path=config, overrides=overrides or [])
         # These import PyTorch: only once the rest is in order.
@@ -77,3 +69,23 @@ def check(
     typer.echo(verdict.text)
     if not verdict.ready:
         raise typer.Exit(FAILED)
+
+
+def _check_trinity(path: Path, overrides: list[str], named: Named) -> Verdict:
+    from tuner.environments.seam import parts_of
+    from tuner.trinity.preparation import check_trinity
+
+    given: Given = {
+        "environment": named.environment,
+        "config_path": path,
+        "overrides": overrides,
+    }
+    parts = parts_of(named.workflow, named.judge, None, given)
+    return check_trinity(
+        path,
+        parts.given["overrides"],
+        workflow=parts.workflow,
+        judge=parts.judge,
+        train_dataset=parts.train_dataset,
+        eval_dataset=parts.given.get("eval_dataset"),
+    )

@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from tuner.environments.areal_environments import Areal
     from tuner.environments.gymnasium_environments import Gymnasium
     from tuner.environments.mixture import Mixture
+    from tuner.environments.openenv import OpenEnv
+    from tuner.environments.openenv_episode import ToolCall
     from tuner.environments.program import Program, ProgramOutput
+    from tuner.environments.trl import TRL
     from tuner.environments.verifiers_environments import Verifiers
 
 # Imported when they are asked for: a file is read without PyTorch.
@@ -19,18 +22,24 @@ _MODULE_OF = {
     "Areal": "tuner.environments.areal_environments",
     "Gymnasium": "tuner.environments.gymnasium_environments",
     "Mixture": "tuner.environments.mixture",
+    "OpenEnv": "tuner.environments.openenv",
     "Program": "tuner.environments.program",
     "ProgramOutput": "tuner.environments.program",
+    "TRL": "tuner.environments.trl",
+    "ToolCall": "tuner.environments.openenv_episode",
     "Verifiers": "tuner.environments.verifiers_environments",
 }
 
 __all__ = [
+    "TRL",
     "Areal",
     "Environment",
     "Gymnasium",
     "Mixture",
+    "OpenEnv",
     "Program",
     "ProgramOutput",
+    "ToolCall",
     "Verifiers",
     "brought",
 ]

@@ -41,7 +41,7 @@ class Areal(Environment):
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
 
     @property
-    def workflow(self) -> Callable[..., Any]:  # type: ignore[override]  # an object that is called
+    def workflow(self) -> Callable[..., Any]:
         """The `QueueWorkflow` itself."""
         return self._queue
 

@@ -16,8 +16,10 @@ from tuner.errors import MissingDependencyError
 from tuner.rewards.sandbox import Finished, Limits, run
 
 # What their clients find their service by.
-_CLIENTS = ("HOME", "DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_CERT_PATH")
-_CLIENTS += ("DOCKER_TLS_VERIFY", "CONTAINER_HOST", "XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS")
+_CLIENTS = (
+    *("HOME", "DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_CERT_PATH"),
+    *("DOCKER_TLS_VERIFY", "CONTAINER_HOST", "XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS"),
+)
 _PATIENCE = 30.0
 """Seconds that the service may take for what is no rollout."""
 

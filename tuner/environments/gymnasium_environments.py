@@ -46,8 +46,8 @@ class Gymnasium(Environment):
         id: A registered id such as "FrozenLake-v1" (or "module:Id", which imports the module
             first), an environment that was made of one, or a function that makes one.
         agent: Plays an episode in place of the agent above: async, takes `task`, `env` (with async
-            `reset`, `step`, and `action_space`) and `model`, and returns a `WorkflowOutput`. Or
-            its name, `package.module:function` or `path/file.py:function`.
+            `reset` and `step`; `env.env` is gymnasium's own) and `model`, and returns a
+            `WorkflowOutput`. Or its name, `package.module:function` or `path/file.py:function`.
         show: An observation as a message's text; None: `str`.
         read_action: The text of an answer as an action; raises ValueError where it is none. None:
             the text of it for a space of texts, and its last number for a discrete one.
@@ -77,13 +77,13 @@ class Gymnasium(Environment):
         eval_tasks: int = 64,
         make_args: Mapping[str, Any] | None = None,
     ) -> None:
-        spec = getattr(id, "spec", None)
-        if hasattr(id, "step") and spec is None:
+        made, spec = hasattr(id, "step") and not isinstance(id, type), getattr(id, "spec", None)
+        if made and spec is None:
             raise ConfigError(
                 f"environment {id!r:.80} was not made of a registered id, so that a second one "
                 "cannot be made: pass a function that makes one"
             )
-        self._id, self._make_args = spec if hasattr(id, "step") else id, dict(make_args or {})
+        self._id, self._make_args = spec if made else id, dict(make_args or {})
         self._agent: Agent = _function(agent, "agent") or self._play
         self._show: Callable[[Any], str] = _function(show, "show") or str
         self._read_action = _function(read_action, "read_action")
@@ -180,7 +180,7 @@ class Gymnasium(Environment):
             ValueError: It is none.
         """
         action = (self._read_action or partial(_read, self._space))(text)
-        if not self._space.contains(action):
+        if not _any_text(self._space) and not self._space.contains(action):
             raise NoAction(f"{action!r:.60} is not in {self._space}")
         return action
 
@@ -200,12 +200,18 @@ def _function(given: Any, name: str) -> Any:
     return given
 
 
+def _any_text(space: Any) -> bool:
+    """Whether a space is one of texts, of which the environment itself says what it takes: its
+    characters and length are seldom meant for models."""
+    return type(space).__name__ == "Text"
+
+
 def _check_readable(space: Any) -> None:
     """
     Raises:
         ConfigError: Nobody says how its actions are read.
     """
-    if type(space).__name__ not in ("Discrete", "Text"):
+    if type(space).__name__ != "Discrete" and not _any_text(space):
         raise ConfigError(
             f"the environment's actions are {space!r:.80}, which no text is: pass read_action, or "
             "an agent"
@@ -213,7 +219,7 @@ def _check_readable(space: Any) -> None:
 
 
 def _read(space: Any, text: str) -> Any:
-    if type(space).__name__ == "Text":
+    if _any_text(space):
         return text
     if not (found := _NUMBER.findall(text)):
         raise NoAction("there is no number in it")

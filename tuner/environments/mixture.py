@@ -45,7 +45,7 @@ class Functions(Environment):
         self._workflow, self.judge = workflow, judge
 
     @property
-    def workflow(self) -> Callable[..., Any]:  # type: ignore[override]  # the function itself
+    def workflow(self) -> Callable[..., Any]:
         """The user's."""
         return self._workflow
 

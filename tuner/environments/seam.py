@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from pydantic import ValidationError
+
 from tuner.config.load import Layers, mode_of, read_layers
 from tuner.config.source import lookup
 from tuner.config.tuner_section import EnvironmentSection
@@ -20,19 +22,22 @@ from tuner.functions.calling import end_run
 from tuner.functions.loading import load_named
 from tuner.functions.outputs import WorkflowOutput, shown
 from tuner.run.interrupts import outside_event_loop
-from tuner.settings import Given, settings_of
+from tuner.settings import WITHOUT_FILE, Given, settings_of
 
 # `kind` in the file -> its class.
-_KINDS: dict[str, str] = {
+CLASSES: dict[str, str] = {
     "areal": "tuner.environments.areal_environments:Areal",
     "gymnasium": "tuner.environments.gymnasium_environments:Gymnasium",
     "mixture": "tuner.environments.mixture:Mixture",
+    "openenv": "tuner.environments.openenv:OpenEnv",
     "program": "tuner.environments.program:Program",
+    "trl": "tuner.environments.trl:TRL",
     "verifiers": "tuner.environments.verifiers_environments:Verifiers",
 }
 # Package whose class was given -> who brings it.
 _BRINGERS: dict[str, str] = {
     "gymnasium": "tuner.environments.gymnasium_environments:Gymnasium",
+    "openenv": "tuner.environments.openenv:OpenEnv",
     "verifiers": "tuner.environments.verifiers_environments:Verifiers",
 }
 
@@ -118,16 +123,18 @@ def from_settings(given: str | EnvironmentSection | Mapping[str, Any], setting: 
     if isinstance(given, str):
         found = load_named(given, setting=setting, kind="environment")
         makes = inspect.isroutine(found) or isinstance(found, type)
-        environment = brought(_made(found, {}, f"{setting} is {given!r}") if makes else found)
-        environment.named = True
-        return environment
+        known = brought(_made(found, {}, f"{setting} is {given!r}") if makes else found)
+        known.named = True
+        return known
     if not isinstance(given, EnvironmentSection):
-        given = EnvironmentSection.model_validate(given)
+        try:
+            given = EnvironmentSection.model_validate(dict(given))
+        except ValidationError as error:
+            said = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise ConfigError(f"{setting} is {dict(given)!r:.120}: {said}") from None
     assert given.kind is not None, "that of a queue agent is made with it"
     what = f"{setting}.kind is {given.kind!r}"
-    if given.kind not in _KINDS:
-        raise ConfigError(f"{what}, which is not in this version: {', '.join(_KINDS)} are")
-    environment = _made(_class_of(_KINDS[given.kind]), given.arguments, what)
+    environment: Environment = _made(_class_of(CLASSES[given.kind]), given.arguments, what)
     environment.named = True
     return environment
 
@@ -209,12 +216,12 @@ def parts_of(
         settings_of(None, None, None, **given),
         given.get("overrides", ()),
     )
-    rest: Given = {**given, "environment": None}  # type: ignore[typeddict-item]  # names are the same
+    rest: Given = {**given, "environment": None}
     if rest.get("eval_dataset") is None and not _names_evaluation(layers):
         rest["eval_dataset"] = environment.eval_dataset
     if train_dataset is None and _rolls_out(layers) and not lookup(layers.tree, _TASKSET):
         train_dataset = environment.train_dataset
-    own = _missing(environment.settings, layers)
+    own = _missing(environment.settings, layers, given)
     if not environment.named and lookup(layers.tree, "tuner.environment") is not None:
         own.append("tuner.environment=null")  # Python wins over the file
     rest["overrides"] = [*own, *given.get("overrides", ())]
@@ -234,10 +241,11 @@ def _names_evaluation(layers: Layers) -> bool:
     return any(isinstance(one, Mapping) and one.get("path") for one in found)
 
 
-def _missing(settings: Mapping[str, Any], layers: Layers) -> list[str]:
+def _missing(settings: Mapping[str, Any], layers: Layers, given: Given) -> list[str]:
     """Those settings of an environment that nobody made, as overrides."""
+    unmade = WITHOUT_FILE if given.get("config_path") is None else {}
     return [
         f"{key}={json.dumps(value)}"
         for key, value in settings.items()
-        if lookup(layers.tree, key) is None
+        if lookup(layers.tree, key) in (None, unmade.get(key))
     ]

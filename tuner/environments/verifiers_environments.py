@@ -77,7 +77,6 @@ class Verifiers(Environment):
         self._seat = _only_seat(self._env.config)
         self._begin()
         taskset = self._env.taskset
-        self._tasks = {}
         self.train_dataset = self._rows(taskset, train or {}, "train")
         if eval is not None:
             self.eval_dataset = self._rows(taskset, eval, "eval")
@@ -231,7 +230,7 @@ def _only_seat(config: Any) -> str:
             f"environment {config.env_id} has the agents {', '.join(seats)}: only those of one "
             "agent are trained, because a rollout has one reward"
         )
-    ((name, seat),) = seats.items()
+    name, seat = next(iter(seats.items()))
     for key in ("model", "client"):
         if getattr(seat, key) is not None:
             raise ConfigError(
@@ -244,7 +243,7 @@ def _only_seat(config: Any) -> str:
                 f"{path} of environment {config.env_id} is set, but each attempt at a rollout is a "
                 "trace of its own: set explorer.max_retry_times, and remove it"
             )
-    return name
+    return str(name)
 
 
 def _row(task: Any) -> dict[str, Any]:

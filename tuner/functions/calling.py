@@ -112,7 +112,7 @@ async def end_run(func: Callable[..., Any] | None) -> None:
     `run_ended()`: in the event loop that its rollouts ran in, when none follows."""
     inner = unwrapped(func) if func is not None else None
     ended = getattr(getattr(inner, "__self__", inner), "run_ended", None)
-    if ended is None:
+    if func is None or ended is None:
         return
     try:
         await ended()

@@ -1,0 +1,38 @@
+"""The code of docs/environments.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import tuner
+from tests import forked
+from tests.test_pages import code
+from tuner.environments import Program
+
+ROOT = Path(__file__).parents[3]
+(OPENENV,) = [one for one in code("environments.md") if "OpenEnv(" in one]
+(TRL,) = [one for one in code("environments.md") if "GRPOTrainer(" in one]
+(PROGRAM,) = [one for one in code("environments.md") if "Program(" in one]
+
+
+def test_all_of_it_is_here():
+    assert {OPENENV, TRL, PROGRAM} == set(code("environments.md"))
+
+
+def test_the_script_of_trl_trains_as_it_stands(tmp_path):
+    (tmp_path / "main.py").write_text(TRL.replace("models/tiny_math", f"{ROOT}/models/tiny_math"))
+    printed = forked.script(tmp_path / "main.py")
+    assert "step 2/2" in printed
+
+
+@pytest.mark.parametrize("script", [OPENENV, PROGRAM], ids=["openenv", "program"])
+def test_the_others_are_what_tune_takes(script, tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(tuner, "tune", lambda **arguments: given.append(arguments))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agent").mkdir()
+    exec(compile(script, "page", "exec"), {"__name__": "page"})
+    if script is PROGRAM:
+        assert isinstance(given[0]["environment"], Program)

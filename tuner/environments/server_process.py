@@ -1,0 +1,140 @@
+"""A server that a run starts for itself, and ends with all that it has started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from tuner.errors import ConfigError
+
+START_SECONDS = 180.0
+"""How long a server may take until it answers."""
+STOP_SECONDS = 5.0
+"""How long it may take to end by itself."""
+
+
+class ServerProcess:
+    """Starts a server when its address is first asked for, and again where it has ended.
+
+    Args:
+        command: Its arguments; `{port}` in them is a free port of loopback. Programs of this
+            Python's environment are found before others.
+        url: Where it will be; None: on that port.
+        folder: Where it runs. None: in the current folder.
+
+    Raises:
+        ConfigError: Nobody would know where it is.
+    """
+
+    def __init__(
+        self, command: Sequence[str], *, url: str | None = None, folder: str | Path | None = None
+    ) -> None:
+        self._command = [str(part) for part in command]
+        self._url = url
+        self._folder = folder
+        if url is None and not any("{port}" in part for part in self._command):
+            raise ConfigError(
+                f"the command {' '.join(self._command)!r} does not say where its server will be: "
+                "put {port} into it, or give url"
+            )
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._said: IO[bytes] | None = None
+        self._address = ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        made = partial(ServerProcess, url=self._url, folder=self._folder)
+        return made, (self._command,)  # elsewhere it starts one of its own
+
+    def address(self) -> str:
+        """Where the server is, which answers by then; blocks until it does.
+
+        Raises:
+            ConnectionError: It ended, or did not answer in time; the message has its last words.
+        """
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._stop()
+                self._start()
+            return self._address
+
+    def close(self) -> None:
+        """End it and what it has started."""
+        with self._lock:
+            self._stop()
+
+    def _start(self) -> None:
+        port = str(_free_port())
+        self._address = self._url or f"http://127.0.0.1:{port}"
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  # closed when it stops
+        programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        self._process = subprocess.Popen(
+            [part.replace("{port}", port) for part in self._command],
+            cwd=self._folder,
+            env={**os.environ, "PATH": programs},
+            stdin=subprocess.DEVNULL,
+            stdout=self._said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            self._wait()
+        except BaseException:
+            self._stop()
+            raise
+
+    def _wait(self) -> None:
+        import httpx
+
+        assert self._process is not None
+        until = time.monotonic() + START_SECONDS
+        while time.monotonic() < until:
+            if self._process.poll() is not None:
+                raise ConnectionError(
+                    f"the server {self._command[0]} ended with {self._process.returncode}: "
+                    f"{self._last_words()}"
+                )
+            with suppress(httpx.HTTPError):
+                httpx.get(f"{self._address}/health", trust_env=False, timeout=1.0)
+                return
+            time.sleep(0.05)
+        raise ConnectionError(
+            f"the server {self._command[0]} did not answer at {self._address} within "
+            f"{START_SECONDS:g} s: {self._last_words()}"
+        )
+
+    def _last_words(self) -> str:
+        assert self._said is not None
+        self._said.seek(0)
+        return self._said.read().decode(errors="replace")[-500:].strip()
+
+    def _stop(self) -> None:
+        if self._process is None:
+            return
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_SECONDS)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        if self._said is not None:
+            self._said.close()
+        self._process = None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
