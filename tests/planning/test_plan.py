@@ -256,6 +256,13 @@ def test_a_plan_says_of_each_number_where_it_is_from(file, ran):
     assert any("calls of a rollout: 40 is beyond" in warning for warning in assumed.warnings)
 
 
+def test_a_folder_of_runs_is_taken_for_the_runs_in_it(file, ran, tmp_path):
+    found = plan_file(file, runs=[ran.parent.parent, ran])
+    assert list(found.errors) == ["run"]
+    with pytest.raises(TunerError, match="is not a run"):
+        plan_file(file, runs=[tmp_path])
+
+
 def test_another_agent_is_assumed_and_said(file, ran):
     found = plan_file(file, ["tuner.workflow=others.py:workflow"], runs=[ran])
     assert {number.name: number.kind for number in found.numbers}["calls"] == "assumed"

@@ -21,7 +21,7 @@ from tuner.errors import TunerError
 from tuner.planning.step_model import Place, Work
 from tuner.run.continuation import leaves
 from tuner.run.directory import RunDirectory, read_metrics
-from tuner.run.summary import check_is_run
+from tuner.run.summary import check_is_run, find_runs, is_run
 from tuner.traces import Call, TokenTree, Trace, read_traces
 
 STEPS = 8
@@ -139,6 +139,17 @@ def place_of(settings: Mapping[str, Any], *, cores: int | None = None) -> Place:
         workers=cores if workers == "auto" else int(workers),
         cores=cores,
     )
+
+
+def runs_in(given: Sequence[Path]) -> list[Path]:
+    """Run directories, and those in folders of runs: each once, where it was named last."""
+    found: dict[Path, None] = {}
+    for path in given:
+        inside = [] if is_run(path) else list(find_runs(path))
+        for run in inside or [path]:
+            found.pop(run.resolve(), None)
+            found[run.resolve()] = None
+    return list(found)
 
 
 def read_measured(path: Path) -> MeasuredRun:
