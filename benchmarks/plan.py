@@ -1,15 +1,15 @@
 """How well `tuner plan` tells the seconds of a step that it has not seen.
 
-Runs of tiny models are recorded with several agents, batch sizes, group sizes, turns and lengths. The
-constants of this machine are fitted to some of them; the others are predicted, part by part:
+Runs of tiny models are recorded with several agents, batch sizes, group sizes, turns and lengths.
+The constants of this machine are fitted to some; the others are predicted, part by part:
 
-- *its own work*: the same agent was fitted with another batch or group; nothing of the run is known;
-- *work given*: what its rollouts come to (calls, tokens) is read from the run, its seconds are not;
-- *a new agent*: as before, and what its code costs is not known either (the mean of the others).
+- *its own work*: the agent was fitted with another batch or group; nothing of the run is known;
+- *work given*: what its rollouts come to (calls, tokens) is read from it, its seconds are not;
+- *a new agent*: as before, and what its code costs is not known (the mean of the others).
 
-The goal is an error of at most 15 % of a step's seconds. Where others use the machine, `--cpu` measures
-seconds of CPU of the process in the place of seconds on the clock: these agents wait for nothing, and
-everything is computed with one thread, so that on a machine of their own both are the same.
+The goal is an error of at most 15 % of a step's seconds. Where others use the machine, `--cpu`
+measures seconds of CPU of the process in the place of seconds on the clock: these agents wait for
+nothing, and everything is computed with one thread, so that on a machine of its own both are alike.
 
     python benchmarks/plan.py [--cpu] [--keep FOLDER] [--steps 3]
 """
@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Any
 from _report import Row, report
 
 if TYPE_CHECKING:
-    from tuner.planning.measured import Fit, MeasuredRun
+    from tuner.planning.fitting import Fit
+    from tuner.planning.measured import MeasuredRun
     from tuner.planning.step_model import StepTime
 
 ROOT = Path(__file__).parents[1]
@@ -91,7 +92,7 @@ CASES = (
 def _measure(folder: Path, steps: int, *, cpu: bool) -> None:
     """Record the runs that are not there yet."""
     if cpu:  # before anything of tuner's is imported
-        time.perf_counter = time.process_time  # type: ignore[assignment]
+        time.perf_counter = time.process_time
     import torch
 
     torch.set_num_threads(1)  # seconds of CPU are then those of the clock
@@ -132,8 +133,8 @@ def _record(case: Case, folder: Path, steps: int) -> None:
 
 def _agent(name: str, folder: Path, count: int) -> tuple[Any, Any, list[Any], list[str]]:
     """Workflow, judge, so many tasks, and the settings of their model."""
-    import agent_step
     import _plain_agents as plain
+    import agent_step
 
     data = (plain._rows(ROOT / "examples" / "gsm8k" / "data" / "train.jsonl") * 2)[:count]
     tiny = f"model.model_path={ROOT / 'models' / 'tiny_math'}"
@@ -192,7 +193,8 @@ def _told(case: Case, run: MeasuredRun, known: Fit, fitted: dict[Case, MeasuredR
 
 
 def _rows(folder: Path, clock: str) -> Iterator[Row]:
-    from tuner.planning.measured import fit, read_measured
+    from tuner.planning.fitting import fit
+    from tuner.planning.measured import read_measured
 
     runs = {case: read_measured(folder / PROJECT / case.name) for case in CASES}
     fitted = {case: run for case, run in runs.items() if case.kind is None}

@@ -1,8 +1,8 @@
 """Costs of GPUs that no run was measured on: what was measured once on an H100, and data sheets.
 
 Measured (one H100 SXM, Qwen3 of 0.6B and 1.7B, `benchmarks/results/gpu/slice_2.json` and
-`slice_3.json`): seconds of an update by unique tokens, and of a pass of the engine over transformers
-by its answers. Everything else follows from sizes and data sheets, and is assumed.
+`slice_3.json`): seconds of an update by unique tokens, and of a pass of the engine over
+transformers by its answers. Everything else follows from sizes and data sheets, and is assumed.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ GPUS = {
 }
 _H100 = GPUS["H100"]
 # Seconds of an update on an H100: whatever is in it, of a token, and of a token for each billion
-# parameters: what comes closest to the six updates of slice_2.json, in relative terms.
-UPDATE, TOKEN, TOKEN_BILLION = 0.123, 1.229e-5, 1.025e-5
+# parameters: what comes closest to the six updates of slice_2.json.
+UPDATE, TOKEN, TOKEN_BILLION = 0.1244, 1.017e-5, 1.306e-5
 # Seconds of a pass of the engine over transformers on an H100, 0.6B: whatever is in it, and of an
 # answer in it; of slice_3.json, distinct prompts, in the same way.
-PASS, ANSWER = 5.783e-3, 5.53e-5
+PASS, ANSWER = 5.413e-3, 5.608e-5
 MEASURED_BILLIONS = (0.6, 1.7)
 MEASURED = {  # beyond these nothing was seen
     "billions of parameters": MEASURED_BILLIONS,
     "rollouts at a time": (1, 64),
     "tokens of an update": (1885, 62_636),
 }
-# Assumed. Seconds of a pass of vLLM beyond reading the weights, and the part of a data sheet's numbers
-# that is reached: of memory in a pass, of arithmetic in a prompt.
+# Assumed. Seconds of a pass of vLLM beyond reading the weights, and the part of a data sheet's
+# numbers that is reached: of memory in a pass, of arithmetic in a prompt.
 SERVER_PASS, OF_MEMORY, OF_ARITHMETIC = 2e-3, 0.7, 0.4
 # Bytes of keys and values of a token in bfloat16: Qwen3 of 0.6B to 8B has 115 to 147 thousand.
 CACHE_BYTES = 131_072

@@ -8,179 +8,32 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from io import StringIO
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Literal
-
-from rich.console import Console
-from rich.table import Table
 
 from tuner.config import RunConfig
 from tuner.config.load import checked, read_layers
 from tuner.errors import ConfigError
+from tuner.planning.answer import Kind, Number, Plan
+from tuner.planning.arranging import Asked, arranged, possible
+from tuner.planning.fitting import GATEWAY, Fit, extent, fit
 from tuner.planning.gpus import (
     FURTHER_TRAINER,
     MEASURED,
     Hardware,
     billions,
     costs_on,
-    trainers,
 )
-from tuner.planning.measured import GATEWAY, Fit, MeasuredRun, extent, fit, place_of, read_measured
-from tuner.planning.step_model import Change, Costs, Place, StepTime, Work, changes, predict
+from tuner.planning.measured import agent_of, read_measured, runs_in
+from tuner.planning.step_model import Costs, Place, Work, changes, predict
 from tuner.run.continuation import leaves
 from tuner.run.summary import is_run
 
-Kind = Literal["measured", "fitted", "assumed"]
 _COSTS = tuple(one.name for one in fields(Costs))
 _WORK = tuple(one.name for one in fields(Work) if one.name != "spread")
 _NEEDED = ("calls", "completion", "prompt")
 _BEYOND = 1.25
 """From so many times the largest that was fitted on, or as much below the smallest, it is said."""
-_WORDS = {
-    "generation": "the engine: more engines, a faster GPU, shorter answers",
-    "gateway": "the gateway, which is one process: fewer calls, or tuner.backend: trinity, where each "
-    "runner has its own",
-    "agent": "the agents' own code: tuner.workers, or more cores",
-    "rollouts": "judges and records of rollouts: fewer of them",
-    "waiting": "waiting for tools, or for the longest rollouts: explorer.runner_per_model, "
-    "synchronizer.sync_offset",
-    "training": "the update: more or faster GPUs that train, fewer unique tokens",
-    "weights": "giving the engines the weights",
-    "rest": "what else the step does",
-}
-
-
-@dataclass(frozen=True)
-class Number:
-    """One number that the plan is made of."""
-
-    name: str
-    value: float
-    kind: Kind
-    source: str
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is to be expected.
-
-    Attributes:
-        title: What is planned, on what.
-        place: What runs where.
-        time: Seconds of a step.
-        numbers: All it is made of.
-        changes: What saves most, if it alone is changed.
-        warnings: What was never measured, by name, and what else to know.
-        errors: Of each run that was fitted, seconds of a step as the model tells and as measured.
-    """
-
-    title: str
-    place: Place
-    time: StepTime
-    numbers: Sequence[Number]
-    changes: Sequence[Change] = ()
-    warnings: Sequence[str] = ()
-    errors: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """All of it as plain data."""
-        return {
-            "title": self.title,
-            "seconds": self.time.seconds,
-            "parts": dict(self.time.parts),
-            "busy": dict(self.time.busy),
-            "answers_in_a_pass": self.time.batch,
-            "unique_tokens": self.time.unique,
-            "limit": self.time.limit,
-            "place": asdict(self.place),
-            "changes": [
-                {"what": one.what, "seconds": one.time.seconds, "limit": one.time.limit}
-                for one in self.changes
-            ],
-            "numbers": [asdict(one) for one in self.numbers],
-            "runs": {
-                name: {"predicted": told, "measured": took}
-                for name, (told, took) in self.errors.items()
-            },
-            "warnings": list(self.warnings),
-        }
-
-    def __str__(self) -> str:
-        written = StringIO()
-        console = Console(file=written, width=120, highlight=False)
-        console.print(self.title)
-        console.print(_table(("seconds of a step", "", "share"), self._rows(), right=(1, 2)))
-        console.print(f"limit: {self.time.limit}, {_WORDS[self.time.limit]}", markup=False)
-        if self.changes:
-            rows = [
-                (one.what, f"{one.time.seconds:.3g}", f"{self.time.seconds / one.time.seconds:.2f}x",
-                 one.time.limit)
-                for one in self.changes
-            ]  # fmt: skip
-            heads = ("change first (each alone)", "seconds", "faster", "then the limit is")
-            console.print(_table(heads, rows, right=(1, 2)))
-        else:
-            console.print("no change that is known here saves 3 % or more")
-        numbers = [(one.name, f"{one.value:.4g}", one.kind, one.source) for one in self.numbers]
-        console.print(_table(("number", "value", "is", "from"), numbers, right=(1,)))
-        if self.errors:
-            worst = max(abs(told / took - 1) for told, took in self.errors.values())
-            console.print(
-                f"the model tells a step of the {len(self.errors)} runs within {worst:.0%}"
-            )
-        for warning in self.warnings:
-            console.print(f"warning: {warning}", markup=False)
-        return "\n".join(line.rstrip() for line in written.getvalue().splitlines())
-
-    def _rows(self) -> list[tuple[str, ...]]:
-        whole = self.time.seconds
-        parts = self.time.parts
-        rows = [
-            (name, f"{seconds:.3g}", f"{seconds / whole:.0%}")
-            for name, seconds in parts.items()
-            if seconds
-        ]
-        busy = ", ".join(f"{name} {s / whole:.0%}" for name, s in self.time.busy.items())
-        return [
-            *rows,
-            ("a step", f"{whole:.3g}", ""),
-            (f"busy: {busy}", "", ""),
-            (f"answers in a pass: {self.time.batch:.1f}", "", ""),
-        ]
-
-
-def _table(
-    heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()
-) -> Table:
-    table = Table()
-    for place, head in enumerate(heads):
-        table.add_column(head, justify="right" if place in right else "left")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a plan is asked for.
-
-    Attributes:
-        settings: Effective, by dotted key.
-        runs: That are measured.
-        gpus: None: as the runs were, without.
-        cores: Of all nodes; None: this machine's.
-        assumed: Costs and numbers of `Work` that the user gives, by name.
-        apart: Whether Trinity-RFT is the backend, or with several GPUs would be.
-    """
-
-    settings: Mapping[str, Any]
-    runs: Sequence[MeasuredRun]
-    gpus: Hardware | None = None
-    cores: int | None = None
-    assumed: Mapping[str, float] = field(default_factory=dict)
-    apart: bool = False
 
 
 def plan_file(
@@ -198,7 +51,7 @@ def plan_file(
     Args:
         path: YAML file in Trinity-RFT's form.
         overrides: `a.b=c`, which win over it.
-        runs: Run directories; the file's own is taken too, where it is there.
+        runs: Run directories, or folders of some; none: the file's own, where it is there.
         gpus: Of each node, as `8xH100`; None: none.
         cores: Of each node; None: this machine's.
         nodes: Machines.
@@ -222,7 +75,7 @@ def plan_file(
     several = hardware is not None and hardware.gpus > 1
     asked = Asked(
         settings,
-        [read_measured(run) for run in [*runs, *own]],
+        [read_measured(run) for run in runs_in([*runs, *own])],
         hardware,
         None if cores is None else cores * nodes,
         assumed or {},
@@ -243,7 +96,7 @@ def plan(asked: Asked, *, title: str) -> Plan:
     numbers: dict[str, Number] = {}
     warnings: list[str] = []
     work = _work(asked, numbers, warnings)
-    place = _place(asked)
+    place = arranged(asked)
     costs = _costs(asked, known, place, numbers, warnings)
     for name, value in asked.assumed.items():
         numbers[name] = Number(name, value, "assumed", "--assume")
@@ -255,15 +108,9 @@ def plan(asked: Asked, *, title: str) -> Plan:
         place=place,
         time=predict(work, costs, place),
         numbers=list(numbers.values()),
-        changes=changes(work, costs, place, _wanted(asked, place))[:5],
+        changes=changes(work, costs, place, possible(asked, place))[:5],
         warnings=warnings,
-        errors={}
-        if known is None
-        else {
-            run.name: (known.again(run).seconds, run.middle("seconds"))
-            for run in asked.runs
-            if run.name in known.used
-        },
+        errors={} if known is None else known.errors(),
     )
 
 
@@ -278,15 +125,15 @@ def _where(asked: Asked, place: Place) -> str:
 
 
 def _work(asked: Asked, numbers: dict[str, Number], warnings: list[str]) -> Work:
-    agent = str(asked.settings.get("tuner.workflow") or "unnamed")
+    agent = agent_of(asked.settings)
     same = [run for run in asked.runs if run.agent == agent]
     given = {name: value for name, value in asked.assumed.items() if name in _WORK}
     lacking = [name for name in _NEEDED if name not in given]
     if not asked.runs and lacking:
         raise ConfigError(
             f"nothing says what a rollout comes to: give a run of this agent with --from, or "
-            f"{' '.join(f'--assume {name}=NUMBER' for name in lacking)} (calls of a rollout, tokens "
-            "of an answer and of a prompt)"
+            f"{' '.join(f'--assume {name}=NUMBER' for name in lacking)} (calls of a rollout, "
+            "tokens of an answer and of a prompt)"
         )
     if not asked.runs:
         # Each call goes on from the one before, and tasks share nothing.
@@ -303,7 +150,7 @@ def _work(asked: Asked, numbers: dict[str, Number], warnings: list[str]) -> Work
             warnings.append(
                 f"no run is of {agent}: what its rollouts come to is assumed to be as in {source}"
             )
-    work = replace(base, **given)
+    work = replace(base, **given)  # type: ignore[arg-type]  # all but the spread are numbers
     for name in _WORK:
         if getattr(work, name):
             numbers[name] = Number(name, getattr(work, name), kind, source)  # type: ignore[arg-type]
@@ -315,96 +162,20 @@ def _work(asked: Asked, numbers: dict[str, Number], warnings: list[str]) -> Work
     return work
 
 
-# What runs where
-
-
-def _place(asked: Asked) -> Place:
-    place = place_of(asked.settings, cores=asked.cores)
-    if asked.gpus is None:
-        return place
-    prefix = "explorer.rollout_model"
-    kind = asked.settings.get(f"{prefix}.engine_type") or "auto"
-    parallel = int(asked.settings.get(f"{prefix}.tensor_parallel_size") or 1)
-    if asked.gpus.gpus == 1:
-        served = kind in ("vllm", "sglang")
-        return replace(place, in_process=not served, engines=1, shared="device")
-    left = asked.gpus.gpus - place.engines * parallel
-    if left < 1:
-        raise ConfigError(
-            f"{prefix}.engine_num {place.engines} x tensor_parallel_size {parallel} take all "
-            f"{asked.gpus.gpus} GPUs and leave none to train: lower them, or name more with --gpus"
-        )
-    place = replace(place, in_process=False, shared="apart")
-    if not asked.apart:
-        return place  # which trains on one GPU
-    running = place.running * place.engines  # for each of them
-    runners = min(running, place.cores)
-    return replace(
-        place, running=running, workers=runners, gateways=runners, trainers=trainers(left)
-    )
-
-
-def _wanted(asked: Asked, place: Place) -> list[tuple[str, dict[str, object]]]:
-    """What could be set otherwise or bought."""
-    found: list[tuple[str, dict[str, object]]] = []
-    if not place.workers and place.cores > 1:
-        found.append((f"tuner.workers: {place.cores}", {"workers": place.cores}))
-    if not place.ahead:
-        found.append(("synchronizer.sync_offset: 1", {"ahead": 1}))
-    if place.running < place.rollouts * (place.ahead + 1):
-        per = place.engines if place.gateways > 1 else 1
-        settings = {"running": 2 * place.running, "slots": 2 * place.slots}
-        more = f"explorer.runner_per_model: {2 * place.running // per}"
-        found.append((f"{more}, tuner.max_slots: {2 * place.slots}", dict(settings)))
-    elif place.slots < place.running / place.engines:
-        found.append((f"tuner.max_slots: {2 * place.slots}", {"slots": 2 * place.slots}))
-    doubled: dict[str, object] = {"cores": 2 * place.cores}
-    if place.gateways > 1:
-        runners = min(place.running, 2 * place.cores)
-        doubled |= {"workers": runners, "gateways": runners}
-    elif place.workers:
-        doubled["workers"] = max(place.workers, 2 * place.cores)
-    found.append((f"{2 * place.cores} cores", doubled))
-    return found + (_of_gpus(asked, place) if asked.gpus is not None else [])
-
-
-def _of_gpus(asked: Asked, place: Place) -> list[tuple[str, dict[str, object]]]:
-    assert asked.gpus is not None
-    key = "explorer.rollout_model.tensor_parallel_size"
-    parallel = int(asked.settings.get(key) or 1)
-    name, number = "explorer.rollout_model.engine_num", place.engines
-    if asked.gpus.gpus == 1:
-        return [("a second GPU, for the engine alone", {"shared": "apart"})]
-    left = asked.gpus.gpus - number * parallel
-    found: list[tuple[str, dict[str, object]]] = [
-        (f"{parallel} more GPUs, {name}: {number + 1}", {"engines": number + 1}),
-    ]
-    if not asked.apart:
-        return found
-    found.append(("one more GPU, which trains", {"trainers": trainers(left + 1)}))
-    if left > parallel:
-        moved: dict[str, object] = {"engines": number + 1, "trainers": trainers(left - parallel)}
-        found.append((f"{name}: {number + 1}, of the same GPUs", moved))
-    if number > 1:
-        moved = {"engines": number - 1, "trainers": trainers(left + parallel)}
-        found.append((f"{name}: {number - 1}, so that more of the same GPUs train", moved))
-    return found
-
-
 # What each part costs
 
 
 def _costs(
     asked: Asked, known: Fit | None, place: Place, numbers: dict[str, Number], warnings: list[str]
 ) -> Costs:
-    agent = str(asked.settings.get("tuner.workflow") or "unnamed")
+    agent = agent_of(asked.settings)
     here = Costs(gateway=GATEWAY)
     source: dict[str, tuple[Kind, str]] = dict.fromkeys(_COSTS, ("assumed", "nothing is known"))
     source["gateway"] = ("measured", "benchmarks/results/gateway.json, another machine")
     if known is not None:
         here = known.of(agent)
         of = f"{len(known.used)} runs"
-        source |= dict.fromkeys(_COSTS, ("fitted", of))
+        source |= dict.fromkeys(set(_COSTS) - {"gateway"}, ("fitted", of))
         source |= dict.fromkeys(("publish", "rest"), ("measured", of))
         if agent not in known.agents:
             source["agent"] = ("assumed", f"mean of {len(known.agents)} other agents")
@@ -483,9 +254,10 @@ def _beyond(asked: Asked, known: Fit | None, work: Work, place: Place, costs: Co
                 f"{FURTHER_TRAINER:g} of the first"
             )
     if known is not None and asked.gpus is None:
-        models = {str(run.settings.get("model.model_path")) for run in known.runs}
-        model = str(asked.settings.get("model.model_path"))
-        if len({os.path.basename(one) for one in {*models, model}}) > 1:
+        paths = [run.settings.get("model.model_path") for run in known.runs]
+        models = {os.path.basename(str(path)) for path in paths}
+        model = os.path.basename(str(asked.settings.get("model.model_path")))
+        if model not in models:
             found.append(f"costs are of {', '.join(sorted(models))}, and the file trains {model}")
         if place.workers:
             found.append("the runs had no workers: what their requests cost is not known")

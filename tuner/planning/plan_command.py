@@ -20,8 +20,9 @@ def plan(
         typer.Option(
             "--from",
             metavar="RUN",
-            help="A run of this machine that it is fitted to; several times. The file's own, if "
-            "none is given. The last one of the file's agent says what a rollout comes to.",
+            help="A run of this machine that it is fitted to, or a folder of runs; several times. "
+            "The file's own, if none is given. The last one of the file's agent says what a "
+            "rollout comes to.",
         ),
     ] = None,
     gpus: Annotated[

@@ -1,24 +1,26 @@
 """Seconds of a step, from what its rollouts come to (`Work`), costs (`Costs`) and places (`Place`).
 
-Rollouts go in circles: the agent asks (its code and the gateway take CPU), the engine answers, a tool
-or another service is waited for. With `running` rollouts at a time over `engines` engines, one circle
-is, with B answers in an engine's pass (a closed queue with one station):
+Rollouts go in circles: the agent asks (its code and the gateway take CPU), the engine answers, a
+tool or another service is waited for. With `running` rollouts at a time over `engines` engines, one
+circle is, with B answers in an engine's pass (a closed queue with one station):
 
-    circle = waits + calls_cpu + A + B D        A = tokens x step: a pass costs this whatever is in it
-    B = running / engines x (circle - waits - calls_cpu) / circle, at most slots
-    D = tokens x (sampled + attended x context) + new prompt tokens x prefilled
+    circle = waits + A + B D
+    B      = running / engines x (circle - waits) / circle, at most slots
+    A      = tokens x step: a pass costs this whatever is in it
+    D      = tokens x (sampled + attended x context) + new prompt tokens x prefilled
 
 which is a quadratic equation. An engine in the trainer's process is stepped on the loop that agents
-and gateway run on: what these take is then in D and waited for by all. Else gateway and workers are
-stations of their own, and the slowest one sets the pace:
+and gateway run on: what these take is then in D and held up by all. Else it is among what is waited
+for, and gateway and workers are stations of their own, the slowest of which sets the pace:
 
     collection = max(circles of all rollouts + tail, gateways, workers, all CPU / cores)
-    tail       = how much longer the longest of those that run together is than the mean, in A and waits
+    tail       = how much longer the longest of those that run together is than the mean
     training   = update + unique tokens x (trained + paired x depth) x passes / trainers
     step       = collection + training - overlap + weights + rest
 
-`overlap` is 0 where collection and training take turns; with `ahead` the shorter one of them, less
-what both need of one device or of the cores. All seconds are of the clock, those of CPU too.
+`overlap` is 0 where collection and training take turns; with `ahead` it is the shorter of them, less
+what both need of one device, of one process's arithmetic or of the cores. All seconds are of the
+clock, those of CPU too.
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ class Work:
         if not self.spread:
             return 1.0
         draws, size = max(1.0, count), len(self.spread)
-        return sum(
+        return math.fsum(
             value * (((place + 1) / size) ** draws - (place / size) ** draws)
             for place, value in enumerate(self.spread)
         )
@@ -336,8 +338,11 @@ def _overlap(parts: Mapping[str, float], collection: float, training: float, pla
     if place.shared == "device":
         least = max(least, parts["generation"] + training)
     elif place.shared == "cpu":
-        needed = sum(parts.values()) + training
-        least = max(least, needed / place.cores)
+        cores = (sum(parts.values()) + training) / place.cores
+        # Both are computed in one process: an update beside generation takes twice as long
+        # (benchmarks/results/async.json).
+        arithmetic = parts["generation"] + training if place.in_process else 0.0
+        least = max(least, cores, arithmetic)
     return max(0.0, collection + training - least)
 
 
