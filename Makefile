@@ -6,6 +6,7 @@
 # make test-trackers   the tests that run W&B, MLflow and SwanLab, in an environment of their own
 # make test-environments   the tests with verifiers, OpenEnv, TRL and gymnasium, in an environment of their own
 # make test-trinity   the tests that run Trinity-RFT on Ray, in an environment of their own (7 GB)
+# make test-cluster   Ray clusters and engines on several machines, which are namespaces of this one; as test-trinity
 # make test-vllm   the tests that run vLLM on a CPU, in an environment of their own (3.6 GB)
 # make test-models   every causal LM of transformers, tiny: docs/models.md is what it finds
 # make test-chaos   kills, a fault at each file operation, wrong requests, sessions, a killed server, a soak of half an hour
@@ -48,8 +49,8 @@ SELECT := -m "not nightly"
 # Each file's engine or cluster is one worker's, and starting one keeps no more than a core busy.
 TOGETHER := --numprocesses 2 --dist loadfile
 
-.PHONY: demo test test-agentscope2 test-browser test-frameworks test-trackers test-environments test-trinity test-vllm \
-	test-models test-chaos test-nightly test-sglang dist test-dist docs audit bench gpu install environments clean
+.PHONY: demo test test-agentscope2 test-browser test-frameworks test-trackers test-environments test-trinity test-cluster \
+	test-vllm test-models test-chaos test-nightly test-sglang dist test-dist docs audit bench gpu install environments clean
 
 install: $(VENV)/.installed
 
@@ -117,6 +118,15 @@ test-trinity:
 	$(BIN4)/pytest tests/integration/trinity $(TOGETHER) $(SELECT) $(ARGS); \
 	else echo "SKIPPED: test-trinity ran no test: constraints-trinity.txt cannot be installed here" >&2; fi
 
+# Every process of it ends with pytest, and its network is not this machine's.
+test-cluster:
+	@if ! unshare --user --map-root-user --net --mount true; then \
+	echo "SKIPPED: test-cluster ran no test: no namespaces can be had here" >&2; \
+	elif $(MAKE) $(VENV4)/.installed; then \
+	unshare --user --map-root-user --net --mount --pid --fork --kill-child --mount-proc \
+		$(BIN4)/pytest tests/integration/cluster $(ARGS); \
+	else echo "SKIPPED: test-cluster ran no test: constraints-trinity.txt cannot be installed here" >&2; fi
+
 $(VENV5)/.installed: constraints-vllm.txt
 	$(INSTALL) $(VENV5) --no-deps --requirement constraints-vllm.txt --editable .
 	touch $@
@@ -155,7 +165,7 @@ test-chaos: $(VENV)/.installed-dev
 	exit $$failed
 
 test-nightly:
-	$(MAKE) test test-agentscope2 test-frameworks test-trackers test-environments test-browser test-vllm test-trinity SELECT=
+	$(MAKE) test test-agentscope2 test-frameworks test-trackers test-environments test-browser test-vllm test-trinity test-cluster SELECT=
 
 # What CI installs while tests run; a suite says itself what it could not install.
 environments:

@@ -1,4 +1,4 @@
-"""Servers on another host, as far as one machine has it: addresses, keys, and connections that are cut.
+"""Servers on another host, as far as one machine has it: addresses, keys, connections that are cut.
 
 The server is that of `tuner.engines.vllm.server`, with an engine over transformers in vLLM's place.
 """

@@ -50,7 +50,7 @@ def there():
 @pytest.fixture
 def fleet(there, tmp_path):
     """An engine over that server behind a line that can be cut, and the model."""
-    host, proxy = there
+    _, proxy = there
     model = make_rig_model()
     return engine_over(VllmServer(proxy.url, KEY, SETTINGS), model, tmp_path / "w"), model
 
@@ -106,7 +106,7 @@ async def test_an_update_whose_answer_is_cut_is_done_once_and_counted(fleet, the
 
 
 async def test_an_update_after_a_cut_stream_is_no_start(fleet, there):
-    (engine, model), (host, proxy) = fleet, there
+    (engine, model), (_, proxy) = fleet, there
     await engine.start()
     await cut_once(proxy, engine)
     change_weights(model)
@@ -119,7 +119,7 @@ async def test_an_update_after_a_cut_stream_is_no_start(fleet, there):
 
 
 async def test_a_server_that_was_started_again_meanwhile_gets_the_weights(fleet, there):
-    (engine, model), (host, proxy) = fleet, there
+    (engine, model), (host, _) = fleet, there
     await engine.start()
     host._alive = False
     with pytest.raises(EngineLostError):

@@ -28,7 +28,7 @@ from tuner.run.directory import (
 )
 from tuner.run.record import read_result, summarize
 from tuner.traces import TraceStore
-from tuner.trinity import workers
+from tuner.trinity import nodes, workers
 from tuner.trinity.handover import resolve
 from tuner.trinity.installed import environment
 from tuner.trinity.preparation import Prepared, prepare, to_yaml, with_own_name
@@ -181,6 +181,8 @@ class _Run:
             namespace=self._config.ray_namespace,
             env=env,
         ) as joined:
+            if address != workers.LOCAL:
+                self._ask_machines()
             self._config.cluster.ray_address = joined.address
             watch = Watch(
                 self._config,
@@ -197,6 +199,19 @@ class _Run:
                 self._run(stage, watch)
             said = f"{self._error or ''}\n{self._logged()}"
             self._printed = printed_by(said, joined.session, self._kept)
+
+    def _ask_machines(self) -> None:
+        """See that the run can go on every machine of a cluster that others started.
+
+        Raises:
+            ConfigError, FunctionError: One of them lacks what it needs.
+        """
+        machines = nodes.alive()
+        nodes.require_alike(self._prepared.needed, machines)
+        nodes.end_leftovers(self._config.ray_namespace)
+        if (few := nodes.lacking(self._config, machines)) is not None:
+            limit = self._config.synchronizer.sync_timeout
+            logger.warning("%s: waiting for more (synchronizer.sync_timeout, %s s)", few, limit)
 
     def _run(self, stage: Stage, watch: Watch) -> None:
         try:

@@ -26,6 +26,7 @@ from tuner.settings import location, settings_of
 from tuner.trinity.datafiles import put_evaluations, put_recorded, put_tasks
 from tuner.trinity.handover import TrinitySettings, checked, install, resolve
 from tuner.trinity.installed import SERVICE, require_service, tasksets, uses_tinker
+from tuner.trinity.nodes import Needed, alive, lacking, needed, placed, require_alike
 from tuner.trinity.stage import (
     READS_TASKS,
     ROLLS_OUT,
@@ -33,7 +34,7 @@ from tuner.trinity.stage import (
     planned_steps,
     recorded_steps,
 )
-from tuner.trinity.workers import PICKLE, is_own, ship, with_sizes
+from tuner.trinity.workers import PICKLE, is_own, joined, require_answer, ship, with_sizes
 
 if TYPE_CHECKING:
     from trinity.common.config import Config
@@ -52,6 +53,7 @@ class Prepared:
         fingerprint: What tells the rows of each dataset from others, by its name.
         evaluations: Rollouts of each evaluation set.
         own_cluster: Whether the run starts a Ray cluster of its own.
+        functions: Texts that name the user's functions, as `workers.ship` gave them, by role.
     """
 
     settings: TrinitySettings
@@ -62,6 +64,13 @@ class Prepared:
     fingerprint: dict[str, str]
     evaluations: dict[str, int]
     own_cluster: bool
+    functions: Mapping[str, str | None]
+
+    @property
+    def needed(self) -> Needed:
+        """What every machine of a cluster must have."""
+        shared = Path(self.config.checkpoint_job_dir)
+        return needed(self.config, shared=shared, functions=self.functions)
 
 
 def with_own_name(settings: TrinitySettings) -> TrinitySettings:
@@ -121,7 +130,8 @@ def prepare(
             "project, name and checkpoint_root_dir to those of a run that saved some, or "
             "explorer.eval_on_startup to true to evaluate the model as it is"
         )
-    return Prepared(settings, tree, config, rows, sizes, fingerprint, evaluations, own)
+    functions = {"workflow": sent, "judge": sent_judge}
+    return Prepared(settings, tree, config, rows, sizes, fingerprint, evaluations, own, functions)
 
 
 def to_yaml(tree: Mapping[str, Any], references: Mapping[str, str]) -> str:
@@ -199,16 +209,48 @@ def check_trinity(
             eval_dataset=eval_dataset,
             counted_gpus=not missing,
         )
-        there = "" if prepared.own_cluster else ", if the cluster is there; nothing was asked of it"
+        asked = [] if prepared.own_cluster else list(_asked(settings, prepared))
+        missing = missing or next((line for line in asked if line.startswith("NOT READY")), None)
         sections = [
             _inputs(settings, prepared, workflow, judge),
             _plan(settings, prepared),
+            [line for line in asked if line != missing],
             [
                 "Trinity-RFT's own check accepts this configuration.",
-                missing or f"READY{there}.",
+                missing or ("READY." if prepared.own_cluster or len(asked) > 1 else _NOT_ASKED),
             ],
         ]
         return Verdict.of(missing is None, sections)
+
+
+_NOT_ASKED = "READY, if the cluster is there."
+
+
+def _asked(settings: TrinitySettings, prepared: Prepared) -> Iterator[str]:
+    """What a cluster by its address says; one line where it cannot be asked from here."""
+    config, address = prepared.config, str(prepared.tree["cluster"]["ray_address"])
+    try:
+        require_answer(address)
+        with joined(address, gpus=0, namespace=config.ray_namespace, env={}):
+            yield "ON THE CLUSTER"
+            nodes = alive()
+            yield from (f"  {line}" for line in placed(config, nodes))
+            if (few := lacking(config, nodes)) is not None:
+                yield f"NOT READY: {few}"
+            # The run directory is not made by a check: what it will be in is asked for.
+            with tempfile.TemporaryDirectory(
+                prefix=".tuner-check-", dir=_there_already(settings.run_dir)
+            ) as folder:
+                require_alike(replace(prepared.needed, shared=Path(folder)), nodes)
+    except (ConfigError, FunctionError) as error:
+        if "where no Ray cluster can be joined" in str(error):
+            yield f"The cluster was not asked: {error}"
+        else:
+            yield f"NOT READY: {error}"
+
+
+def _there_already(folder: Path) -> Path:
+    return next(place for place in (folder, *folder.parents) if place.is_dir())
 
 
 def _elsewhere(settings: TrinitySettings, folder: Path) -> TrinitySettings:

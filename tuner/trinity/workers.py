@@ -22,6 +22,7 @@ import inspect
 import logging
 import os
 import secrets
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -44,6 +45,7 @@ logger = logging.getLogger("tuner")
 
 LOCAL = "local"
 _STARTS = 3
+_CONNECT_SECONDS = 10.0
 # Trinity-RFT's actors each ask for a CPU, and mostly wait.
 FEWEST_CPUS = 8
 # Ray makes a cluster of our own ask for a token unless RAY_AUTH_MODE says otherwise, and keeps the
@@ -137,16 +139,35 @@ def joined(address: str, *, gpus: int, namespace: str, env: Mapping[str, str]) -
                 with _own_cluster(gpus, **quiet, **options) as found:
                     yield found
                 return
+            require_answer(address)
             try:
                 context = ray.init(address=address, **quiet, **options)
             except (ConnectionError, ValueError, RuntimeError) as error:
-                raise ConfigError(
-                    f"cluster.ray_address is {address!r}, where no Ray cluster can be joined: "
-                    f"{str(error).splitlines()[0]}"
-                ) from error
+                raise _not_joined(address, str(error).splitlines()[0]) from error
             yield _cluster(context)
         finally:
             ray.shutdown()
+
+
+def require_answer(address: str) -> None:
+    """Refuse an address where nobody listens; Ray itself would ask there for minutes.
+
+    Raises:
+        ConfigError: Nobody does.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection(
+            (host.removeprefix("ray://").strip("[]"), int(port)), timeout=_CONNECT_SECONDS
+        ).close()
+    except (OSError, ValueError) as error:
+        raise _not_joined(address, str(error) or type(error).__name__) from error
+
+
+def _not_joined(address: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"cluster.ray_address is {address!r}, where no Ray cluster can be joined: {why}"
+    )
 
 
 @contextmanager

@@ -1,0 +1,125 @@
+"""An engine on another machine: its key, its disk, a cable that is pulled, a machine that goes.
+
+The server is that of `tuner.engines.vllm.server`, with an engine over transformers in vLLM's place.
+"""
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.engines.elsewhere import KEY
+from tests.engines.test_elsewhere import counted, run_elsewhere
+from tests.integration.cluster import hosts
+from tests.integration.trinity.conftest import REPOSITORY, TINY
+from tuner.engines import EngineError
+
+# Longer than a connection lives whose other end says nothing.
+OUTAGE = 45.0
+
+
+class Served:
+    """A machine with a server.
+
+    Args:
+        shares: Whether it sees the folder that the run is in.
+    """
+
+    def __init__(self, folder: Path, number: int, *, shares: bool = True) -> None:
+        self._folder, self._number, self._shares = folder, number, shares
+        self.shared = folder / "shared"
+        self.shared.mkdir(exist_ok=True)
+        self.labels = (self.shared if shares else Path("/tmp")) / "labels"
+        self.url = f"http://{hosts.NET}.{number}:8100"
+        self.start()
+
+    def start(self) -> None:
+        log = self._folder / f"host{self._number}.log"
+        self.host = hosts.Host(
+            self._number,
+            [sys.executable, "-m", "tests.integration.cluster.serve_toy",
+             f"{hosts.NET}.{self._number}", TINY, self.labels],
+            environment={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            hidden=[Path("/tmp")],
+            shared=self.shared if self._shares else None,
+            log=log,
+        )  # fmt: skip
+
+    def loaded(self) -> int:
+        return len(self.labels.read_text().splitlines()) if self.labels.exists() else 0
+
+
+@pytest.fixture
+def served(first_machine, tmp_path, monkeypatch):
+    monkeypatch.setenv("TUNER_ENGINE_KEY", KEY)
+    made = Served(tmp_path, 4)
+    yield made
+    made.host.die()
+
+
+def meanwhile(served, work):
+    """Does something to the machine once it has the weights of the first step."""
+
+    def run():
+        while served.loaded() < 2:
+            time.sleep(0.05)
+        time.sleep(0.3)  # in the middle of the second step's rollouts
+        work()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def whole(result):
+    steps = [row for row in result.history if row["step"]]
+    assert len(steps) == 3
+    assert all(counted(row) for row in steps)
+    assert result.outcomes["completed"] == 24
+
+
+def test_a_cable_that_is_pulled_for_a_while_ends_no_run(served):
+    def pull():
+        served.host.cut()
+        time.sleep(OUTAGE)
+        served.host.mend()
+
+    thread = meanwhile(served, pull)
+    result = run_elsewhere(served.url, served.shared)
+    thread.join()
+    whole(result)
+    # It had everything all the time: the start and three updates.
+    assert served.loaded() == 4
+
+
+def test_a_machine_that_is_replaced_gets_the_weights_that_are_served(served):
+    def replace():
+        served.host.die()
+        served.start()
+
+    meanwhile(served, replace)
+    whole(run_elsewhere(served.url, served.shared))
+    assert served.loaded() == 5
+
+
+def test_weights_go_through_a_shared_disk_or_not_at_all(served, tmp_path):
+    poor = Served(tmp_path, 5, shares=False)
+    try:
+        with pytest.raises(
+            EngineError,
+            match=r"handed over in .*, which is not there on the engine's machine: the run dir",
+        ):
+            run_elsewhere(poor.url, served.shared, "name=poor")
+    finally:
+        poor.host.die()
+    assert not list(served.shared.rglob("step_1.jsonl"))
+
+
+def test_a_wrong_key_is_refused_by_name(served, monkeypatch):
+    monkeypatch.setenv("TUNER_ENGINE_KEY", "guess")
+    with pytest.raises(EngineError, match=r"tuner\.engine\.api_key_env"):
+        run_elsewhere(served.url, served.shared, "name=stranger")
+    assert served.loaded() == 0
