@@ -204,6 +204,7 @@ class EpisodeWorkflow(ABC):
 
     async def __call__(self, task: dict[str, Any], model: SessionHandle) -> WorkflowOutput:
         """Run one episode as a rollout; raises what `episode` does."""
+        assert isinstance(model.session, Session), "check_settings() lets no worker get here"
         return WorkflowOutput(reward=(await self.episode(task, model.session)).reward)
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
     from tuner.config import RemoteModel
-    from tuner.gateway import Session
+    from tuner.gateway.access import Access
 
 __all__ = [
     "ChatModelKind",
@@ -53,7 +53,7 @@ _REMOTE: dict[ChatModelKind, Callable[..., Any]] = {
 }
 
 
-def chat_model(session: Session, *, kind: ChatModelKind) -> Any:
+def chat_model(session: Access, *, kind: ChatModelKind) -> Any:
     """The model that a workflow gets, for the framework it is written with.
 
     Raises:
