@@ -4,32 +4,19 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from tuner.gateway.credit import RecordedCall
 from tuner.gateway.in_flight import InFlight
 from tuner.gateway.results import Results
-from tuner.gateway.service import Reply, StreamReply
+from tuner.gateway.service import Door
 
 if TYPE_CHECKING:
     import anthropic
     import openai
 
 ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
-
-
-class Door(Protocol):
-    """What takes a session's requests."""
-
-    async def handle(
-        self, method: str, path: str, headers: Mapping[str, str], body: bytes
-    ) -> Reply | StreamReply: ...
-
-    def refusing(
-        self, keys: Iterable[str], why: Callable[[], str]
-    ) -> AbstractContextManager[None]: ...
 
 
 class Access(ABC):

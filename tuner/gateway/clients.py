@@ -15,8 +15,7 @@ from openai.resources.chat import AsyncChat, AsyncCompletions
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from tuner.errors import MissingDependencyError
-from tuner.gateway.access import Door
-from tuner.gateway.service import EVENT_STREAM, Events, Reply, StreamReply
+from tuner.gateway.service import EVENT_STREAM, Door, Events, Reply, StreamReply
 
 if TYPE_CHECKING:
     import anthropic

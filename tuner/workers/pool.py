@@ -1,0 +1,274 @@
+"""The workers of a run: which of them runs what, and what becomes of one that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import sys
+import weakref
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from tuner.chat_models import ChatModelKind
+from tuner.config import RemoteModel
+from tuner.errors import ConfigError, FunctionError, TunerError, WorkerError
+from tuner.functions.calling import judges_groups
+from tuner.functions.outputs import JudgeOutput, WorkflowOutput
+from tuner.functions.shipping import ship_together
+from tuner.gateway import Session
+from tuner.gateway.service import Door
+from tuner.rollout.failures import Elsewhere
+from tuner.traces import Outcome, RolloutId
+from tuner.workers.messages import Open, Opened, Remote, Returned, Run, Setup
+from tuner.workers.worker_process import WorkerProcess
+
+logger = logging.getLogger("tuner.rollout")
+MOST_STARTS = 3
+"""Workers one after the other that may die before they have loaded the functions."""
+
+
+class Held:
+    """A response that is where the workflow returned it.
+
+    Args:
+        worker: Where that is.
+        number: Of the response; None where it is None.
+        text: As people read it.
+    """
+
+    def __init__(self, worker: WorkerProcess, number: int | None, text: str) -> None:
+        self.worker = worker
+        self.number = number
+        self._text = text
+        if number is not None:
+            weakref.finalize(self, worker.forget, number).atexit = False
+
+    def get_text_content(self) -> str:
+        return self._text
+
+
+@dataclass(eq=False)
+class Pool:
+    """Processes that run the workflow and the judge.
+
+    Args:
+        count: How many.
+        workflow, judge: The user's functions.
+        kind: The framework of the chat models.
+        timeout: Seconds that code may keep an event loop.
+
+    Raises:
+        FunctionError: A function cannot be sent to another process; names what cannot.
+        ConfigError: There are no such processes on this system.
+    """
+
+    count: int
+    workflow: Callable[..., Any]
+    judge: Callable[..., Any] | None
+    kind: ChatModelKind
+    timeout: float
+    _doors: list[Door] = field(default_factory=list, init=False)
+    _workers: list[WorkerProcess] = field(default_factory=list, init=False)
+    _of_group: dict[tuple[str, int, int], WorkerProcess] = field(default_factory=dict, init=False)
+    _failure: TunerError | None = field(default=None, init=False)
+    _died_early: int = field(default=0, init=False)
+    _closed: bool = field(default=False, init=False)
+    _spent: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        if sys.platform == "win32":
+            raise ConfigError("tuner.workers needs Unix: set it to 0")
+        self._sent = ship_together(self.workflow, self.judge)
+        self._groups = self.judge is not None and judges_groups(self.judge)
+        self._numbers = itertools.count(1)
+
+    @property
+    def cpu(self) -> float:
+        """Seconds of CPU that the functions have taken so far, in all workers."""
+        return self._spent + sum(worker.cpu for worker in self._workers)
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes, by their numbers."""
+        return [worker.pid for worker in self._workers]
+
+    def start(self) -> None:
+        """Begin to start the workers, where an event loop runs; otherwise the first call does."""
+        while len(self._workers) < self.count:
+            self._workers.append(self._started())
+
+    def _started(self) -> WorkerProcess:
+        root = logging.getLogger()
+        named = {
+            name: found.level
+            for name, found in logging.Logger.manager.loggerDict.items()
+            if isinstance(found, logging.Logger) and found.level
+        }
+        levels = {"": root.level, **named}
+        sent = Setup(*self._sent, self.kind, [*sys.path], levels, timeout=self.timeout)
+        return WorkerProcess(sent, self._doors, self._replace)
+
+    def _replace(self, worker: WorkerProcess) -> None:
+        """One has ended; another one begins, if that is of use."""
+        self._workers.remove(worker)
+        self._spent += worker.cpu
+        if self._closed or self._failure is not None:
+            return
+        error = worker.ready.exception()
+        if error is None:
+            self._died_early = 0
+        elif isinstance(error, Elsewhere):
+            self._died_early += 1
+            if self._died_early >= MOST_STARTS:
+                self._failure = WorkerError(
+                    f"{MOST_STARTS} workers died one after the other before they had loaded the "
+                    f"workflow and the judge; of the last, {error}. Set tuner.workers to 0 to run "
+                    "them in this process"
+                )
+        else:
+            self._failure = FunctionError(f"the functions cannot be loaded in a worker: {error}")
+        if self._failure is None and len(self._workers) < self.count:
+            if error is None:
+                logger.warning("%s; another one is started", worker.how_it_ended)
+            self._workers.append(self._started())
+
+    @asynccontextmanager
+    async def calling(
+        self, session: Session, auxiliary: Mapping[str, Any], id: RolloutId, *, seed: int | None
+    ) -> AsyncIterator[There]:
+        """A caller for the time of the block.
+
+        Raises:
+            WorkerError: No worker starts.
+            FunctionError: The functions cannot be loaded there.
+        """
+        group = id.split, id.step, id.task
+        worker = await self._place(group)
+        sessions: list[int] = []
+
+        def opened(one: Session) -> Opened:
+            number = next(self._numbers)
+            worker.sessions[number] = one
+            sessions.append(number)
+            if one.host not in self._doors:
+                self._doors.append(one.host)
+            return Opened(
+                number,
+                self._doors.index(one.host),
+                one.id,
+                one.key,
+                one.model_name,
+                one.max_model_len,
+                keeps_calls=one.keeps_calls,
+                scripted=one.script is not None,
+            )
+
+        attempt = next(self._numbers)
+        models = {
+            name: opened(model.session)
+            if isinstance(getattr(model, "session", None), Session)
+            else self._remote(name, model)
+            for name, model in auxiliary.items()
+        }
+        worker.attempts.add(attempt)
+        worker.send(Open(attempt, opened(session), models, seed))
+        try:
+            judged = partial(self._of_group.pop, group, None)
+            yield There(worker, attempt, session, self._numbers, judged)
+        finally:
+            worker.close(attempt, sessions)
+
+    def _remote(self, name: str, model: Any) -> Remote:
+        remote: RemoteModel = model.remote
+        most = remote.max_concurrent
+        return Remote(
+            remote,
+            remote.api_key(f"tuner.auxiliary_models.{name}"),
+            None if most is None else max(1, most // self.count),
+        )
+
+    async def _place(self, group: tuple[str, int, int]) -> WorkerProcess:
+        """The worker that has least to do; where groups are judged together, that of the group."""
+        self.start()
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            ready = [one for one in self._workers if one.alive and one.ready.done()]
+            ready = [one for one in ready if one.ready.exception() is None]
+            if self._groups and self._of_group.get(group) in ready:
+                return self._of_group[group]
+            if ready:
+                found = min(ready, key=lambda one: len(one.attempts))
+                if self._groups:
+                    self._of_group[group] = found
+                return found
+            waited = {one.ready for one in self._workers} | {one.ended for one in self._workers}
+            pending = [one for one in waited if not one.done()]
+            if pending:
+                await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.sleep(0)
+
+    async def aclose(self) -> None:
+        """End the workers, and wait for that."""
+        self._closed = True
+        await asyncio.gather(*(worker.aclose() for worker in list(self._workers)))
+
+
+@dataclass(frozen=True)
+class There:
+    """Calls the functions in a worker.
+
+    Args:
+        worker: Which.
+        attempt: The number of the attempt there.
+        session: The attempt's.
+        numbers: Gives numbers.
+        judged: Is told that its group is.
+    """
+
+    worker: WorkerProcess
+    attempt: int
+    session: Session
+    numbers: itertools.count[int]
+    judged: Callable[[], object]
+
+    async def workflow(self, task: Mapping[str, Any], feedback: str | None) -> WorkflowOutput:
+        found: Returned = await self._call("workflow", task, feedback)
+        held = None
+        if found.response is not None:
+            held = Held(self.worker, found.response, found.text)
+        return WorkflowOutput(reward=found.reward, metrics=found.metrics, response=held)
+
+    async def judge(self, task: Mapping[str, Any], response: Any) -> JudgeOutput:
+        return JudgeOutput(**await self._call("judge", task, None, [response]))
+
+    async def group_judge(
+        self, task: Mapping[str, Any], responses: Sequence[Any]
+    ) -> list[JudgeOutput]:
+        found = await self._call("group_judge", task, None, responses)
+        self.judged()
+        return [JudgeOutput(**one) for one in found]
+
+    async def _call(
+        self,
+        role: str,
+        task: Mapping[str, Any],
+        feedback: str | None,
+        responses: Sequence[Any] = (),
+    ) -> Any:
+        for held in responses:
+            if held is not None and held.worker is not self.worker:
+                raise Elsewhere(Outcome.WORKER_DIED, held.worker.how_it_ended)
+        numbers = tuple(None if held is None else held.number for held in responses)
+        run = Run(next(self.numbers), self.attempt, role, dict(task), feedback, numbers)
+        return await self.worker.call(run, self.session)
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
