@@ -171,6 +171,13 @@ def _agents(config: RunConfig) -> Iterator[str]:
             f"tuner.agent is {tuner.agent.type!r} and tuner.workflow is {tuner.workflow!r}: set "
             "one of them"
         )
+    for name, model in tuner.auxiliary_models.items():
+        most = model.max_concurrent
+        if most is not None and isinstance(tuner.workers, int) and most < tuner.workers:
+            yield (
+                f"tuner.auxiliary_models.{name}.max_concurrent is {most}, and each of "
+                f"tuner.workers {tuner.workers} has a share of it: lower tuner.workers, or raise it"
+            )
     if (tuner.agent is None) != (tuner.environment is None):
         there, missing = (
             ("agent", "environment") if tuner.environment is None else ("environment", "agent")

@@ -41,17 +41,18 @@ _FIND = (
 )
 
 
-def ship(func: Callable[..., Any], *, role: str) -> str:
+def ship(func: Callable[..., Any], *, role: str, read_back: bool = True) -> str:
     """The text that names `func` for a worker; `load` gives the function back.
 
     Args:
         func: Function, callable object, partial or bound method.
         role: "workflow" or "judge", for error messages.
+        read_back: Whether to try first what the worker will do.
 
     Raises:
         FunctionError: It is not importable there and cannot be sent by value; names what cannot.
     """
-    return _reference(func) or _by_value(func, role)
+    return _reference(func) or _by_value(func, role, read_back)
 
 
 def ship_together(
@@ -59,20 +60,26 @@ def ship_together(
 ) -> tuple[str, str | None]:
     """The texts that name both functions for one process, where they share what both refer to.
 
+    They are not read back: whoever starts the process hears at once whether it can load them.
+
     Raises:
         FunctionError: As `ship`.
     """
+
+    def alone(func: Callable[..., Any], role: str) -> str:
+        return ship(func, role=role, read_back=False)
+
     if judge is None:
-        return ship(workflow, role="workflow"), None
+        return alone(workflow, "workflow"), None
     if _reference(workflow) or _reference(judge):
-        return ship(workflow, role="workflow"), ship(judge, role="judge")
+        return alone(workflow, "workflow"), alone(judge, "judge")
     try:
         data = _pickled((workflow, judge))
     except Exception:  # whose fault it is
-        ship(workflow, role="workflow")
-        ship(judge, role="judge")
+        alone(workflow, "workflow")
+        alone(judge, "judge")
         raise
-    _check(data, workflow, "workflow")
+    _check_size(data, workflow, "workflow")
     return PICKLE + base64.b64encode(data).decode("ascii"), TOGETHER
 
 
@@ -112,7 +119,7 @@ def _is_installed(module: str) -> bool:
     return subprocess.run(command, cwd=os.sep, capture_output=True, check=False).returncode == 0
 
 
-def _by_value(func: Callable[..., Any], role: str) -> str:
+def _by_value(func: Callable[..., Any], role: str, read_back: bool) -> str:
     try:
         data = _pickled(func)
     except Exception as error:
@@ -120,7 +127,9 @@ def _by_value(func: Callable[..., Any], role: str) -> str:
             f"the {role} {where(func)} cannot be sent to the workers: {_culprit(func, error)}; "
             "make it inside the function, or put the function into an installed package"
         ) from error
-    _check(data, func, role)
+    _check_size(data, func, role)
+    if read_back:
+        _read_back(data, func, role)
     return PICKLE + base64.b64encode(data).decode("ascii")
 
 
@@ -141,15 +150,14 @@ def _pickled(value: Any) -> bytes:
     return data
 
 
-def _check(data: bytes, func: Callable[..., Any], role: str) -> None:
-    """Raises FunctionError where it is too large, or cannot be read back."""
+def _check_size(data: bytes, func: Callable[..., Any], role: str) -> None:
+    """Raises FunctionError where it is too large."""
     if len(data) > LARGEST:
         raise FunctionError(
             f"the {role} {where(func)} is {len(data) / 2**20:.0f} MiB with all it refers to, and "
             f"every task would carry it; load what is large inside the function (limit: "
             f"{LARGEST >> 20} MiB)"
         )
-    _read_back(data, func, role)
 
 
 def _read_back(data: bytes, func: Callable[..., Any], role: str) -> None:

@@ -57,6 +57,7 @@ MAY_CHANGE_HERE = (  # on the local backend
     "tuner.serving",
     "tuner.signal_patience",
     "tuner.trinity",
+    "tuner.workers",
 )
 # How long a run is. A schedule that ends at the last step would bend for the steps already taken.
 _LENGTH = ("buffer.total_epochs", "buffer.total_steps", "trainer.total_steps")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import os
 import sys
 import weakref
@@ -15,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from tuner.chat_models import ChatModelKind
-from tuner.config import RemoteModel
+from tuner.config import RemoteModel, RunConfig
 from tuner.errors import ConfigError, FunctionError, TunerError, WorkerError
 from tuner.functions.calling import judges_groups
 from tuner.functions.outputs import JudgeOutput, WorkflowOutput
@@ -61,6 +62,8 @@ class Pool:
         workflow, judge: The user's functions.
         kind: The framework of the chat models.
         timeout: Seconds that code may keep an event loop.
+        open_choice: Whether `settle` decides how many there are.
+        may_stop: Whether it may decide for none.
 
     Raises:
         FunctionError: A function cannot be sent to another process; names what cannot.
@@ -72,11 +75,15 @@ class Pool:
     judge: Callable[..., Any] | None
     kind: ChatModelKind
     timeout: float
+    open_choice: bool = False
+    may_stop: bool = True
     _doors: list[Door] = field(default_factory=list, init=False)
     _workers: list[WorkerProcess] = field(default_factory=list, init=False)
     _of_group: dict[tuple[str, int, int], WorkerProcess] = field(default_factory=dict, init=False)
     _failure: TunerError | None = field(default=None, init=False)
     _died_early: int = field(default=0, init=False)
+    _retired: set[WorkerProcess] = field(default_factory=set, init=False)
+    _ending: set[asyncio.Task[None]] = field(default_factory=set, init=False)
     _closed: bool = field(default=False, init=False)
     _spent: float = field(default=0.0, init=False)
 
@@ -86,6 +93,40 @@ class Pool:
         self._sent = ship_together(self.workflow, self.judge)
         self._groups = self.judge is not None and judges_groups(self.judge)
         self._numbers = itertools.count(1)
+
+    def __str__(self) -> str:
+        found = f"workers: {self.count} run the workflow and the judge"
+        return f"{found}; after the first step it is decided anew" if self.open_choice else found
+
+    def settle(self, rollouts: int, seconds: float) -> str | None:
+        """Decide how many workers there are from now on, once, and say why.
+
+        Args:
+            rollouts: Of the first step.
+            seconds: That they took.
+        """
+        if not self.open_choice or not rollouts:
+            return None
+        self.open_choice = False
+        before, used = self.count, self.cpu / max(seconds, 1e-9)
+        self.count = count_for(used, most=cores(), fewest=0 if self.may_stop else 1)
+        for worker in self._workers[self.count :]:
+            self._retire(worker)
+        how = f"{self.count} of {before} workers stay"
+        if not self.count:
+            how = f"this process runs them from now on, and the {before} workers end"
+        return (
+            f"workers: the functions took {self.cpu / rollouts:.3f} s of CPU for a rollout, which "
+            f"kept {used:.2f} of {cores()} cores busy: {how}"
+        )
+
+    def _retire(self, worker: WorkerProcess) -> None:
+        """Give it nothing more; it ends when it has nothing left to do."""
+        self._retired.add(worker)
+        if not worker.attempts:
+            task = asyncio.get_running_loop().create_task(worker.aclose())
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
 
     @property
     def cpu(self) -> float:
@@ -116,6 +157,7 @@ class Pool:
     def _replace(self, worker: WorkerProcess) -> None:
         """One has ended; another one begins, if that is of use."""
         self._workers.remove(worker)
+        self._retired.discard(worker)
         self._spent += worker.cpu
         if self._closed or self._failure is not None:
             return
@@ -182,6 +224,8 @@ class Pool:
             yield There(worker, attempt, session, self._numbers, judged)
         finally:
             worker.close(attempt, sessions)
+            if worker in self._retired:
+                self._retire(worker)
 
     def _remote(self, name: str, model: Any) -> Remote:
         remote: RemoteModel = model.remote
@@ -200,6 +244,7 @@ class Pool:
                 raise self._failure
             ready = [one for one in self._workers if one.alive and one.ready.done()]
             ready = [one for one in ready if one.ready.exception() is None]
+            ready = [one for one in ready if one not in self._retired]
             if self._groups and self._of_group.get(group) in ready:
                 return self._of_group[group]
             if ready:
@@ -216,7 +261,32 @@ class Pool:
     async def aclose(self) -> None:
         """End the workers, and wait for that."""
         self._closed = True
-        await asyncio.gather(*(worker.aclose() for worker in list(self._workers)))
+        await asyncio.gather(*(worker.aclose() for worker in list(self._workers)), *self._ending)
+
+
+def pool_of(
+    config: RunConfig,
+    workflow: Callable[..., Any] | None,
+    judge: Callable[..., Any] | None,
+    kind: ChatModelKind,
+) -> Pool | None:
+    """The workers that a configuration asks for, which have not started; None: it wants none.
+
+    Raises:
+        FunctionError, ConfigError: As `Pool`.
+    """
+    wanted = config.tuner.workers
+    if workflow is None or not wanted:
+        return None
+    return Pool(
+        min(cores(), config.explorer.runner_per_model) if wanted == "auto" else wanted,
+        workflow,
+        judge,
+        kind,
+        timeout=config.explorer.max_timeout,
+        open_choice=wanted == "auto",
+        may_stop=not config.synchronizer.sync_offset,
+    )
 
 
 @dataclass(frozen=True)
@@ -267,6 +337,19 @@ class There:
         numbers = tuple(None if held is None else held.number for held in responses)
         run = Run(next(self.numbers), self.attempt, role, dict(task), feedback, numbers)
         return await self.worker.call(run, self.session)
+
+
+LIGHT = 0.1
+"""Cores that functions keep busy, below which it is not worth a process to run them in."""
+_ROOM = 1.5
+"""Workers for each core that functions keep busy: they wait for each other, and come in bursts."""
+
+
+def count_for(used: float, *, most: int, fewest: int) -> int:
+    """How many workers functions want that keep so many cores busy."""
+    if used < LIGHT:
+        return fewest
+    return max(1, min(most, math.ceil(used * _ROOM)))
 
 
 def cores() -> int:
