@@ -115,7 +115,7 @@ def kept(trace):
 async def test_workers_that_die_before_they_begin_end_the_run_with_a_diagnosis(make_runner):
     function = DiesWhenLoaded()
     async with pool_of(1, function) as pool:
-        with pytest.raises(WorkerError, match="3 workers died one after the other.*exited with 4"):
+        with pytest.raises(WorkerError, match=r"3 workers died one after the other.*exited with 4"):
             await make_runner(function, workers=pool).run({}, ID, DEFAULTS)
 
 

@@ -82,6 +82,7 @@ class Pool:
     _of_group: dict[tuple[str, int, int], WorkerProcess] = field(default_factory=dict, init=False)
     _failure: TunerError | None = field(default=None, init=False)
     _died_early: int = field(default=0, init=False)
+    _begun: list[WorkerProcess] = field(default_factory=list, init=False)
     _retired: set[WorkerProcess] = field(default_factory=set, init=False)
     _ending: set[asyncio.Task[None]] = field(default_factory=set, init=False)
     _closed: bool = field(default=False, init=False)
@@ -140,8 +141,9 @@ class Pool:
 
     def start(self) -> None:
         """Begin to start the workers, where an event loop runs; otherwise the first call does."""
-        while len(self._workers) < self.count:
-            self._workers.append(self._started())
+        if not self._begun and not self._closed:
+            self._workers = [self._started() for _ in range(self.count)]
+            self._begun = [*self._workers]
 
     def _started(self) -> WorkerProcess:
         root = logging.getLogger()
@@ -239,6 +241,8 @@ class Pool:
     async def _place(self, group: tuple[str, int, int]) -> WorkerProcess:
         """The worker that has least to do; where groups are judged together, that of the group."""
         self.start()
+        if starting := [one.ready for one in self._begun if not one.ready.done()]:
+            await asyncio.wait(starting)  # else the first one that is there gets all
         while True:
             if self._failure is not None:
                 raise self._failure

@@ -370,10 +370,15 @@ class WorkerProcess(asyncio.Protocol):
 
 
 def last_words(lines: Iterable[str]) -> str:
-    """What a process wrote before it died, on one line: from where Python says that it crashes."""
+    """What a process wrote before it died, on one line; of a crash, where the code was in it."""
     said = [line.strip() for line in lines if line.strip()]
     fatal = [index for index, line in enumerate(said) if line.startswith("Fatal Python error")]
-    found = said[fatal[-1] :][:8] if fatal else said[-8:]
+    if fatal:
+        said = said[fatal[-1] :]
+        current = [n for n, line in enumerate(said) if line.startswith("Current thread")]
+        found = [said[0], *(said[current[0] + 1 : current[0] + 5] if current else said[1:5])]
+    else:
+        found = said[-8:]
     text = " | ".join(found)
     return text if len(text) <= _WORDS else f"{text[:_WORDS]}..."
 
