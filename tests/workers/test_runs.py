@@ -32,7 +32,7 @@ def trained(model, root, *overrides, workflow=workflow, judge=judge):
 
 def test_two_workers_train_the_same_weights_bit_for_bit(random_model_path, tmp_path):
     """The functions draw from Python's global random state."""
-    few = ("buffer.total_steps=3",)
+    few = ("buffer.total_steps=2", "explorer.eval_interval=2", "explorer.eval_on_startup=false")
     here, weights = trained(random_model_path, tmp_path / "here", *few)
     there, others = trained(random_model_path, tmp_path / "there", *few, "tuner.workers=2")
     assert others == weights
@@ -85,7 +85,7 @@ def test_auto_goes_by_the_cores_that_functions_keep_busy(used, count):
     ("value", "message"),
     [
         ("ray", "workers on other machines cannot be had yet"),
-        ("many", "Input should be 0, a number of processes, or auto"),
+        ("many", "must be 0, a number of processes, or auto"),
         ("-1", "tuner.workers"),
         ("true", "tuner.workers"),
     ],

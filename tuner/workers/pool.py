@@ -213,16 +213,16 @@ class Pool:
             )
 
         attempt = next(self._numbers)
-        models = {
-            name: opened(model.session)
-            if isinstance(getattr(model, "session", None), Session)
-            else self._remote(name, model)
-            for name, model in auxiliary.items()
-        }
         worker.attempts.add(attempt)
-        worker.send(Open(attempt, opened(session), models, seed))
+        judged = partial(self._of_group.pop, group, None)
         try:
-            judged = partial(self._of_group.pop, group, None)
+            models = {
+                name: opened(model.session)
+                if isinstance(getattr(model, "session", None), Session)
+                else self._remote(name, model)
+                for name, model in auxiliary.items()
+            }
+            worker.send(Open(attempt, opened(session), models, seed))
             yield There(worker, attempt, session, self._numbers, judged)
         finally:
             worker.close(attempt, sessions)
@@ -246,9 +246,11 @@ class Pool:
         while True:
             if self._failure is not None:
                 raise self._failure
+            if self._closed or not self._workers:
+                raise WorkerError("the workers have ended")
             ready = [one for one in self._workers if one.alive and one.ready.done()]
             ready = [one for one in ready if one.ready.exception() is None]
-            ready = [one for one in ready if one not in self._retired]
+            ready = [one for one in ready if one not in self._retired] or ready
             if self._groups and self._of_group.get(group) in ready:
                 return self._of_group[group]
             if ready:

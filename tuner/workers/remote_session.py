@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tuner.gateway import RecordedCall
@@ -10,6 +12,7 @@ from tuner.gateway.access import Access
 from tuner.gateway.credit import Credit, Credits
 from tuner.gateway.in_flight import InFlight
 from tuner.gateway.results import Results
+from tuner.rollout.watchdog import QUIET
 from tuner.traces import FunctionResult
 from tuner.workers.line import Line, LineDoor
 from tuner.workers.messages import Opened
@@ -28,11 +31,17 @@ class RemoteSession(Access):
         self._opened = opened
         self._base_url: str | None = None
         self._credits = _Told(line, opened)
-        self.in_flight = InFlight()
+        self.in_flight = _InFlight(self._quiet)
         self.host = LineDoor(line, opened.door, self.in_flight)
         self.id, self.key = opened.id, opened.key
         self.errors: list[Exception] = []
         self.results: Results = _RemoteResults(line, opened)
+
+    def _quiet(self) -> float:
+        """Seconds since a call of any client began or ended; only with a port are there others."""
+        if self._base_url is None:
+            return math.inf
+        return float(self._line.ask(self._opened.number, "quiet"))
 
     @property
     def model_name(self) -> str:
@@ -74,6 +83,27 @@ class RemoteSession(Access):
     def seal(self) -> None:
         """Nothing more is said of its calls; the session itself refuses what is asked of it."""
         self._credits.sealed = True
+
+
+class _InFlight(InFlight):
+    """What is being generated, of clients that come by a port as well."""
+
+    def __init__(self, quiet: Callable[[], float]) -> None:
+        self._moved = 0.0
+        self._quiet = quiet
+        super().__init__()
+
+    @property
+    def moved(self) -> float:
+        """When a call last began or ended; asks the session where that seems to be long ago."""
+        now = time.perf_counter()
+        if now - self._moved > QUIET / 2:
+            self._moved = max(self._moved, now - self._quiet())
+        return self._moved
+
+    @moved.setter
+    def moved(self, value: float) -> None:
+        self._moved = value
 
 
 class _Told(Credits):

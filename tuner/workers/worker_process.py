@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import IO, Any, TypeVar
@@ -56,6 +57,7 @@ _WORDS = 600
 
 _ASKED: Mapping[str, Callable[..., Any]] = {
     "base_url": lambda session: session.base_url,
+    "quiet": lambda session: time.perf_counter() - session.in_flight.moved,
     "other_names": lambda session: session.other_names,
     "call_also": lambda session, names: setattr(session, "other_names", names),
     "calls": lambda session: [one.call for one in session.calls_so_far()],
@@ -285,7 +287,7 @@ class WorkerProcess(asyncio.Protocol):
 
     def _watch(self) -> None:
         """In a thread: pass on what it prints, and see it end."""
-        pairs = (self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr)
+        pairs = (self._process.stdout, "stdout"), (self._process.stderr, "stderr")
         threads = [
             threading.Thread(target=self._pass_on, args=pair, name="tuner-worker", daemon=True)
             for pair in pairs
@@ -300,14 +302,14 @@ class WorkerProcess(asyncio.Protocol):
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
             self._loop.call_soon_threadsafe(self._exited)
 
-    def _pass_on(self, source: IO[bytes], target: Any) -> None:
+    def _pass_on(self, source: IO[bytes], target: str) -> None:
         with source:
             for line in source:
                 text = line.decode(errors="replace")
-                if source is self._process.stderr:
+                if target == "stderr":
                     self._said.append(text.rstrip())
                 with contextlib.suppress(ValueError, OSError):  # closed
-                    target.write(text)
+                    getattr(sys, target).write(text)  # a console or a notebook may be before it
 
     def _exited(self) -> None:
         self._code = self._process.returncode
