@@ -138,6 +138,15 @@ async def test_a_group_is_judged_where_its_responses_are(make_runner):
     assert [traces[-1].reward for traces in there] == [pytest.approx(1 / 3)] * 3
 
 
+async def test_a_response_is_forgotten_once_its_rollout_has_ended(make_runner):
+    both = functions.counts_responses, functions.rates
+    async with pool_of(1, *both) as pool:
+        runner = make_runner(*both, workers=pool)
+        found = [(await runner.run({}, RolloutId(1, 0, n), DEFAULTS))[-1] for n in range(3)]
+    assert [trace.reward for trace in found] == [1.0] * 3
+    assert [trace.metrics["alive"] for trace in found] == [0] * 3
+
+
 async def test_a_mistake_in_a_function_ends_the_run_with_its_own_class(make_runner):
     async def wrong(task, model):
         return 3
