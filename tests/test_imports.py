@@ -21,6 +21,7 @@ ORDER = [
     {"data", "chat_models"},
     {"rewards"},
     {"rollout", "training"},
+    {"workers"},
     {"result"},
     {"run"},
     {"assembly"},

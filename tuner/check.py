@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tuner.assembly.memory import micro_batch_tokens, peak_of
 from tuner.assembly.stack import Stack, build_stack, build_trainer
+from tuner.chat_models import default_kind
 from tuner.config import RunConfig
 from tuner.data.order import planned_steps
 from tuner.data.recorded import Examples
@@ -27,6 +28,7 @@ from tuner.traces import Outcome, Trace, TraceStore
 from tuner.training import Batch, PolicyTrainer, RecordedBatch, Row, build_batch
 from tuner.training.forward.activations import tokens_of_pass
 from tuner.tune import Run
+from tuner.workers.pool import pool_of
 
 ROLLOUTS = 2
 # Tokens of a call that are shown: the end of the prompt, both ends of the answer.
@@ -52,6 +54,7 @@ def check_run(run: Run) -> Verdict:
 
 async def _check(run: Run) -> Verdict:
     config = run.config
+    pool_of(config, run.workflow, run.judge, default_kind())  # the functions can be sent
     async with aclosing(build_stack(config, workflow=run.workflow, judge=run.judge)) as stack:
         taskset = config.buffer.explorer_input.taskset
         plan = StepPlan(

@@ -64,6 +64,10 @@ class TrainingError(TunerError, RuntimeError):
     """Training cannot go on; the message is the diagnosis."""
 
 
+class WorkerError(TunerError, RuntimeError):
+    """No process can be had that the workflow and the judge would run in (`tuner.workers`)."""
+
+
 class ServingError(TunerError, RuntimeError):
     """A server of `tuner serve` refused a request of a client, or could not be reached.
 

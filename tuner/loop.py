@@ -118,7 +118,12 @@ async def _run(
 ) -> TuneResult:
     """One run, from its last checkpoint to its last step: its parts, opened and closed."""
     stack = build_stack(
-        config, workflow=workflow, judge=judge, weights=record.weights, version=record.version
+        config,
+        workflow=workflow,
+        judge=judge,
+        weights=record.weights,
+        version=record.version,
+        apart=True,
     )
     source: Source | None = None
     try:
@@ -232,6 +237,8 @@ async def _steps(
             metrics |= await measured(step)
         metrics["time/step"] = time.perf_counter() - started
         record.log(step, metrics)
+        if (decided := stack.settle_workers(len(found.traces or ()), idle)) is not None:
+            record.console.say(decided)
         saves = config.mode != "explore"  # else the weights are those that it began with
         if saves and (last or is_due(step, config.trainer.save_interval)):
             with timeline.span("checkpoint", step=step):

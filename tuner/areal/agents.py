@@ -122,7 +122,7 @@ class AgentWorkflow:
         if value is None:
             raise Rejected(f"{self._source} returned None")
         if isinstance(value, Mapping):
-            return WorkflowOutput(reward=self._give(value, model.session.recording.for_workflow()))
+            return WorkflowOutput(reward=self._give(value, session.calls_so_far()))
         return WorkflowOutput(reward=_number(value, self._source))
 
     def _give(self, rewards: Mapping[str, Any], calls: Sequence[RecordedCall]) -> float:

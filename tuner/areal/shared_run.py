@@ -184,6 +184,11 @@ def _check_settings(config: RunConfig) -> None:
             f"tuner.on_failure is {config.tuner.on_failure!r}, but the loop in the open leaves "
             "failed rollouts out (batch.account counts them); set it to drop"
         )
+    if config.tuner.workers:
+        raise ConfigError(
+            f"tuner.workers is {config.tuner.workers}, but the loop in the open runs agents in its "
+            "own process: set it to 0"
+        )
     if config.tuner.algorithm.overlong_buffer is not None:
         raise ConfigError(
             f"tuner.algorithm.overlong_buffer is {config.tuner.algorithm.overlong_buffer}, but the "

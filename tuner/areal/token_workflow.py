@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 from tuner.areal.hyperparameters import GenerationHyperparameters
 from tuner.areal.trajectories import Owners, Trajectory, read_trajectories, settle
 from tuner.chat_models.without_framework import SessionHandle
+from tuner.config import RunConfig
 from tuner.engines.base import Generation
 from tuner.errors import ConfigError, FunctionError
 from tuner.functions.calling import is_async
@@ -202,8 +203,21 @@ class EpisodeWorkflow(ABC):
             FunctionError: What it returned cannot be trained as it says.
         """
 
+    def check_settings(self, config: RunConfig) -> None:
+        """Refuse workers: an episode reads token ids of the engine in its own process.
+
+        Raises:
+            ConfigError: There are to be some.
+        """
+        if config.tuner.workers:
+            raise ConfigError(
+                f"tuner.workers is {config.tuner.workers}, and a token-level workflow asks the "
+                "engine in its own process: set it to 0"
+            )
+
     async def __call__(self, task: dict[str, Any], model: SessionHandle) -> WorkflowOutput:
         """Run one episode as a rollout; raises what `episode` does."""
+        assert isinstance(model.session, Session), "check_settings() lets no worker get here"
         return WorkflowOutput(reward=(await self.episode(task, model.session)).reward)
 
 

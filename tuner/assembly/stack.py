@@ -41,6 +41,7 @@ from tuner.rollout import RolloutRunner
 from tuner.training import PolicyTrainer, TeacherPrompt
 from tuner.training.batch import own_prompt
 from tuner.training.references import Reference
+from tuner.workers.pool import Pool, pool_of
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class Stack:
         served: What the engine over transformers has in place of `model` then, else None.
         arrangement: Of an engine with a copy; None for the one over transformers.
         runner: None where there is no workflow, so that nothing can be rolled out.
+        workers: Processes that the workflow and the judge run in, where they do.
         teacher: The auxiliary model that `on_policy_distill` learns from.
         teacher_prompt: What a teacher reads before a call.
     """
@@ -74,6 +76,7 @@ class Stack:
     teacher_prompt: TeacherPrompt = own_prompt
     served: ServedCopy | None = None
     arrangement: Arrangement | None = None
+    workers: Pool | None = None
 
     @property
     def shares_weights(self) -> bool:
@@ -94,6 +97,8 @@ class Stack:
             parts.append(self.choice)
         if self.arrangement is not None:
             parts += [self.arrangement.placement, self.arrangement.weights]
+        if self.workers is not None:
+            parts.append(self.workers)
         return [str(part) for part in parts]
 
     @asynccontextmanager
@@ -117,9 +122,20 @@ class Stack:
         """What is trained, model or adapter, in Hugging Face's form, and the tokenizer."""
         _save(self.model, self.adapter, self.tokenizer, folder)
 
+    def settle_workers(self, rollouts: int, seconds: float) -> str | None:
+        """After a step of so many rollouts in so many seconds: with how many workers to go on and
+        why, where that was left open."""
+        if self.workers is None or self.runner is None:
+            return None
+        said = self.workers.settle(rollouts, seconds)
+        self.runner.workers = self.workers if self.workers.count else None
+        return said
+
     async def aclose(self) -> None:
         if self.runner is not None:
             await end_run(self.runner.workflow)
+        if self.workers is not None:
+            await self.workers.aclose()
         await self.auxiliary.aclose()
         await self.gateway.aclose()
         await self.gateway.engine.close()
@@ -132,6 +148,7 @@ def build_stack(
     judge: Callable[..., Any] | None,
     weights: Path | None = None,
     version: int = 0,
+    apart: bool = False,
 ) -> Stack:
     """Load the models and put the parts together.
 
@@ -140,8 +157,10 @@ def build_stack(
         workflow, judge: The user's functions; no workflow where nothing is rolled out.
         weights: Checkpoint to go on from, of the model or of its adapter.
         version: How many updates those weights have seen.
+        apart: Whether the functions may run in other processes (`tuner.workers`).
 
     Raises:
+        FunctionError: They are to, and cannot be sent there.
         ModelLoadError: A model or adapter cannot be loaded.
         ConfigError: `max_model_len` is more than the model has positions, the teacher has another
             vocabulary, the chat template has no place for the prompt of a teacher, `lora_configs`
@@ -149,6 +168,8 @@ def build_stack(
         MissingDependencyError: `lora_configs` is set, and peft is not installed; or vLLM is asked
             for, and it is not.
     """
+    kind = default_kind()
+    workers = pool_of(config, workflow, judge, kind) if apart else None
     device = choose_device(config.tuner.device)
     path, lora, adapter = config.model.model_path, config.model.lora, None
     dtype = choose_dtype(config.tuner.dtype, device)
@@ -162,7 +183,7 @@ def build_stack(
             model, lora, model_path=path, seed=config.tuner.seed, checkpoint=weights
         )
     tokenizer = load_tokenizer(path)
-    settings, kind = trainer_settings(config, 1, 1), default_kind()
+    settings = trainer_settings(config, 1, 1)
     auxiliary = AuxiliaryModels(kind)
     loaded = add_auxiliary_models(auxiliary, config, model.device, model.dtype)
     context = context_length(config.model.max_model_len, model.config, "model.max_model_len")
@@ -222,7 +243,10 @@ def build_stack(
             make_model=partial(chat_model, kind=kind),
             auxiliary_models=auxiliary.opened,
             settings=rollout_settings(config),
+            workers=workers,
         )
+    if workers is not None:
+        workers.start()
     return Stack(
         model,
         adapter,
@@ -237,6 +261,7 @@ def build_stack(
         teacher_prompt=told,
         served=served,
         arrangement=arrangement,
+        workers=workers,
     )
 
 

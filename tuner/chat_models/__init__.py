@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
     from tuner.config import RemoteModel
-    from tuner.gateway import Session
+    from tuner.gateway.access import Access
 
 __all__ = [
     "ChatModelKind",
@@ -30,6 +30,7 @@ __all__ = [
     "RemoteChatModel",
     "chat_model",
     "default_kind",
+    "load_kind",
     "remote_chat_model",
     "remote_client",
     "require_agentscope1",
@@ -53,13 +54,23 @@ _REMOTE: dict[ChatModelKind, Callable[..., Any]] = {
 }
 
 
-def chat_model(session: Session, *, kind: ChatModelKind) -> Any:
+def chat_model(session: Access, *, kind: ChatModelKind) -> Any:
     """The model that a workflow gets, for the framework it is written with.
 
     Raises:
         MissingDependencyError: The framework is not installed in a version that works.
     """
     return _CLASSES[kind]()(session)
+
+
+def load_kind(kind: ChatModelKind) -> None:
+    """Import the framework of a kind, which may take seconds.
+
+    Raises:
+        MissingDependencyError: It is not installed in a version that works.
+    """
+    with without_collection():
+        _CLASSES[kind]()
 
 
 def remote_chat_model(
@@ -118,8 +129,7 @@ def default_kind() -> ChatModelKind:
         return "plain"
     kind: ChatModelKind = "agentscope1" if found.startswith("1.") else "agentscope2"
     try:
-        with without_collection():
-            _CLASSES[kind]()
+        load_kind(kind)
     except MissingDependencyError as error:
         logger.warning("TrinityChatModel is the plain chat model: %s", error)
         return "plain"

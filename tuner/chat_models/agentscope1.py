@@ -12,7 +12,7 @@ from tuner.chat_models.without_framework import SessionHandle
 from tuner.errors import MissingDependencyError, pip_install
 
 if TYPE_CHECKING:
-    from tuner.gateway import Session
+    from tuner.gateway.access import Access
 
 
 def agentscope_version() -> str | None:
@@ -82,7 +82,7 @@ def trinity_chat_model() -> type[Any]:
             client: An `openai.AsyncOpenAI` that reaches the gateway without a socket.
         """
 
-        def __init__(self, session: Session, role: str | None = None) -> None:
+        def __init__(self, session: Access, role: str | None = None) -> None:
             SessionHandle.__init__(self, session, role)
             client: Any = session.async_client(role)
             # AgentScope makes a client of its own here; given ours, it opens no connections.

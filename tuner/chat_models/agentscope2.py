@@ -20,7 +20,7 @@ from tuner.chat_models.without_framework import SessionHandle
 from tuner.errors import TunerError
 
 if TYPE_CHECKING:
-    from tuner.gateway import Session
+    from tuner.gateway.access import Access
 
 _MANY_ITERATIONS = 50  # AgentScope's default; a reply of only reasoning is asked again as often
 
@@ -56,7 +56,7 @@ def trinity_chat_model() -> type[Any]:
                 where AgentScope begins to compress the context.
         """
 
-        def __init__(self, session: Session, role: str | None = None) -> None:
+        def __init__(self, session: Access, role: str | None = None) -> None:
             SessionHandle.__init__(self, session, role)
             client: Any = session.async_client(role)
             # AgentScope makes a client of its own here; given ours, it opens no connections.
@@ -66,11 +66,11 @@ def trinity_chat_model() -> type[Any]:
                 model=session.model_name,
                 stream=False,
                 max_retries=0,
-                context_size=session.service.engine.capabilities.max_model_len,
+                context_size=session.max_model_len,
                 client_kwargs={"http_client": client._client, "max_retries": 0},
             )
             self.client = client
-            self.max_model_len = session.service.engine.capabilities.max_model_len
+            self.max_model_len = session.max_model_len
             self._agents: list[Any] = []  # held, because their replies are looked at in the end
 
         def role(self, name: str) -> Any:
@@ -107,7 +107,7 @@ def trinity_chat_model() -> type[Any]:
                 self.session.warn_once(setting, sentence)
 
         def _warn(self, unsafe: dict[str, str]) -> None:
-            if self.session.recording.kept:  # nothing is trained on what the others say
+            if self.session.keeps_calls:  # nothing is trained on what the others say
                 for setting, sentence in unsafe.items():
                     self.session.warn_once(setting, sentence)
 

@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from functools import cache, wraps
-from typing import Any
+from typing import Any, cast
 
 from tuner.chat_models.agentscope1 import ReadsStreams
 from tuner.chat_models.without_framework import SessionHandle
@@ -47,10 +47,8 @@ def observed(model: Any, session: Session) -> Any:
 
 def session_of(model: Any) -> Session:
     """The session of the model that a workflow was given."""
-    session: Session = (
-        model.session if isinstance(model, SessionHandle) else getattr(model, _SESSION)
-    )
-    return session
+    found = model.session if isinstance(model, SessionHandle) else getattr(model, _SESSION)
+    return cast("Session", found)
 
 
 @cache

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     import openai
     from openai.types.chat import ChatCompletionMessage
 
-    from tuner.gateway import RecordedCall, Session
+    from tuner.gateway import RecordedCall
+    from tuner.gateway.access import Access
 
 
 class SessionHandle:
@@ -26,7 +27,7 @@ class SessionHandle:
         model_name: What requests give as `model`.
     """
 
-    def __init__(self, session: Session, role: str | None = None) -> None:
+    def __init__(self, session: Access, role: str | None = None) -> None:
         self.session = session
         self._role = role
         self.api_key = session.key_of(role)
@@ -49,7 +50,7 @@ class SessionHandle:
     @property
     def calls(self) -> list[RecordedCall]:
         """The calls committed so far, in order: those of this role, or all where it has none."""
-        calls = self.session.recording.for_workflow()
+        calls = self.session.calls_so_far()
         return [c for c in calls if self._role is None or c.role == self._role]
 
     def role(self, name: str) -> Self:
@@ -68,7 +69,7 @@ class PlainChatModel(SessionHandle):
         client: An `openai.AsyncOpenAI` that reaches the gateway without a socket.
     """
 
-    def __init__(self, session: Session, role: str | None = None) -> None:
+    def __init__(self, session: Access, role: str | None = None) -> None:
         super().__init__(session, role)
         self.client: openai.AsyncOpenAI = session.async_client(role)
 

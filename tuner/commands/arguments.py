@@ -68,9 +68,9 @@ def functions_of(path: Path, overrides: list[str]) -> Named:
     load = load_function
     layers = read_layers(path, overrides=overrides)
     if layers.backend == "trinity":
+        from tuner.functions.shipping import load  # type: ignore[assignment]  # its own parameters
         from tuner.trinity.handover import resolve
         from tuner.trinity.stage import ROLLS_OUT
-        from tuner.trinity.workers import load  # type: ignore[assignment]  # its own parameters
 
         settings = resolve(layers)
         names, rolls_out = settings.tuner, settings.mode in ROLLS_OUT

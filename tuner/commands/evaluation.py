@@ -236,7 +236,7 @@ async def _try(run: Run, name: str, store: TraceStore | None) -> dict[str, SetSc
     config, found = run.config, dict[str, SetScores]()
     # The results may be read by a program.
     console = ConsoleMonitor(1, Console(stderr=True, highlight=False, soft_wrap=True))
-    stack = build_stack(config, workflow=run.workflow, judge=run.judge)
+    stack = build_stack(config, workflow=run.workflow, judge=run.judge, apart=True)
     async with aclosing(stack):
         assert stack.runner is not None, "prepare_evaluation() wants a workflow"
         alone = config.tuner.deterministic

@@ -173,6 +173,13 @@ def _agents(config: RunConfig) -> Iterator[str]:
             f"tuner.agent is {tuner.agent.type!r} and tuner.workflow is {tuner.workflow!r}: set "
             "one of them"
         )
+    for name, model in tuner.auxiliary_models.items():
+        most = model.max_concurrent
+        if most is not None and isinstance(tuner.workers, int) and most < tuner.workers:
+            yield (
+                f"tuner.auxiliary_models.{name}.max_concurrent is {most}, and each of "
+                f"tuner.workers {tuner.workers} has a share of it: lower tuner.workers, or raise it"
+            )
     environment = tuner.environment
     of_agent = isinstance(environment, EnvironmentSection) and environment.type is not None
     if (tuner.agent is not None) != of_agent and (of_agent or environment is None):

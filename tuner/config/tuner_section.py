@@ -275,6 +275,12 @@ class TunerSection(Section):
         "(`{penalize: value}`), or stop the run (`abort`).",
     )
     tasks: TasksSection = TasksSection()
+    workers: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        default=0,
+        description="Processes that run the workflow and the judge, beside the one with gateway, "
+        "engine and trainer; 0: that one runs them. `auto` begins with as many as there are cores, "
+        "and says after the first step how many stay and why ([scaling](scaling.md)).",
+    )
     branching: BranchingSection | None = None
     history: HistorySection | None = None
     algorithm: AlgorithmExtras = AlgorithmExtras()
@@ -335,6 +341,18 @@ class TunerSection(Section):
     def _known_policy(cls, value: Any) -> Any:
         if not isinstance(value, (dict, Penalize)) and value not in ("drop", "abort"):
             raise ValueError("Input should be drop, abort or {penalize: value}")
+        return value
+
+    @field_validator("workers", mode="before")
+    @classmethod
+    def _here(cls, value: Any) -> Any:
+        if isinstance(value, bool) or (isinstance(value, str) and value not in ("auto", "ray")):
+            raise ValueError("Input should be 0, a number of processes, or auto")
+        if value == "ray":
+            raise ValueError(
+                "workers on other machines cannot be had yet: set a number of processes on this "
+                "one, or tuner.backend to trinity"
+            )
         return value
 
     @field_validator("imports", mode="before")

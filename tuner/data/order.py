@@ -7,7 +7,6 @@ import random
 from functools import lru_cache
 
 import numpy as np
-import torch
 
 from tuner.config import RunConfig
 from tuner.config.buffer import DataSelector
@@ -21,6 +20,8 @@ def derive_seed(*parts: object) -> int:
 
 def seed_everything(seed: int) -> None:
     """Set the global random states, which the user's functions may draw from."""
+    import torch
+
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -15,7 +15,7 @@ from openai.resources.chat import AsyncChat, AsyncCompletions
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from tuner.errors import MissingDependencyError
-from tuner.gateway.service import EVENT_STREAM, Answers, Events, Reply, StreamReply
+from tuner.gateway.service import EVENT_STREAM, Door, Events, Reply, StreamReply
 
 if TYPE_CHECKING:
     import anthropic
@@ -29,7 +29,7 @@ def http_library(client_class: type) -> Any:
     return importlib.import_module(client.__module__.partition(".")[0])
 
 
-def in_process_http_client(gateway: Answers, client_class: type) -> Any:
+def in_process_http_client(gateway: Door, client_class: type) -> Any:
     """A client of the library that `client_class` is built on, whose requests go to `gateway`."""
     library = http_library(client_class)
     transport = _transport_class(library)(gateway)
@@ -43,7 +43,7 @@ def _transport_class(library: Any) -> type[Any]:
     class InProcessTransport(library.AsyncBaseTransport):  # type: ignore[misc]  # httpx or httpx2
         """Hands each request to the gateway in the caller's own task."""
 
-        def __init__(self, gateway: Answers) -> None:
+        def __init__(self, gateway: Door) -> None:
             self._gateway = gateway
 
         async def handle_async_request(self, request: Any) -> Any:
@@ -117,7 +117,7 @@ def response(library: Any, reply: Reply, request: Any) -> Any:
 _http = http_library(openai.DefaultAsyncHttpxClient)
 
 
-def in_process_client(gateway: Answers, key: str) -> InProcessOpenAI:
+def in_process_client(gateway: Door, key: str) -> InProcessOpenAI:
     """A client of the session behind `key`: no retries, no time limit unless asked for."""
     return InProcessOpenAI(
         gateway=gateway,
@@ -129,7 +129,7 @@ def in_process_client(gateway: Answers, key: str) -> InProcessOpenAI:
     )
 
 
-def in_process_anthropic(gateway: Answers, key: str) -> anthropic.AsyncAnthropic:
+def in_process_anthropic(gateway: Door, key: str) -> anthropic.AsyncAnthropic:
     """Anthropic's client of the session behind `key`: no retries, no time limit of its own.
 
     Raises:
@@ -159,7 +159,7 @@ class InProcessOpenAI(openai.AsyncOpenAI):
         options: The library's.
     """
 
-    def __init__(self, *, gateway: Answers | None = None, **options: Any) -> None:
+    def __init__(self, *, gateway: Door | None = None, **options: Any) -> None:
         super().__init__(**options)
         self.gateway = gateway
 

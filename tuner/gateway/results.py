@@ -67,19 +67,17 @@ class Results:
             self._begun[key] += 1
         return _Begun(self, function, arguments, occurrence)
 
-    def given(self, begun: _Begun) -> FunctionResult | None:
+    def given(
+        self, function: str, arguments: dict[str, Any], occurrence: int
+    ) -> FunctionResult | None:
         """What the script has of a call that begins."""
         if self._script is None:
             return None
-        return self._script.result(begun.function, begun.arguments, begun.occurrence)
+        return self._script.result(function, arguments, occurrence)
 
-    def keep(self, begun: _Begun, value: Any) -> None:
+    def keep(self, function: str, arguments: dict[str, Any], occurrence: int, value: Any) -> None:
         """Take note of a result."""
-        self._kept.append(
-            FunctionResult(
-                begun.function, begun.arguments, begun.occurrence, value, self._committed()
-            )
-        )
+        self._kept.append(FunctionResult(function, arguments, occurrence, value, self._committed()))
 
 
 class _Begun:
@@ -99,7 +97,7 @@ class _Begun:
 
     def given(self) -> tuple[Any] | None:
         """The value that the script gives, alone in a tuple, or None: run the function."""
-        found = self._results.given(self)
+        found = self._results.given(self.function, self.arguments, self.occurrence)
         if found is None:
             return None
         return (self.kept(json.loads(json.dumps(found.value))),)
@@ -116,7 +114,8 @@ class _Begun:
                 "is recorded must be JSON, and come back from it as it was (None, bool, int, "
                 "finite float, str, list, dict with str as keys)"
             )
-        self._results.keep(self, json.loads(json.dumps(value)))
+        kept = json.loads(json.dumps(value))
+        self._results.keep(self.function, self.arguments, self.occurrence, kept)
         return value
 
 

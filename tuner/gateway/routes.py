@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mappin
 from typing import TYPE_CHECKING
 
 from tuner.engines.base import Engine
+from tuner.gateway.access import ROLE
 from tuner.gateway.answering import complete, failure, once
 from tuner.gateway.dialects import Exchange, anthropic, chat
 from tuner.gateway.dialects.responses import ResponsesExchange
@@ -19,7 +20,7 @@ from tuner.gateway.model.renderer import ChatRenderer
 from tuner.gateway.request_error import RequestError, has_ended
 from tuner.gateway.script import Script
 from tuner.gateway.service import CallSink, Events, Reply, Service, StreamReply, in_loop
-from tuner.gateway.sessions import ROLE, SamplingDefaults, Session, SessionLimits
+from tuner.gateway.sessions import SamplingDefaults, Session, SessionLimits
 from tuner.traces import ReasoningPolicy
 
 if TYPE_CHECKING:

@@ -112,8 +112,20 @@ class CallSink(Protocol):
         ...
 
 
+class Door(Protocol):
+    """What takes a session's requests, in the gateway's process or in another."""
+
+    async def handle(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes
+    ) -> Reply | StreamReply: ...
+
+    def refusing(
+        self, keys: Iterable[str], why: Callable[[], str]
+    ) -> AbstractContextManager[None]: ...
+
+
 class Answers(Protocol):
-    """What a door leads to."""
+    """What a door on a port leads to."""
 
     async def handle(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes
@@ -126,7 +138,7 @@ class Answers(Protocol):
     def check_not_stuck(self, headers: Mapping[str, str]) -> None: ...
 
 
-class Host(Answers, Protocol):
+class Host(Answers, Door, Protocol):
     """What a session knows of the gateway that it is open at.
 
     Attributes:
@@ -141,10 +153,6 @@ class Host(Answers, Protocol):
     def home(self) -> asyncio.AbstractEventLoop: ...
 
     def forget(self, key: str, session_id: str) -> None: ...
-
-    def refusing(
-        self, keys: Iterable[str], why: Callable[[], str]
-    ) -> AbstractContextManager[None]: ...
 
 
 def sse(data: Any, event: str | None = None) -> bytes:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import re
 import secrets
 from array import array
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from tuner.gateway.access import Access
 from tuner.gateway.conversations import Conversations
 from tuner.gateway.credit import Credits, RecordedCall
 from tuner.gateway.in_flight import InFlight
@@ -24,13 +24,7 @@ from tuner.gateway.script import Script
 from tuner.gateway.service import CallSink, Host, Replay, Service, in_loop
 from tuner.traces import Call
 
-if TYPE_CHECKING:
-    import anthropic
-    import openai
-
 T = TypeVar("T")
-
-ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +106,11 @@ class Recording:
         """The calls so far that were delivered."""
         return [RecordedCall(self._credits, call) for call in self._calls if not call.undelivered]
 
+    def credit(self, call_id: str, what: str, value: Any) -> None:
+        """Take note of what a workflow in another process said about a call."""
+        if not self._credits.sealed:
+            setattr(self._credits.of(call_id), what, value)
+
     def add(self, calls: list[Call], request: str | None = None) -> None:
         """Keep calls, all or none, of a request that may have an idempotency key."""
         if calls and self._sink is not None:
@@ -145,7 +144,7 @@ class Recording:
             self.add(abandoned())
 
 
-class Session:
+class Session(Access):
     """One attempt at a rollout: who it is and what it may ask for. `Gateway.open_session` makes it.
 
     Attributes:
@@ -185,7 +184,7 @@ class Session:
         sink: CallSink | None = None,
     ) -> None:
         self.service = service
-        self.host = host
+        self.host: Host = host
         self.id = session_id
         self.key = key or f"sk-tuner-{secrets.token_urlsafe(24)}"
         self.seed = seed
@@ -193,7 +192,7 @@ class Session:
         self.limits = limits
         self.script = script
         self.sink = sink
-        self.other_names: tuple[str, ...] = ()
+        self.other_names: Sequence[str] = ()
         self.errors: list[Exception] = []
         self.recording = Recording(session_id, kept=recorded, sink=sink)
         self.results = Results(script, lambda: self.recording.committed)
@@ -221,39 +220,19 @@ class Session:
         """Where HTTP clients find the gateway; the first use opens the door."""
         return self.host.base_url
 
-    def key_of(self, role: str | None) -> str:
-        """The API key that names `role` as the agent that calls; None is the session's own.
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and answer together."""
+        return self.service.engine.capabilities.max_model_len
 
-        Raises:
-            ValueError: `role` is not a name.
-        """
-        if role is None:
-            return self.key
-        if not ROLE.fullmatch(role):
-            raise ValueError(f"role {role!r} must be 1 to 64 letters, digits, '_' or '-'")
-        return f"{self.key}.{role}"
+    @property
+    def keeps_calls(self) -> bool:
+        """As `Recording.kept`."""
+        return self.recording.kept
 
-    def async_client(self, role: str | None = None) -> openai.AsyncOpenAI:
-        """An OpenAI client of this session that reaches the gateway without a socket."""
-        from tuner.gateway.clients import in_process_client
-
-        return in_process_client(self.host, self.key_of(role))
-
-    def async_anthropic(self, role: str | None = None) -> anthropic.AsyncAnthropic:
-        """Anthropic's client of this session, which reaches the gateway without a socket.
-
-        Raises:
-            MissingDependencyError: The anthropic package is not installed.
-        """
-        from tuner.gateway.clients import in_process_anthropic
-
-        return in_process_anthropic(self.host, self.key_of(role))
-
-    def http_client(self, client_class: type) -> Any:
-        """A client of the library that `client_class` is built on, which needs no socket."""
-        from tuner.gateway.clients import in_process_http_client
-
-        return in_process_http_client(self.host, client_class)
+    def calls_so_far(self) -> list[RecordedCall]:
+        """As `Recording.for_workflow`."""
+        return self.recording.for_workflow()
 
     async def at_home(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, done in the event loop that the engine is called in."""

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 from tuner.chat_models import chat_model, default_kind, remote_client
-from tuner.config import RemoteModel
-from tuner.errors import TrainingError
+from tuner.config import RemoteModel, RunConfig
+from tuner.errors import ConfigError, TrainingError
 from tuner.gateway import Session
 from tuner.rollout import RolloutRunner
 from tuner.tune import Run
@@ -34,6 +34,14 @@ class Contender:
             raise TrainingError(str(failure))
 
 
+def _check_settings(config: RunConfig) -> None:
+    if config.tuner.workers:
+        raise ConfigError(
+            f"tuner.workers is {config.tuner.workers}, but tune_prompt() and select_model() run "
+            "the workflow and the judge in this process: set it to 0"
+        )
+
+
 @asynccontextmanager
 async def served_here(run: Run) -> AsyncIterator[Contender]:
     """The model of the configuration, on an engine of ours.
@@ -43,6 +51,7 @@ async def served_here(run: Run) -> AsyncIterator[Contender]:
     """
     from tuner.assembly.stack import build_stack
 
+    _check_settings(run.config)
     stack = build_stack(run.config, workflow=run.workflow, judge=run.judge)
     try:
         assert stack.runner is not None, "prepare_evaluation() wants a workflow"
@@ -73,6 +82,7 @@ async def elsewhere(
     from tuner.assembly.stack import add_auxiliary_models
     from tuner.gateway.relay import Relay
 
+    _check_settings(run.config)
     config, kind = run.config, default_kind()
     auxiliary = AuxiliaryModels(kind)
     device = choose_device(config.tuner.device)

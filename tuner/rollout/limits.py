@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tuner.gateway import Session
+from tuner.gateway.access import Access
 
 T = TypeVar("T")
 logger = logging.getLogger("tuner.rollout")
@@ -22,7 +23,7 @@ class Exited(Exception):
     """A function raised what would end the process: SystemExit, or what is no Exception."""
 
 
-async def contained(work: Coroutine[Any, Any, T], session: Session) -> T:
+async def contained(work: Coroutine[Any, Any, T], session: Access) -> T:
     """The result of a user's function, which runs in a task of its own.
 
     When this is cancelled (a deadline, Ctrl-C) the session is sealed before the function hears of

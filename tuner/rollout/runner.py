@@ -6,26 +6,34 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from tuner.data.order import derive_seed, seed_everything
-from tuner.errors import FunctionError, RewardError
-from tuner.functions.calling import call_group_judge, call_judge, call_workflow, judges_groups
-from tuner.functions.outputs import JudgeOutput, Rejected
-from tuner.functions.places import raised_in
+from tuner.errors import FunctionError, WorkerError
+from tuner.functions.calling import judges_groups
+from tuner.functions.outputs import JudgeOutput
 from tuner.gateway import Gateway, SamplingDefaults, Session, SessionLimits
 from tuner.rollout.attempt import Again, Attempt
-from tuner.rollout.failures import JudgeFailure, being_cancelled, describe, of_judge
-from tuner.rollout.limits import Ending, Exited, ToolTime, contained
-from tuner.rollout.watchdog import Running, Watchdog
+from tuner.rollout.caller import Caller, Here, Workers
+from tuner.rollout.failures import (
+    JudgeFailure,
+    being_cancelled,
+    describe,
+    of_judge,
+    of_workflow,
+    place_of_error,
+)
+from tuner.rollout.limits import Ending, Exited, ToolTime
+from tuner.rollout.watchdog import Watchdog
 from tuner.traces import Outcome, RolloutId, Trace
 
 T = TypeVar("T")
 logger = logging.getLogger("tuner.rollout")
+_RETRIED = (Outcome.WORKFLOW_ERROR, Outcome.TIMEOUT, Outcome.WORKER_DIED)
 
 
 @dataclass(frozen=True)
@@ -34,8 +42,8 @@ class RolloutSettings:
 
     Attributes:
         timeout: Seconds that one attempt (workflow and judge together) may take.
-        max_retries: Further attempts after a workflow error or a timeout; a judge that fails is
-            asked again as often, with the same response.
+        max_retries: Further attempts after a workflow error, a timeout or the death of the process
+            that it ran in; a judge that fails is asked again as often, with the same response.
         seed: Seed of the run; each rollout derives its own from it.
         limits: What the calls of one attempt may come to.
         tool_seconds: Seconds that one attempt may spend while no call is in flight; None: any.
@@ -75,6 +83,8 @@ class RolloutRunner:
         told: What was warned of, once. As `watchdog` it is another runner's too that is made of
             this one by `dataclasses.replace`.
         watchdog: Looks after the functions.
+        workers: Processes that the functions run in; None: this one. Then `make_model`, `workflow`
+            and `judge` are called there.
     """
 
     gateway: Gateway
@@ -86,6 +96,7 @@ class RolloutRunner:
     settings: RolloutSettings
     told: set[str] = field(default_factory=set)
     watchdog: Watchdog = None  # type: ignore[assignment]  # made of the settings
+    workers: Workers | None = None
 
     def __post_init__(self) -> None:
         self.watchdog = self.watchdog or Watchdog(self.settings.timeout)
@@ -132,8 +143,7 @@ class RolloutRunner:
             )
             if not traces:
                 trace.seconds["queue"] = queued
-            retry = trace.outcome in (Outcome.WORKFLOW_ERROR, Outcome.TIMEOUT)
-            if not retry or number > self.settings.max_retries:
+            if trace.outcome not in _RETRIED or number > self.settings.max_retries:
                 keep(response)
                 return [*traces, trace]
             logger.info("%s, attempt %d: %s; trying again", id, number, trace.error)
@@ -149,8 +159,9 @@ class RolloutRunner:
         again: Again | None,
     ) -> tuple[Trace, Any]:
         seed = derive_seed(self.settings.seed, id, number)
+        drawn = seed if again is None else derive_seed(self.settings.seed, *again.root)
         if self.settings.seeds_functions:
-            seed_everything(seed if again is None else derive_seed(self.settings.seed, *again.root))
+            seed_everything(drawn)
         script = None if again is None else again.script()
         session = self.gateway.open_session(
             f"{id}-{number}",
@@ -163,10 +174,13 @@ class RolloutRunner:
         tools = ToolTime(self.settings.tool_seconds, session)
         try:
             with self.auxiliary_models(session.id, seed) as auxiliary:
-                async with asyncio.timeout(self.settings.timeout) as deadline:
+                async with (
+                    self._calling(session, dict(auxiliary), id, drawn) as caller,
+                    asyncio.timeout(self.settings.timeout) as deadline,
+                ):
                     with ending.of(deadline), session.results.collecting():
                         limited = partial(tools.limiting, deadline)
-                        await self._run_functions(task, session, dict(auxiliary), state, limited)
+                        await self._run_functions(task, session, caller, state, limited)
         except TimeoutError:
             pass
         finally:
@@ -191,11 +205,22 @@ class RolloutRunner:
         )
         return trace, state.response
 
+    def _calling(
+        self, session: Session, auxiliary: dict[str, Any], id: RolloutId, seed: int | None = None
+    ) -> AbstractAsyncContextManager[Caller]:
+        """Who calls the functions, with the models of an attempt or of a group."""
+        if self.workers is not None:
+            seed = seed if self.settings.seeds_functions else None
+            return self.workers.calling(session, auxiliary, id, seed=seed)
+        return nullcontext(
+            Here(self.workflow, self.judge, self.make_model, self.watchdog, session, auxiliary)
+        )
+
     async def _run_functions(
         self,
         task: dict[str, Any],
         session: Session,
-        auxiliary: dict[str, Any],
+        caller: Caller,
         state: Attempt,
         limited: Callable[[], AbstractContextManager[None]],
     ) -> None:
@@ -204,7 +229,7 @@ class RolloutRunner:
             started = time.perf_counter()
             try:
                 with limited():
-                    returned = await self._run_workflow(task, session, auxiliary, state)
+                    returned = await self._run_workflow(task, session, caller, state)
             finally:
                 state.workflow_seconds += time.perf_counter() - started
             if not returned:
@@ -212,7 +237,7 @@ class RolloutRunner:
             if self.judge is not None and not self.judges_groups:
                 started = time.perf_counter()
                 try:
-                    await self._run_judge(task, session, auxiliary, state)
+                    await self._run_judge(task, caller, state)
                 finally:
                     state.judge_seconds += time.perf_counter() - started
             if state.outcome is Outcome.COMPLETED:
@@ -230,38 +255,21 @@ class RolloutRunner:
         return state.feedback is not None and state.reward < self.settings.pass_reward
 
     async def _run_workflow(
-        self, task: dict[str, Any], session: Session, auxiliary: dict[str, Any], state: Attempt
+        self, task: dict[str, Any], session: Session, caller: Caller, state: Attempt
     ) -> bool:
         """Whether it returned; if not, `state` says why."""
         try:
-            model = self.make_model(session)
-            work = call_workflow(
-                self.workflow,
-                task=dict(task),
-                model=model,
-                auxiliary_models=auxiliary,
-                logger=logger,
-                feedback=state.feedback,
-                apart=self.watchdog.apart,
-            )
-            with self.watchdog.watching(Running("workflow", _sessions(session, auxiliary), work)):
-                output = await contained(work, session)
-            if hasattr(model, "workflow_ended"):  # frameworks whose agents can stop half-way
-                model.workflow_ended()
+            output = await caller.workflow(task, state.feedback)
         except asyncio.CancelledError:
             if being_cancelled():
                 raise
             state.outcome, state.error = Outcome.CANCELLED, "the workflow cancelled itself"
-        except FunctionError:
+        except (FunctionError, WorkerError):
             raise
-        except Rejected as rejection:
-            state.outcome = Outcome.REJECTED
-            state.error = str(rejection) or "the workflow rejected the rollout"
-        except RewardError as error:
-            state.outcome, state.error = of_judge(error), describe(error, None)
         except Exception as error:
-            state.outcome, state.error = Outcome.WORKFLOW_ERROR, describe(error, session)
-            if not any(isinstance(known, Exited) for known in session.errors):  # which says it
+            state.outcome, state.error = of_workflow(error, session)
+            said = any(isinstance(known, Exited) for known in session.errors)
+            if state.outcome is Outcome.WORKFLOW_ERROR and not said:
                 self._say_where(error, state.error)
             logger.debug("%s failed", session.id, exc_info=True)
         else:
@@ -285,21 +293,13 @@ class RolloutRunner:
 
     def _say_where(self, error: BaseException, described: str) -> None:
         """Warn of an error in the user's own code, once for each line."""
-        where = raised_in(error)
+        where = place_of_error(error)
         if where is not None and where not in self.told:
             self.told.add(where)
             logger.warning("%s: %s", where, described)
 
-    async def _run_judge(
-        self,
-        task: dict[str, Any],
-        session: Session,
-        auxiliary: dict[str, Any],
-        state: Attempt,
-    ) -> None:
-        assert self.judge is not None
-        ask = partial(call_judge, self.judge, task=dict(task), response=state.response)
-        verdict = await self._verdict(ask, session, auxiliary)
+    async def _run_judge(self, task: dict[str, Any], caller: Caller, state: Attempt) -> None:
+        verdict = await self._verdict(partial(caller.judge, task, state.response))
         if isinstance(verdict, JudgeFailure):
             state.outcome, state.error = verdict
             return
@@ -321,42 +321,32 @@ class RolloutRunner:
         """
         seed = derive_seed(self.settings.seed, id, "judge")
         session = self.gateway.open_session(f"{id}-judge", seed=seed, recorded=False)
-        assert self.judge is not None
-        ask = partial(call_group_judge, self.judge, task=dict(task), responses=responses)
         try:
             with self.auxiliary_models(session.id, seed) as auxiliary:
-                async with asyncio.timeout(self.settings.timeout):
-                    return await self._verdict(ask, session, dict(auxiliary))
+                async with (
+                    self._calling(session, dict(auxiliary), id) as caller,
+                    asyncio.timeout(self.settings.timeout),
+                ):
+                    return await self._verdict(partial(caller.group_judge, task, responses))
         except TimeoutError:
             took = f"no verdict within {self.settings.timeout:g} s (explorer.max_timeout)"
             return JudgeFailure(Outcome.JUDGE_TIMEOUT, took)
         finally:
             session.seal()
 
-    async def _verdict(
-        self,
-        ask: Callable[..., Coroutine[Any, Any, T]],
-        session: Session,
-        auxiliary: dict[str, Any],
-    ) -> T | JudgeFailure:
+    async def _verdict(self, ask: Callable[[], Awaitable[T]]) -> T | JudgeFailure:
         """What a judge says, which is asked again as often as a rollout may be tried again."""
         for tries_left in range(self.settings.max_retries, -1, -1):
-            work = ask(auxiliary_models=auxiliary, logger=logger, apart=self.watchdog.apart)
             try:
-                with self.watchdog.watching(Running("judge", _sessions(session, auxiliary), work)):
-                    return await contained(work, session)
-            except FunctionError:
+                return await ask()
+            except (FunctionError, WorkerError):
                 raise
             except (Exception, asyncio.CancelledError) as error:
                 if being_cancelled():
                     raise
                 failure = JudgeFailure(of_judge(error), describe(error, None))
+                if failure.outcome is Outcome.WORKER_DIED:  # with the response
+                    break
                 if not tries_left:
                     self._say_where(error, failure.error)
         return failure
-
-
-def _sessions(session: Session, auxiliary: Mapping[str, Any]) -> list[Session]:
-    """An attempt's session, and those of its auxiliary models that are served here."""
-    found = (getattr(model, "session", None) for model in auxiliary.values())
-    return [session, *(other for other in found if isinstance(other, Session))]

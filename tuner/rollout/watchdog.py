@@ -20,7 +20,7 @@ from typing import Any
 
 from tuner.functions.calling import in_thread
 from tuner.functions.places import LIBRARIES, OURS, place_of
-from tuner.gateway import Session
+from tuner.gateway.access import Access
 from tuner.rollout.limits import Exited
 
 logger = logging.getLogger("tuner.rollout")
@@ -52,7 +52,7 @@ class Running:
     """
 
     role: str
-    sessions: Sequence[Session]
+    sessions: Sequence[Access]
     work: Any
     began: float = field(default_factory=time.perf_counter)
 

@@ -147,6 +147,11 @@ def serve(
         ModelLoadError, MissingDependencyError: As `build_stack`.
         TunerError: The store is damaged, or of another version.
     """
+    if config.tuner.workers:
+        raise ConfigError(
+            f"tuner.workers is {config.tuner.workers}, but `tuner serve` runs its functions in its "
+            "own process: set it to 0"
+        )
     admin_key = admin_key_for(config, host)
     log_as_json()
     with held(config.run_dir):

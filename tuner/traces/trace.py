@@ -23,6 +23,7 @@ class Outcome(StrEnum):
     CANCELLED = "cancelled"
     REJECTED = "rejected"
     DIVERGED = "diverged"
+    WORKER_DIED = "worker_died"
 
 
 @dataclass(frozen=True, order=True)

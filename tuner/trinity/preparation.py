@@ -20,6 +20,7 @@ from tuner.config.load import read_layers
 from tuner.config.source import concealed, lookup
 from tuner.errors import ConfigError, FunctionError
 from tuner.functions.calling import judges_groups, where
+from tuner.functions.shipping import PICKLE, ship
 from tuner.result import Verdict
 from tuner.run.directory import free_name
 from tuner.settings import location, settings_of
@@ -34,7 +35,7 @@ from tuner.trinity.stage import (
     planned_steps,
     recorded_steps,
 )
-from tuner.trinity.workers import PICKLE, is_own, joined, require_answer, ship, with_sizes
+from tuner.trinity.workers import is_own, joined, require_answer, with_sizes
 
 if TYPE_CHECKING:
     from trinity.common.config import Config

@@ -1,43 +1,26 @@
-"""Ray's workers: the cluster that they run on, and how the user's functions get there.
+"""The cluster that Ray's workers run on.
 
-The cluster is one by its address, or one of our own that ends with the run. Never whatever cluster
-happens to run on this machine: `address="auto"`, Ray's and Trinity-RFT's default, would join it. A
-cluster of our own asks for a token that only this process and its children know.
-
-A configuration names a function in one of two forms, both text, so that it can be saved, loaded and
-run again:
-
-    package.module:function     the module is installed in this Python environment
-    pickle:gAWVxwEAAAAAAACM...  anything else: the function with all it refers to that is not
-
-Whether a module is installed is asked of a Python that sees neither the script's folder nor
-PYTHONPATH, as a worker on another machine would. What is sent by value is read back in another
-process before a cluster is touched.
+It is one by its address, or one of our own that ends with the run. Never whatever cluster happens
+to run on this machine: `address="auto"`, Ray's and Trinity-RFT's default, would join it. A cluster
+of our own asks for a token that only this process and its children know.
 """
 
 from __future__ import annotations
 
-import base64
-import inspect
 import logging
 import os
 import secrets
 import socket
-import subprocess
-import sys
-import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from tuner.config.source import lookup
-from tuner.errors import ConfigError, FunctionError, TrainingError
-from tuner.functions.calling import unwrapped, where
+from tuner.errors import ConfigError, TrainingError
+from tuner.functions.shipping import worker_path
 from tuner.trinity.guardian import MARK, guarded
 from tuner.trinity.installed import uses_tinker
 
@@ -233,153 +216,3 @@ def _gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
-
-
-PICKLE = "pickle:"
-# Every task carries its functions to a worker.
-LARGEST = 8 * 2**20
-_READ_BACK = "import sys; from ray import cloudpickle; cloudpickle.loads(sys.stdin.buffer.read())"
-_FIND = (
-    "import sys, importlib.util as u; "
-    "sys.exit(0 if u.find_spec(sys.argv[1].partition('.')[0]) and u.find_spec(sys.argv[1]) else 1)"
-)
-
-
-def ship(func: Callable[..., Any], *, role: str) -> str:
-    """The text that names `func` for a worker; `load` gives the function back.
-
-    Args:
-        func: Function, callable object, partial or bound method.
-        role: "workflow" or "judge", for error messages.
-
-    Raises:
-        FunctionError: It is not importable there and cannot be sent by value; names what cannot.
-    """
-    return _reference(func) or _by_value(func, role)
-
-
-def load(text: str, *, setting: str = "workflow_args.tuner") -> Callable[..., Any]:
-    """The function that `ship` named; `setting` is the key that holds the text, for messages."""
-    if text.startswith(PICKLE):
-        from ray import cloudpickle
-
-        function: Callable[..., Any] = cloudpickle.loads(
-            base64.b64decode(text.removeprefix(PICKLE))
-        )
-        return function
-    from tuner.functions.loading import load_function
-
-    return load_function(text, setting=setting)
-
-
-def _reference(func: Callable[..., Any]) -> str | None:
-    if unwrapped(func) is not func or not inspect.isfunction(func):
-        return None
-    module, name = func.__module__, func.__qualname__
-    found = getattr(sys.modules.get(module), name, None) if name.isidentifier() else None
-    if found is not func or module == "__main__" or not _is_installed(module):
-        return None
-    return f"{module}:{name}"
-
-
-@cache
-def _is_installed(module: str) -> bool:
-    command = [sys.executable, "-I", "-c", _FIND, module]
-    return subprocess.run(command, cwd=os.sep, capture_output=True, check=False).returncode == 0
-
-
-def _by_value(func: Callable[..., Any], role: str) -> str:
-    from ray import cloudpickle
-
-    own = list(_own_modules())
-    registered = []
-    for module in own:
-        if module.__name__ not in cloudpickle.list_registry_pickle_by_value():
-            cloudpickle.register_pickle_by_value(module)
-            registered.append(module)
-    try:
-        data: bytes = cloudpickle.dumps(func)
-    except Exception as error:
-        raise FunctionError(
-            f"the {role} {where(func)} cannot be sent to the workers: {_culprit(func, error)}; "
-            "make it inside the function, or put the function into an installed package"
-        ) from error
-    finally:
-        for module in registered:
-            cloudpickle.unregister_pickle_by_value(module)
-    if len(data) > LARGEST:
-        raise FunctionError(
-            f"the {role} {where(func)} is {len(data) / 2**20:.0f} MiB with all it refers to, and "
-            f"every task would carry it; load what is large inside the function (limit: "
-            f"{LARGEST >> 20} MiB)"
-        )
-    _read_back(data, func, role)
-    return PICKLE + base64.b64encode(data).decode("ascii")
-
-
-def _read_back(data: bytes, func: Callable[..., Any], role: str) -> None:
-    command = [sys.executable, "-c", _READ_BACK]
-    env = {**os.environ, "PYTHONPATH": worker_path()}
-    done = subprocess.run(
-        command, cwd=os.sep, env=env, input=data, capture_output=True, check=False
-    )
-    if done.returncode != 0:
-        lines = done.stderr.decode(errors="replace").strip().splitlines()
-        raise FunctionError(
-            f"the {role} {where(func)} cannot be read back in another process: "
-            f"{lines[-1] if lines else 'it ended without a word'}; what it refers to must be "
-            "importable on the workers, or be defined in a module of yours"
-        )
-
-
-def worker_path() -> str:
-    """PYTHONPATH of a worker: where `tuner` is, then what this process was given."""
-    here = str(Path(__file__).resolve().parents[2])
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return os.pathsep.join(dict.fromkeys([here, *(part for part in given if part)]))
-
-
-def _own_modules() -> Iterator[ModuleType]:
-    """Loaded modules that are neither installed nor part of Python or `tuner`."""
-    paths = sysconfig.get_paths()
-    elsewhere = [Path(paths[key]).resolve() for key in ("stdlib", "purelib", "platlib")]
-    elsewhere.append(Path(__file__).resolve().parents[1])
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if file is None or name == "__main__" or module.__name__ != name:
-            continue
-        path = Path(file).resolve()
-        if not any(path.is_relative_to(folder) for folder in elsewhere) and not _is_installed(
-            name.partition(".")[0]
-        ):
-            yield module
-
-
-def _culprit(func: Callable[..., Any], error: Exception) -> str:
-    """Which of the things that `func` refers to cannot be pickled."""
-    from ray import cloudpickle
-
-    for name, value in _referred(func):
-        try:
-            cloudpickle.dumps(value)
-        except Exception as cause:
-            return f"{name} is a {type(value).__name__} ({cause})"
-    return str(error)
-
-
-def _referred(func: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    inner = unwrapped(func)
-    owner = getattr(inner, "__self__", inner)
-    if not inspect.isroutine(owner):
-        for name, value in getattr(owner, "__dict__", {}).items():
-            yield f"its attribute {name!r}", value
-    code = getattr(inner, "__func__", inner)
-    if inspect.isfunction(code):
-        variables = inspect.getclosurevars(code)
-        for name, value in variables.nonlocals.items():
-            yield f"its variable {name!r}", value
-        for name, value in variables.globals.items():
-            yield f"the global {name!r}", value
-    if inner is not func:
-        for name, value in getattr(func, "keywords", {}).items():
-            yield f"the argument {name!r}", value

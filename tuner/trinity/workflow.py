@@ -24,6 +24,7 @@ from tuner.assembly.models import load_tokenizer
 from tuner.chat_models import chat_model, default_kind
 from tuner.config import RemoteModel
 from tuner.errors import FunctionError, TrainingError
+from tuner.functions.shipping import load
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults, SessionLimits
 from tuner.rollout import RolloutRunner, RolloutSettings
 from tuner.rollout.panel import Panel, panels_of
@@ -33,7 +34,6 @@ from tuner.trinity.datafiles import task_of
 from tuner.trinity.endpoints import ServedEngine, TinkerEngine
 from tuner.trinity.experience import TrainedSequence, merged, one_per_call
 from tuner.trinity.progress import Journal
-from tuner.trinity.workers import load
 
 if TYPE_CHECKING:
     from trinity.common.models.model import ModelWrapper

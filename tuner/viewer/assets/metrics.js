@@ -35,7 +35,7 @@ function renderMetrics() {
   $("charts").replaceChildren(...charts);
   $("multiples").replaceChildren(...MULTIPLES.filter(([, key]) => keys.includes(key)).map(([name, key]) => chart(name, one(key), { small: true })));
   if ($("others").open) $("all").replaceChildren(...keys.filter((k) => k !== "step").sort().map((key) => chart(key, one(key), { small: true })));
-  const outcomes = ["completed", "workflow_error", "judge_error", "judge_timeout", "timeout", "no_calls", "invalid_reward", "cancelled", "rejected", "diverged"].map((name) => [name, sum(state.metrics, `rollouts/${name}`)]).filter(([, n]) => n);
+  const outcomes = ["completed", "workflow_error", "judge_error", "judge_timeout", "timeout", "no_calls", "invalid_reward", "cancelled", "rejected", "diverged", "worker_died"].map((name) => [name, sum(state.metrics, `rollouts/${name}`)]).filter(([, n]) => n);
   const extra = [["retried attempts", sum(state.metrics, "rollouts/retried")], ["calls that cannot be trained", sum(state.metrics, "calls/invalid")],
     ...keys.filter((k) => k.startsWith("rollouts/dropped/")).map((k) => [`left out: ${k.slice(17)}`, sum(state.metrics, k)])].filter(([, n]) => n);
   bars($("outcomes"), [...outcomes, ...extra]);

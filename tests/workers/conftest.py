@@ -1,0 +1,62 @@
+"""A runner over a real gateway, engine and model, whose functions run here or in workers."""
+
+import contextlib
+
+import pytest
+
+from tuner.assembly.models import load_model, load_tokenizer
+from tuner.chat_models import chat_model
+from tuner.engines.transformers.engine import TransformersEngine
+from tuner.gateway import ChatRenderer, Gateway, SessionLimits
+from tuner.rollout import RolloutRunner, RolloutSettings
+from tuner.workers.pool import Pool
+
+
+@pytest.fixture(scope="session")
+def make_runners(random_model_path):
+    import torch
+
+    model = load_model(str(random_model_path), device=torch.device("cpu"), dtype=torch.float32)
+    tokenizer = load_tokenizer(str(random_model_path))
+
+    def make(
+        workflow,
+        judge=None,
+        *,
+        workers=None,
+        timeout=120.0,
+        retries=0,
+        calls=None,
+        auxiliary=None,
+        **more,
+    ):
+        engine = TransformersEngine(model, tokenizer, max_model_len=128, deterministic=True)
+        return RolloutRunner(
+            Gateway(engine, ChatRenderer(tokenizer), model_name="m"),
+            workflow,
+            judge,
+            make_model=lambda session: chat_model(session, kind="plain"),
+            auxiliary_models=auxiliary or (lambda rollout, seed: contextlib.nullcontext({})),
+            settings=RolloutSettings(
+                timeout=timeout, max_retries=retries, seed=1, limits=SessionLimits(calls), **more
+            ),
+            workers=workers,
+        )
+
+    return make
+
+
+@pytest.fixture
+def make_runner(make_runners):
+    return make_runners
+
+
+@contextlib.asynccontextmanager
+async def pool_of(count, workflow, judge=None, **more):
+    """Workers for the time of the block; afterwards none is left."""
+    pool = Pool(count, workflow, judge, **{"kind": "plain", "timeout": 120.0, **more})
+    try:
+        yield pool
+    finally:
+        await pool.aclose()
+        assert pool.pids == []

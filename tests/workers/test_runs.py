@@ -1,0 +1,101 @@
+"""Whole runs with workers: the same weights, settings that are refused, and what `auto` says."""
+
+import hashlib
+
+import pytest
+
+from tests.loop.runs import EVAL, TRAIN, config, judge, workflow
+from tests.workers.functions import group_judge, scored, synchronous
+from tuner.config.load import load_config
+from tuner.errors import ConfigError
+from tuner.loop import run_local
+from tuner.workers.pool import count_for
+
+
+def trained(model, root, *overrides, workflow=workflow, judge=judge):
+    settings = config(model, root, *overrides)
+    result = run_local(
+        settings,
+        workflow=workflow,
+        judge=judge,
+        train_tasks=TRAIN,
+        eval_tasks={"held-out": EVAL} if settings.buffer.explorer_input.eval_tasksets else {},
+    )
+    folder = settings.run_dir / "checkpoints"
+    weights = {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*.safetensors"))
+    }
+    assert weights
+    return result, weights
+
+
+def test_two_workers_train_the_same_weights_bit_for_bit(random_model_path, tmp_path):
+    """The functions draw from Python's global random state."""
+    few = ("buffer.total_steps=2", "explorer.eval_interval=2", "explorer.eval_on_startup=false")
+    here, weights = trained(random_model_path, tmp_path / "here", *few)
+    there, others = trained(random_model_path, tmp_path / "there", *few, "tuner.workers=2")
+    assert others == weights
+    assert there.rewards == here.rewards
+    assert there.outcomes == here.outcomes
+
+
+def test_groups_are_judged_in_workers_of_a_run(random_model_path, tmp_path):
+    few = ("buffer.total_steps=1", "algorithm.advantage_fn=reinforce", "tuner.deterministic=false")
+    result, _ = trained(
+        random_model_path,
+        tmp_path,
+        *few,
+        "buffer.explorer_input.eval_tasksets=[]",
+        "explorer.eval_interval=0",
+        "tuner.workers=2",
+        workflow=scored,
+        judge=group_judge,
+    )
+    assert result.outcomes == {"completed": 6}
+
+
+def test_an_agent_that_blocks_its_event_loop_trains(random_model_path, tmp_path):
+    few = ("buffer.total_steps=1", "tuner.deterministic=false", "explorer.eval_interval=0")
+    result, _ = trained(
+        random_model_path, tmp_path, *few, "tuner.workers=1", workflow=synchronous, judge=None
+    )
+    assert result.outcomes == {"completed": 6}
+
+
+def test_auto_says_after_the_first_step_how_many_stay_and_why(random_model_path, tmp_path, capsys):
+    few = ("buffer.total_steps=2", "tuner.deterministic=false", "explorer.eval_interval=0")
+    result, _ = trained(random_model_path, tmp_path, *few, "tuner.workers=auto")
+    assert sum(result.outcomes.values()) == 12
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("workers: ")]
+    assert len(said) == 2
+    assert "after the first step it is decided anew" in said[0]
+    assert "s of CPU for a rollout" in said[1]
+    assert "cores busy" in said[1]
+
+
+@pytest.mark.parametrize(
+    ("used", "count"), [(0.01, 0), (0.2, 1), (0.9, 2), (1.9, 3), (7.0, 8), (30.0, 8)]
+)
+def test_auto_goes_by_the_cores_that_functions_keep_busy(used, count):
+    assert count_for(used, most=8, fewest=0) == count
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("ray", "workers on other machines cannot be had yet"),
+        ("many", "must be 0, a number of processes, or auto"),
+        ("-1", "tuner.workers"),
+        ("true", "tuner.workers"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_by_name(value, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, overrides=[f"tuner.workers={value}"])
+
+
+def test_a_share_of_requests_to_a_remote_model_is_at_least_one():
+    remote = {"base_url": "http://x/v1", "model_name": "m", "max_concurrent": 1}
+    with pytest.raises(ConfigError, match=r"max_concurrent is 1, and each of tuner\.workers 2"):
+        load_config(None, settings={"tuner": {"auxiliary_models": {"a": remote}, "workers": 2}})

@@ -1,0 +1,199 @@
+"""A worker's end of the line to its run: from any thread and event loop, as functions need it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from tuner.gateway.in_flight import InFlight
+from tuner.gateway.service import Reply, StreamReply
+from tuner.workers.messages import (
+    Abandon,
+    Answered,
+    Ask,
+    Event,
+    Frames,
+    Given,
+    Next,
+    Request,
+    framed,
+)
+
+_CHUNK = 1 << 18
+
+
+class Line:
+    """Sends messages, and gives what comes to whom it is for.
+
+    Reading is a thread's, so that code which keeps the event loop may still ask something.
+
+    Args:
+        connection: The socket.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._frames = Frames()
+        self._arrived: list[Any] = []
+        self._sending = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._waiting: dict[tuple[type, int], Future[Any]] = {}
+
+    def first(self) -> Any:
+        """Wait for the first message."""
+        while not self._arrived:
+            self._arrived = list(self._frames.added(self._received()))
+        return self._arrived.pop(0)
+
+    def listen(self, hear: Callable[[Any], None]) -> None:
+        """From now on `hear` gets, in a thread, what is no answer."""
+        threading.Thread(target=self._listen, args=(hear,), name="tuner-line", daemon=True).start()
+
+    def send(self, message: Any) -> None:
+        """In any thread; it has left this process when this returns."""
+        data = framed(message)
+        with self._sending:
+            self._socket.sendall(data)
+
+    def ask(self, session: int, what: str, *arguments: Any) -> Any:
+        """What a session of the run's gateway says; waits for it.
+
+        Raises:
+            Exception: What it raised.
+        """
+        number = next(self._numbers)
+        future = self._expected(Given, number)
+        self.send(Ask(number, session, what, arguments))
+        given: Given = future.result()
+        if given.error is not None:
+            raise given.error
+        return given.value
+
+    def tell(self, session: int, what: str, *arguments: Any) -> None:
+        """Tell a session of the run's gateway, which says nothing."""
+        self.send(Ask(None, session, what, arguments))
+
+    async def request(
+        self, door: int, method: str, path: str, headers: Mapping[str, str], body: bytes
+    ) -> Reply | StreamReply:
+        """The gateway's answer; in any event loop."""
+        number = next(self._numbers)
+        plain = {name.lower(): value for name, value in headers.items()}
+        sent = Request(number, door, method, path, plain, body)
+        answer: Answered = await self.answer(Answered, number, sent)
+        if answer.streams:
+            return StreamReply(_Events(self, number), answer.headers)
+        return Reply(answer.status, answer.body, answer.content_type, answer.headers)
+
+    async def answer(self, kind: type, number: int, sent: Any) -> Any:
+        """What comes back under a number, after `sent`; abandoned where this is cancelled."""
+        future = self._expected(kind, number)
+        try:
+            self.send(sent)
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            self.abandon(number)
+            raise
+        finally:
+            self._waiting.pop((kind, number), None)
+
+    def abandon(self, number: int) -> None:
+        """Nobody waits for a request any more."""
+        self.send(Abandon(number))
+
+    def _expected(self, kind: type, number: int) -> Future[Any]:
+        future = self._waiting[kind, number] = Future()
+        return future
+
+    def _listen(self, hear: Callable[[Any], None]) -> None:
+        while True:
+            for message in self._arrived:
+                self._take(message, hear)
+            self._arrived = list(self._frames.added(self._received()))
+
+    def _take(self, message: Any, hear: Callable[[Any], None]) -> None:
+        if not isinstance(message, Answered | Event | Given):
+            hear(message)
+            return
+        number = message.ask if isinstance(message, Given) else message.request
+        future = self._waiting.pop((type(message), number), None)
+        if future is not None and future.set_running_or_notify_cancel():
+            future.set_result(message)
+
+    def _received(self) -> bytes:
+        try:
+            data = self._socket.recv(_CHUNK)
+        except OSError:
+            data = b""
+        if not data:  # the run is gone, whatever became of it; and so is all that was begun here
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+        return data
+
+
+class _Events:
+    """The events of a stream, each asked for when it is wanted.
+
+    Args:
+        line: Where from.
+        number: Of the request.
+    """
+
+    def __init__(self, line: Line, number: int) -> None:
+        self._line = line
+        self._number = number
+        self._ended = False
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._ended:
+            raise StopAsyncIteration
+        try:
+            event = await self._line.answer(Event, self._number, Next(self._number))
+        except asyncio.CancelledError:
+            self._ended = True
+            raise
+        if event.data is None:
+            self._ended = True
+            raise StopAsyncIteration
+        data: bytes = event.data
+        return data
+
+    async def aclose(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._line.abandon(self._number)
+
+
+class LineDoor:
+    """The gateway's door at the other end of the line, for one session.
+
+    Args:
+        line: The line.
+        number: Of the gateway.
+        in_flight: Of the session.
+    """
+
+    def __init__(self, line: Line, number: int, in_flight: InFlight) -> None:
+        self._line = line
+        self._number = number
+        self._in_flight = in_flight
+
+    async def handle(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes
+    ) -> Reply | StreamReply:
+        with self._in_flight.here():
+            return await self._line.request(self._number, method, path, headers, body)
+
+    def refusing(self, keys: Iterable[str], why: Callable[[], str]) -> AbstractContextManager[None]:
+        """None: whoever keeps this event loop, the gateway's goes on."""
+        return nullcontext()

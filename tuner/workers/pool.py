@@ -1,0 +1,363 @@
+"""The workers of a run: which of them runs what, and what becomes of one that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import os
+import sys
+import weakref
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from tuner.chat_models import ChatModelKind
+from tuner.config import RemoteModel, RunConfig
+from tuner.errors import ConfigError, FunctionError, TunerError, WorkerError
+from tuner.functions.calling import judges_groups
+from tuner.functions.outputs import JudgeOutput, WorkflowOutput
+from tuner.functions.shipping import ship_together
+from tuner.gateway import Session
+from tuner.gateway.service import Door
+from tuner.rollout.failures import Elsewhere
+from tuner.traces import Outcome, RolloutId
+from tuner.workers.messages import Open, Opened, Remote, Returned, Run, Setup
+from tuner.workers.worker_process import WorkerProcess
+
+logger = logging.getLogger("tuner.rollout")
+MOST_STARTS = 3
+"""Workers one after the other that may die before they have loaded the functions."""
+
+
+class Held:
+    """A response that is where the workflow returned it.
+
+    Args:
+        worker: Where that is.
+        number: Of the response; None where it is None.
+        text: As people read it.
+    """
+
+    def __init__(self, worker: WorkerProcess, number: int | None, text: str) -> None:
+        self.worker = worker
+        self.number = number
+        self._text = text
+        if number is not None:
+            weakref.finalize(self, worker.forget, number).atexit = False
+
+    def get_text_content(self) -> str:
+        return self._text
+
+
+@dataclass(eq=False)
+class Pool:
+    """Processes that run the workflow and the judge.
+
+    Args:
+        count: How many.
+        workflow, judge: The user's functions.
+        kind: The framework of the chat models.
+        timeout: Seconds that code may keep an event loop.
+        open_choice: Whether `settle` decides how many there are.
+        may_stop: Whether it may decide for none.
+
+    Raises:
+        FunctionError: A function cannot be sent to another process; names what cannot.
+        ConfigError: There are no such processes on this system.
+    """
+
+    count: int
+    workflow: Callable[..., Any]
+    judge: Callable[..., Any] | None
+    kind: ChatModelKind
+    timeout: float
+    open_choice: bool = False
+    may_stop: bool = True
+    _doors: list[Door] = field(default_factory=list, init=False)
+    _workers: list[WorkerProcess] = field(default_factory=list, init=False)
+    _of_group: dict[tuple[str, int, int], WorkerProcess] = field(default_factory=dict, init=False)
+    _failure: TunerError | None = field(default=None, init=False)
+    _died_early: int = field(default=0, init=False)
+    _begun: list[WorkerProcess] = field(default_factory=list, init=False)
+    _retired: set[WorkerProcess] = field(default_factory=set, init=False)
+    _ending: set[asyncio.Task[None]] = field(default_factory=set, init=False)
+    _closed: bool = field(default=False, init=False)
+    _spent: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        if sys.platform == "win32":
+            raise ConfigError("tuner.workers needs Unix: set it to 0")
+        self._sent = ship_together(self.workflow, self.judge)
+        self._groups = self.judge is not None and judges_groups(self.judge)
+        self._numbers = itertools.count(1)
+
+    def __str__(self) -> str:
+        found = f"workers: {self.count} run the workflow and the judge"
+        return f"{found}; after the first step it is decided anew" if self.open_choice else found
+
+    def settle(self, rollouts: int, seconds: float) -> str | None:
+        """Decide how many workers there are from now on, once, and say why.
+
+        Args:
+            rollouts: Of the first step.
+            seconds: That they took.
+        """
+        if not self.open_choice or not rollouts:
+            return None
+        self.open_choice = False
+        before, used = self.count, self.cpu / max(seconds, 1e-9)
+        self.count = count_for(used, most=cores(), fewest=0 if self.may_stop else 1)
+        for worker in self._workers[self.count :]:
+            self._retire(worker)
+        how = f"{self.count} of {before} workers stay"
+        if not self.count:
+            how = f"this process runs them from now on, and the {before} workers end"
+        return (
+            f"workers: the functions took {self.cpu / rollouts:.3f} s of CPU for a rollout, which "
+            f"kept {used:.2f} of {cores()} cores busy: {how}"
+        )
+
+    def _retire(self, worker: WorkerProcess) -> None:
+        """Give it nothing more; it ends when it has nothing left to do."""
+        self._retired.add(worker)
+        if not worker.attempts:
+            task = asyncio.get_running_loop().create_task(worker.aclose())
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+    @property
+    def cpu(self) -> float:
+        """Seconds of CPU that the functions have taken so far, in all workers."""
+        return self._spent + sum(worker.cpu for worker in self._workers)
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes, by their numbers."""
+        return [worker.pid for worker in self._workers]
+
+    def start(self) -> None:
+        """Begin to start the workers, where an event loop runs; otherwise the first call does."""
+        if not self._begun and not self._closed:
+            self._workers = [self._started() for _ in range(self.count)]
+            self._begun = [*self._workers]
+
+    def _started(self) -> WorkerProcess:
+        root = logging.getLogger()
+        named = {
+            name: found.level
+            for name, found in logging.Logger.manager.loggerDict.items()
+            if isinstance(found, logging.Logger) and found.level
+        }
+        levels = {"": root.level, **named}
+        sent = Setup(*self._sent, self.kind, [*sys.path], levels, timeout=self.timeout)
+        return WorkerProcess(sent, self._doors, self._replace)
+
+    def _replace(self, worker: WorkerProcess) -> None:
+        """One has ended; another one begins, if that is of use."""
+        self._workers.remove(worker)
+        self._retired.discard(worker)
+        self._spent += worker.cpu
+        if self._closed or self._failure is not None:
+            return
+        error = worker.ready.exception()
+        if error is None:
+            self._died_early = 0
+        elif isinstance(error, Elsewhere):
+            self._died_early += 1
+            if self._died_early >= MOST_STARTS:
+                self._failure = WorkerError(
+                    f"{MOST_STARTS} workers died one after the other before they had loaded the "
+                    f"workflow and the judge; of the last, {error}. Set tuner.workers to 0 to run "
+                    "them in this process"
+                )
+        else:
+            self._failure = FunctionError(f"the functions cannot be loaded in a worker: {error}")
+        if self._failure is None and len(self._workers) < self.count:
+            if error is None:
+                logger.warning("%s; another one is started", worker.how_it_ended)
+            self._workers.append(self._started())
+
+    @asynccontextmanager
+    async def calling(
+        self, session: Session, auxiliary: Mapping[str, Any], id: RolloutId, *, seed: int | None
+    ) -> AsyncIterator[There]:
+        """A caller for the time of the block.
+
+        Raises:
+            WorkerError: No worker starts.
+            FunctionError: The functions cannot be loaded there.
+        """
+        group = id.split, id.step, id.task
+        worker = await self._place(group)
+        sessions: list[int] = []
+
+        def opened(one: Session) -> Opened:
+            number = next(self._numbers)
+            worker.sessions[number] = one
+            sessions.append(number)
+            if one.host not in self._doors:
+                self._doors.append(one.host)
+            return Opened(
+                number,
+                self._doors.index(one.host),
+                one.id,
+                one.key,
+                one.model_name,
+                one.max_model_len,
+                keeps_calls=one.keeps_calls,
+                scripted=one.script is not None,
+            )
+
+        attempt = next(self._numbers)
+        worker.attempts.add(attempt)
+        judged = partial(self._of_group.pop, group, None)
+        try:
+            models = {
+                name: opened(model.session)
+                if isinstance(getattr(model, "session", None), Session)
+                else self._remote(name, model)
+                for name, model in auxiliary.items()
+            }
+            worker.send(Open(attempt, opened(session), models, seed))
+            yield There(worker, attempt, session, self._numbers, judged)
+        finally:
+            worker.close(attempt, sessions)
+            if worker in self._retired:
+                self._retire(worker)
+
+    def _remote(self, name: str, model: Any) -> Remote:
+        remote: RemoteModel = model.remote
+        most = remote.max_concurrent
+        return Remote(
+            remote,
+            remote.api_key(f"tuner.auxiliary_models.{name}"),
+            None if most is None else max(1, most // self.count),
+        )
+
+    async def _place(self, group: tuple[str, int, int]) -> WorkerProcess:
+        """The worker that has least to do; where groups are judged together, that of the group."""
+        self.start()
+        if starting := [one.ready for one in self._begun if not one.ready.done()]:
+            await asyncio.wait(starting)  # else the first one that is there gets all
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            if self._closed or not self._workers:
+                raise WorkerError("the workers have ended")
+            ready = [one for one in self._workers if one.alive and one.ready.done()]
+            ready = [one for one in ready if one.ready.exception() is None]
+            ready = [one for one in ready if one not in self._retired] or ready
+            if self._groups and self._of_group.get(group) in ready:
+                return self._of_group[group]
+            if ready:
+                found = min(ready, key=lambda one: len(one.attempts))
+                if self._groups:
+                    self._of_group[group] = found
+                return found
+            waited = {one.ready for one in self._workers} | {one.ended for one in self._workers}
+            pending = [one for one in waited if not one.done()]
+            if pending:
+                await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.sleep(0)
+
+    async def aclose(self) -> None:
+        """End the workers, and wait for that."""
+        self._closed = True
+        await asyncio.gather(*(worker.aclose() for worker in list(self._workers)), *self._ending)
+
+
+def pool_of(
+    config: RunConfig,
+    workflow: Callable[..., Any] | None,
+    judge: Callable[..., Any] | None,
+    kind: ChatModelKind,
+) -> Pool | None:
+    """The workers that a configuration asks for, which have not started; None: it wants none.
+
+    Raises:
+        FunctionError, ConfigError: As `Pool`.
+    """
+    wanted = config.tuner.workers
+    if workflow is None or not wanted:
+        return None
+    return Pool(
+        min(cores(), config.explorer.runner_per_model) if wanted == "auto" else wanted,
+        workflow,
+        judge,
+        kind,
+        timeout=config.explorer.max_timeout,
+        open_choice=wanted == "auto",
+        may_stop=not config.synchronizer.sync_offset,
+    )
+
+
+@dataclass(frozen=True)
+class There:
+    """Calls the functions in a worker.
+
+    Args:
+        worker: Which.
+        attempt: The number of the attempt there.
+        session: The attempt's.
+        numbers: Gives numbers.
+        judged: Is told that its group is.
+    """
+
+    worker: WorkerProcess
+    attempt: int
+    session: Session
+    numbers: itertools.count[int]
+    judged: Callable[[], object]
+
+    async def workflow(self, task: Mapping[str, Any], feedback: str | None) -> WorkflowOutput:
+        found: Returned = await self._call("workflow", task, feedback)
+        held = None
+        if found.response is not None:
+            held = Held(self.worker, found.response, found.text)
+        return WorkflowOutput(reward=found.reward, metrics=found.metrics, response=held)
+
+    async def judge(self, task: Mapping[str, Any], response: Any) -> JudgeOutput:
+        return JudgeOutput(**await self._call("judge", task, None, [response]))
+
+    async def group_judge(
+        self, task: Mapping[str, Any], responses: Sequence[Any]
+    ) -> list[JudgeOutput]:
+        found = await self._call("group_judge", task, None, responses)
+        self.judged()
+        return [JudgeOutput(**one) for one in found]
+
+    async def _call(
+        self,
+        role: str,
+        task: Mapping[str, Any],
+        feedback: str | None,
+        responses: Sequence[Any] = (),
+    ) -> Any:
+        for held in responses:
+            if held is not None and held.worker is not self.worker:
+                raise Elsewhere(Outcome.WORKER_DIED, held.worker.how_it_ended)
+        numbers = tuple(None if held is None else held.number for held in responses)
+        run = Run(next(self.numbers), self.attempt, role, dict(task), feedback, numbers)
+        return await self.worker.call(run, self.session)
+
+
+LIGHT = 0.1
+"""Cores that functions keep busy, below which it is not worth a process to run them in."""
+_ROOM = 1.5
+"""Workers for each core that functions keep busy: they wait for each other, and come in bursts."""
+
+
+def count_for(used: float, *, most: int, fewest: int) -> int:
+    """How many workers functions want that keep so many cores busy."""
+    if used < LIGHT:
+        return fewest
+    return max(1, min(most, math.ceil(used * _ROOM)))
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
