@@ -123,8 +123,7 @@ class Stack:
         _save(self.model, self.adapter, self.tokenizer, folder)
 
     def settle_workers(self, rollouts: int, seconds: float) -> str | None:
-        """After a step of so many rollouts in so many seconds: with how many workers to go on and
-        why, where that was left open."""
+        """After a step: with how many workers to go on and why, where that was left open."""
         if self.workers is None or self.runner is None:
             return None
         said = self.workers.settle(rollouts, seconds)

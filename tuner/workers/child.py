@@ -21,6 +21,7 @@ from typing import Any
 from tuner.chat_models import chat_model, load_kind, remote_chat_model
 from tuner.data.order import seed_everything
 from tuner.errors import FunctionError
+from tuner.functions.calling import end_run
 from tuner.functions.outputs import JudgeOutput, WorkflowOutput, response_text
 from tuner.functions.shipping import load_together
 from tuner.rollout.caller import Here
@@ -87,6 +88,7 @@ class Child:
         self._line.listen(hear)
         self._line.send(Ready())
         await self._stopped.wait()
+        await end_run(self._functions[0])
 
     def _hear(self, message: Any) -> None:
         match message:
