@@ -9,9 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import verifiers.v1 as vf
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from tuner.rewards import final_answer, math_equal
 
@@ -76,7 +75,7 @@ class Chat(vf.Harness[ChatConfig]):
         _, prompt = self.resolve_prompt(data)
         messages: list[Any] = [{"role": "user", "content": prompt}]
         # It is on this machine, and certificates take longer to read than the model to answer.
-        http = httpx.AsyncClient(verify=False)
+        http = DefaultAsyncHttpxClient(verify=False)
         async with AsyncOpenAI(base_url=endpoint, api_key=secret, http_client=http) as client:
             await client.chat.completions.create(model=ctx.model, messages=messages)
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")

@@ -61,6 +61,32 @@ def test_curves_outcomes_and_the_split_of_time_are_drawn(page, link):
     expect(page.locator("#tip")).to_contain_text("step 12")
 
 
+def test_training_tasks_over_time_are_sorted_and_lead_to_their_traces(page, link):
+    page.goto(link)
+    tasks = page.locator("#tasks")
+    expect(tasks.locator("table")).to_have_count(0)  # until it is opened
+    tasks.locator("summary").click()
+    expect(tasks.locator("th")).to_contain_text(
+        ["task", "steps", "rollouts", "mean", "change", "mean reward, steps 1 to 12"]
+    )
+    rows, means = tasks.locator("tbody tr"), []
+    for _ in range(2):  # the lowest first, then the highest
+        means.append([float(one) for one in rows.locator("td:nth-child(4)").all_inner_texts()])
+        tasks.locator("th button", has_text=re.compile("^mean$")).click()
+    assert means[0] == sorted(means[0])
+    assert means[1] == sorted(means[0], reverse=True)
+    expect(tasks.locator("th[aria-sort=ascending]")).to_have_text("mean")
+    squares = rows.first.locator(".heat i")
+    expect(squares).to_have_count(12)
+    expect(rows.first.locator(".heat i[title*='mean reward']").first).to_be_visible()
+    expect(tasks.locator("#task-note")).to_contain_text("A square is a step: from 0 (orange)")
+    name = rows.first.locator("td button")
+    text = name.inner_text()
+    name.click()
+    expect(page.locator("#f-text")).to_have_value(re.compile(re.escape(text[:40])))
+    expect(shown(page).first).to_contain_text(text[:20])
+
+
 def test_a_trace_opens_as_a_conversation_with_tools_and_reward(page, link):
     page.goto(link)
     open_trace(page, "1-0-0")

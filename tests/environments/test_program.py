@@ -13,9 +13,12 @@ import psutil
 import pytest
 
 from tests.gateway.toy import StubEngine, gateway_of
+from tests.rewards.test_sandbox import those_in
 from tuner import JudgeOutput, tune
 from tuner.chat_models.without_framework import PlainChatModel
+from tuner.config import load_config
 from tuner.environments.program import Program
+from tuner.environments.seam import from_settings
 from tuner.errors import ConfigError, MissingDependencyError, ProgramError
 from tuner.rewards import sandbox
 from tuner.traces import TraceStore
@@ -26,13 +29,12 @@ FOREVER = "import signal; signal.pause()"
 
 @pytest.fixture(autouse=True)
 def temporary(monkeypatch, tmp_path):
-    """The folder for temporary things; it and the processes are counted when a test has ended."""
-    before = set(psutil.Process().children(recursive=True))
+    """The folder for temporary things; it and the processes that began in it are counted when a
+    test has ended."""
     with tempfile.TemporaryDirectory() as folder:  # a socket's path must be short
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield folder
-        _, alive = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, 10)
-        assert not alive
+        assert not psutil.wait_procs(those_in(folder), timeout=10)[1]
         assert os.listdir(folder) == []
 
 
@@ -115,8 +117,8 @@ open("new/made.txt", "w").write("made\\n")
 open("binary", "wb").write(b"\\0")
 os.symlink("/etc/passwd", "link")
 """
-    output = await ran(start(code, template=tmp_path))
-    assert output.files() == ["binary", "kept.txt", "same.txt", "new/made.txt"]
+    output = await ran(start(code, template=tmp_path, prompt="file:./PROMPT.md"))
+    assert output.files() == ["PROMPT.md", "binary", "kept.txt", "same.txt", "new/made.txt"]
     assert output.text("kept.txt") == "one\ntwo\nthree"
     assert output.text("link") is None
     assert output.text("../template-0/gone.txt") is None
@@ -244,6 +246,7 @@ async def test_it_ends_with_its_rollout(start, tmp_path):
         ({"command": []}, "command is "),
         ({"command": ["a"], "prompt": "argument"}, "no word of command has {prompt}"),
         ({"command": ["a"], "prompt": "pipe"}, "prompt is 'pipe'"),
+        ({"command": ["a"], "prompt": "file:../PROMPT.md"}, "in its folder"),
         ({"command": ["a"], "template": "/not/there"}, "no such folder"),
         ({"command": ["a"], "commit": "main"}, "commit is set without template"),
         ({"command": ["a"], "template": "/", "commit": "main"}, "git .* failed"),
@@ -254,6 +257,33 @@ async def test_it_ends_with_its_rollout(start, tmp_path):
 def test_what_is_wrong_is_said_before_any_rollout(options, message):
     with pytest.raises(ConfigError, match=message):
         Program(**options)
+
+
+def test_the_file_has_paths_from_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "agent").mkdir()
+    (tmp_path / "judging.py").write_text("async def judge(task, response): ...\n")
+    (tmp_path / "run.yaml").write_text(
+        """
+tuner:
+  environment:
+    kind: program
+    command: [node, agent.mjs, "{prompt}"]
+    prompt: argument
+    template: agent
+    keep: kept
+    readable: [data]
+    judge: judging.py:judge
+    limits: {seconds: 9}
+"""
+    )
+    monkeypatch.chdir("/")
+    section = load_config(tmp_path / "run.yaml").tuner.environment
+    program = from_settings(section, "tuner.environment")
+    assert program._template == str(tmp_path / "agent")
+    assert program._keep == tmp_path / "kept"
+    assert program._readable == [tmp_path / "data"]
+    assert program.judge.__name__ == "judge"
+    assert (program.limits.seconds, program.limits.processes) == (9, 64)
 
 
 ASKS = """
@@ -312,9 +342,7 @@ def test_each_failure_is_an_outcome_and_training_goes_on(random_model_path, tmp_
         limits={"seconds": 5, "processes": 8, "output_bytes": 100_000},
     )
     result = tune(
-        program.workflow,
-        program.judge,
-        program.train_dataset,
+        environment=program,
         overrides=[
             f"model.model_path={random_model_path}",
             f"checkpoint_root_dir={tmp_path}",
@@ -335,7 +363,6 @@ def test_each_failure_is_an_outcome_and_training_goes_on(random_model_path, tmp_
         "judge fails": "no idea",
     }.items():
         assert message in errors[how]
-    asyncio.run(program.close())
 
 
 # docker's client as far as it goes without a service: writes down what it is asked for, and runs

@@ -343,3 +343,16 @@ async def test_a_queue_agent_comes_with_its_data_and_closes_what_is_idle():
     assert door.closed == 1
     with pytest.raises(ConfigError, match="give type and args"):
         Areal({"typ": "a"}, {"type": "b"})
+
+
+def test_a_worker_that_has_only_the_text_of_the_functions_runs_them():
+    """As Trinity-RFT's workers get them: by value, in a process that has none of this."""
+    cloudpickle = pytest.importorskip("cloudpickle")
+    environment = Letters(letter="q")
+    workflow, judge = (
+        cloudpickle.loads(cloudpickle.dumps(one))
+        for one in (environment.workflow, environment.judge)
+    )
+    assert workflow.__self__.letter == judge.__self__.letter == "q"
+    assert workflow.__self__ is not environment
+    assert workflow.__self__.train_dataset is None

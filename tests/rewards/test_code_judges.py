@@ -193,9 +193,9 @@ async def test_with_others_it_is_one_judge():
 
 
 def test_pytest_that_is_not_there_is_named_with_its_extra(monkeypatch):
-    monkeypatch.setattr("tuner.rewards.code_judges.find_spec", lambda name: None)
-    with pytest.raises(MissingDependencyError, match=r"pip install .*\[rewards\]"):
-        pytest_judge()
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr("tuner.rewards.code_judges.find_spec", lambda name: None)
+        with pytest.raises(MissingDependencyError, match=r"pip install .*\[rewards\]"):
+            pytest_judge()
     with pytest.raises(ValueError, match="must be a name of a module"):
         pytest_judge(module="a.b")

@@ -29,14 +29,18 @@ def kind(request):
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(monkeypatch, tmp_path):
-    """Counts the processes below this one, and what is in the folder for temporary things."""
-    before = set(psutil.Process().children(recursive=True))
+    """Counts the processes that began in its folder, wherever they are now, and what is in the
+    folder for temporary things."""
     with tempfile.TemporaryDirectory() as temporary:  # a socket's path must be short
         monkeypatch.setattr(tempfile, "tempdir", temporary)
         yield
-        _, alive = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, 10)
-        assert not alive
+        assert not psutil.wait_procs(those_in(tmp_path), timeout=10)[1]
         assert os.listdir(temporary) == []
+
+
+def those_in(folder):
+    found = psutil.process_iter(["cwd"])
+    return [process for process in found if str(folder) in (process.info["cwd"] or "")]
 
 
 def python(code):
@@ -127,6 +131,13 @@ async def test_a_daemon_ends_at_the_deadline(kind, tmp_path):
     code = f"{DAEMON}\n{FOREVER}"
     finished = await run(python(code), folder=tmp_path, limits=limits, isolation=kind)
     assert finished.ended == "timeout"
+    assert (tmp_path / "begun").exists()
+
+
+async def test_a_daemon_ends_where_the_program_killed_who_looks_after_it(tmp_path):
+    code = f"{DAEMON}\nos.kill(os.getppid(), 9)\n{FOREVER}"
+    with pytest.raises(SandboxError, match="broke with -9"):
+        await run(python(code), folder=tmp_path, isolation="process")
     assert (tmp_path / "begun").exists()
 
 
@@ -236,7 +247,11 @@ asyncio.run(run(command, folder=Path(sys.argv[2]), isolation=sys.argv[3]))
 async def test_it_ends_where_we_are_killed(kind, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     code = DAEMON + f"\nopen('pipe', 'w').write('begun')\n{FOREVER}"
-    ours = await asyncio.create_subprocess_exec(*python(STARTS), code, str(tmp_path), kind)
+    ours = await asyncio.create_subprocess_exec(
+        *python(STARTS),
+        *(code, str(tmp_path), kind),
+        env={**os.environ, "TMPDIR": tempfile.gettempdir()},
+    )
     assert await asyncio.to_thread((tmp_path / "pipe").read_text) == "begun"
     below = psutil.Process(ours.pid).children(recursive=True)
     assert len(below) >= 3

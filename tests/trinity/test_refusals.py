@@ -1,6 +1,6 @@
 """What is refused because Trinity-RFT would read it as something else."""
 
-from tuner.trinity.refusals import refused
+from tuner.trinity.refusals import refused, tuner_section
 
 
 def test_arguments_of_one_tracker_are_refused_by_name():
@@ -12,3 +12,12 @@ def test_arguments_of_one_tracker_are_refused_by_name():
     ]
     assert "put the arguments into monitor.monitor_args itself" in problems[0]
     assert not list(refused({"monitor": {"monitor_args": {"api_key": "x"}}}))
+
+
+def test_an_environment_is_brought_there_but_no_queue_agents():
+    problems = []
+    assert tuner_section({"environment": {"kind": "program", "command": ["x"]}}, problems)
+    assert tuner_section({"environment": "mine.py:environment"}, problems)
+    assert problems == []
+    tuner_section({"environment": {"type": "mine"}}, problems)
+    assert [problem.path for problem in problems] == ["tuner.environment.type"]

@@ -29,7 +29,7 @@ from tuner.areal.token_workflow import (
     SessionEngine,
     settled_episode,
 )
-from tuner.config.tuner_section import TunerSection
+from tuner.config.tuner_section import EnvironmentSection, TunerSection
 from tuner.errors import ConfigError, FunctionError, MissingDependencyError, pip_install
 from tuner.functions.calling import in_thread, is_async
 from tuner.functions.loading import import_module_or_file, load_function
@@ -292,13 +292,15 @@ def configured_agent(settings: TunerSection) -> QueueWorkflow:
         ConfigError: A module cannot be imported, a class is not there, or it does not take the
             arguments.
     """
+    environment = settings.environment
     assert settings.agent is not None
-    assert settings.environment is not None
+    assert isinstance(environment, EnvironmentSection)
+    assert environment.type is not None
     for module in settings.imports:
         import_module_or_file(module, setting="tuner.imports")
     return QueueWorkflow(
         AgentAbstraction(settings.agent.type, settings.agent.args),
-        EnvServiceAbstraction(settings.environment.type, settings.environment.args),
+        EnvServiceAbstraction(environment.type, environment.args),
     )
 
 

@@ -66,6 +66,7 @@ class ProgramOutput:
     isolation: str
     folder: Path
     _before: Path | None = field(repr=False)
+    _given: Mapping[str, str] = field(repr=False)
 
     def files(self) -> list[str]:
         """Names of the files in its folder, sorted, without git's own and links."""
@@ -79,7 +80,7 @@ class ProgramOutput:
 
     def diff(self) -> str:
         """What it changed in its folder, as a unified diff."""
-        return difference(self._before, self.folder)
+        return difference(self._before, self._given, self.folder)
 
     def get_text_content(self) -> str:
         """What the trace stores."""
@@ -189,6 +190,7 @@ class Program(Environment):
             isolation=self._container.kind if self._container else finished.isolation,
             folder=folder,
             _before=before,
+            _given=self._given(values),
         )
         weakref.finalize(output, self._workspaces.remove, folder).atexit = False
         return WorkflowOutput(response=output, metrics={"program_seconds": finished.seconds})
@@ -198,10 +200,9 @@ class Program(Environment):
         await asyncio.to_thread(self._workspaces.close)
 
     async def _finished(self, folder: Path, values: Mapping[str, str]) -> Finished:
-        if self._prompt.startswith("file:"):
-            path = folder / self._prompt.removeprefix("file:")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(values["prompt"])
+        for name, text in self._given(values).items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
         command = [filled(word, values) for word in self._command]
         stdin = values["prompt"] if self._prompt == "stdin" else None
         environment = model_variables(values) | {
@@ -221,6 +222,11 @@ class Program(Environment):
             isolation=self._isolation,
             readable=self._readable,
         )
+
+    def _given(self, values: Mapping[str, str]) -> dict[str, str]:
+        """Files that the program finds besides those of its template."""
+        kind, _, name = self._prompt.partition(":")
+        return {os.path.normpath(name): values["prompt"]} if kind == "file" else {}
 
     def _check(self, finished: Finished) -> None:
         """Raises ProgramError where it did not end as it should."""
@@ -274,9 +280,13 @@ def _check_command(command: Any, prompt: str) -> None:
     given = any("{prompt}" in word for word in command)
     if prompt == "argument" and not given:
         raise ConfigError("prompt is 'argument', and no word of command has {prompt}")
-    if prompt in ("argument", "stdin") or (prompt.startswith("file:") and len(prompt) > 5):
+    kind, _, name = prompt.partition(":")
+    if kind == "file" and name and not os.path.isabs(name) and ".." not in Path(name).parts:
         return
-    raise ConfigError(f"prompt is {prompt!r}: expected 'stdin', 'file:NAME' or 'argument'")
+    if prompt not in ("argument", "stdin"):
+        raise ConfigError(
+            f"prompt is {prompt!r}: expected 'stdin', 'argument' or 'file:NAME', in its folder"
+        )
 
 
 def _limits(given: Limits | Mapping[str, Any] | None) -> Limits:

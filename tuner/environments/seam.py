@@ -123,9 +123,9 @@ def from_settings(given: str | EnvironmentSection | Mapping[str, Any], setting: 
     if isinstance(given, str):
         found = load_named(given, setting=setting, kind="environment")
         makes = inspect.isroutine(found) or isinstance(found, type)
-        environment = brought(_made(found, {}, f"{setting} is {given!r}") if makes else found)
-        environment.named = True
-        return environment
+        known = brought(_made(found, {}, f"{setting} is {given!r}") if makes else found)
+        known.named = True
+        return known
     if not isinstance(given, EnvironmentSection):
         try:
             given = EnvironmentSection.model_validate(dict(given))

@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count
@@ -152,31 +152,42 @@ def files_in(folder: Path) -> Iterator[str]:
                 yield found.relative_to(folder).as_posix()
 
 
-def difference(before: Path | None, after: Path) -> str:
-    """What has changed between two folders, as a unified diff."""
-    was = set(files_in(before)) if before else set()
-    now = set(files_in(after))
-    return "".join(
-        _compared(name, before / name if before and name in was else None, after / name)
-        if name in now
-        else _compared(name, before / name if before else None, None)
-        for name in sorted(was | now)
-    )
+def difference(before: Path | None, given: Mapping[str, str], after: Path) -> str:
+    """What has changed in a folder, as a unified diff.
+
+    Args:
+        before: What it was made from; None: it was empty.
+        given: Texts of the files that were added, by name.
+        after: The folder.
+    """
+    old = {name: before / name for name in files_in(before)} if before else {}
+    new = {name: after / name for name in files_in(after)}
+    compared = []
+    for name in sorted({*old, *new, *given}):
+        was = given[name].encode() if name in given else _bytes_of(old.get(name))
+        compared.append(_compared(name, was, _bytes_of(new.get(name))))
+    return "".join(compared)
 
 
-def _compared(name: str, before: Path | None, after: Path | None) -> str:
-    old, new = (b"" if path is None else path.read_bytes() for path in (before, after))
-    if old == new and before and after:
+def _bytes_of(path: Path | None) -> bytes | None:
+    return None if path is None else path.read_bytes()
+
+
+def _compared(name: str, old: bytes | None, new: bytes | None) -> str:
+    if old == new:
         return ""
-    titles = (f"a/{name}" if before else "/dev/null", f"b/{name}" if after else "/dev/null")
+    titles = (
+        ("/dev/null" if old is None else f"a/{name}"),
+        ("/dev/null" if new is None else f"b/{name}"),
+    )
+    both = [old or b"", new or b""]
     try:
-        if max(len(old), len(new)) > _SHOWN_BYTES or b"\0" in old + new:
+        if max(map(len, both)) > _SHOWN_BYTES or any(b"\0" in text for text in both):
             raise ValueError("it is no text")
-        was, now = (text.decode().splitlines(keepends=True) for text in (old, new))
+        was, now = (text.decode().splitlines(keepends=True) for text in both)
     except ValueError:
         return f"Binary files {titles[0]} and {titles[1]} differ\n"
-    compared = difflib.unified_diff(was, now, *titles)
     return "".join(
         line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
-        for line in compared
+        for line in difflib.unified_diff(was, now, *titles)
     )

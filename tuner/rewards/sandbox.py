@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -132,7 +132,7 @@ async def run(
                     start_new_session=True,
                 )
                 report.started()
-                output, over = await _attended(process, kind, stdin, limits)
+                output, over = await _attended(process, kind, stdin, limits, scratch)
                 told = report.read()
             finally:
                 report.close()
@@ -167,7 +167,11 @@ def remove(folder: Path) -> None:
 
 
 async def _attended(
-    process: asyncio.subprocess.Process, kind: Isolation, stdin: str | bytes | None, limits: Limits
+    process: asyncio.subprocess.Process,
+    kind: Isolation,
+    stdin: str | bytes | None,
+    limits: Limits,
+    scratch: Path,
 ) -> tuple[tuple[bytes, bytes], Ended | None]:
     """What a process wrote, and the limit that it passed on our side; it has ended after this."""
     output = _Output(limits.output_bytes)
@@ -191,7 +195,7 @@ async def _attended(
             over = "timeout"
     finally:
         full.cancel()
-        await _kill(process, kind, ended)
+        await _kill(_killed(process, kind, ended, scratch))
     return (bytes(output.parts[0]), bytes(output.parts[1])), over
 
 
@@ -227,11 +231,9 @@ async def _fed(stream: asyncio.StreamWriter | None, text: str | bytes | None) ->
         await stream.wait_closed()
 
 
-async def _kill(
-    process: asyncio.subprocess.Process, kind: Isolation, ended: asyncio.Future[Any]
-) -> None:
-    """End what has not ended, with everything below it; cancelled, all the same."""
-    ending = asyncio.ensure_future(_killed(process, kind, ended))
+async def _kill(work: Coroutine[Any, Any, None]) -> None:
+    """Let `work` end, also where this is cancelled."""
+    ending = asyncio.ensure_future(work)
     try:
         await asyncio.shield(ending)
     except asyncio.CancelledError:
@@ -240,20 +242,37 @@ async def _kill(
 
 
 async def _killed(
-    process: asyncio.subprocess.Process, kind: Isolation, ended: asyncio.Future[Any]
+    process: asyncio.subprocess.Process,
+    kind: Isolation,
+    ended: asyncio.Future[Any],
+    scratch: Path,
 ) -> None:
+    """End what has not ended, with everything below it."""
     if process.returncode is None:
         with suppress(ProcessLookupError):
             if kind == "process":
                 process.send_signal(signal.SIGTERM)  # it ends what is below it, then itself
             else:  # the first process of a namespace takes all others along, and is waited for
                 os.kill(_child(process.pid) or process.pid, signal.SIGKILL)
-    await asyncio.wait([ended], timeout=2 * _GRACE)
+        await asyncio.wait([process_end := asyncio.ensure_future(process.wait())], timeout=_GRACE)
+        process_end.cancel()
     if process.returncode is None:
         with suppress(ProcessLookupError):
             process.kill()
+        await process.wait()
+    if kind == "process" and process.returncode:  # it did not get to ending the others
+        _end_those_with(str(scratch).encode())
+    await asyncio.wait([ended], timeout=_GRACE)
     ended.cancel()
-    await asyncio.gather(ended, process.wait(), return_exceptions=True)
+    await asyncio.gather(ended, return_exceptions=True)
+
+
+def _end_those_with(mark: bytes) -> None:
+    """Kill the processes that have `mark` among their variables, whoever their parents are."""
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        with suppress(OSError):
+            if mark in Path("/proc", pid, "environ").read_bytes():
+                os.kill(int(pid), signal.SIGKILL)
 
 
 def _child(pid: int) -> int | None:

@@ -13,7 +13,7 @@ from tuner.config.keys import nearest, schema_paths, split_keys
 from tuner.config.problems import Problem, describe
 from tuner.config.schema import MonitorName
 from tuner.config.source import lookup
-from tuner.config.tuner_section import TunerSection
+from tuner.config.tuner_section import EnvironmentSection, TunerSection
 from tuner.trinity.installed import training_sets, uses_tinker
 
 logger = logging.getLogger("tuner")
@@ -275,6 +275,12 @@ def tuner_section(section: Any, problems: list[Problem]) -> TunerSection | None:
         for problem in describe(error, TunerSection, paths):
             problems.append(Problem(f"tuner.{problem.path}", f"tuner.{problem.text}"))
         return None
+    if isinstance(tuner.environment, EnvironmentSection) and tuner.environment.type is not None:
+        text = (
+            f"tuner.environment.type is {tuner.environment.type!r}: only the local backend runs "
+            "queue agents; remove it, or set tuner.backend to local"
+        )
+        problems.append(Problem("tuner.environment.type", text))
     for name, info in TunerSection.model_fields.items():
         value = getattr(tuner, name)
         if name not in USED | WITHOUT_EFFECT and value != info.default:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 from pathlib import Path
@@ -132,6 +133,19 @@ def test_the_keys_of_rollouts_are_nobody_elses(train):
     for trace in train(environment(), train_dataset=[row]):
         assert 'info: {"keys": false}' in trace.feedback
     assert dict(os.environ) == before
+
+
+def test_servers_of_tools_are_shared_or_the_rollouts_own_and_end(train, monkeypatch):
+    # Servers are processes, which import what is installed.
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    config = vf.resolve_env_config({**HERE, "taskset": {"id": "vf_tools"}})
+    traces = train(vf.load_environment(config), "buffer.batch_size=2")
+    assert [trace.outcome for trace in traces] == ["completed"] * 4, traces[0].error
+    found = [json.loads(trace.feedback.partition("info: ")[2]) for trace in traces]
+    assert len({one["shared_process"] for one in found}) == 1
+    assert len({one["own_process"] for one in found}) == 4
+    for process in {number for one in found for number in one.values()}:
+        assert not psutil.pid_exists(process)
 
 
 def test_tasks_are_selected_with_their_own_words():
