@@ -6,8 +6,8 @@ import asyncio
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from tuner.environments.seam import Environment
@@ -49,8 +49,8 @@ class Verifiers(Environment):
 
     Its taskset is the dataset, its harness runs the agent in its runtime, its rewards with their
     weights are the reward, its metrics are metrics; the table of all of them is the feedback. Its
-    client asks our gateway with the rollout's own key. Each rollout has an interception server of
-    its own; toolsets that the taskset shares, and what `Env.start` begins, are there once.
+    client asks our gateway with the rollout's own key. Its interception server, toolsets that the
+    taskset shares, and what `Env.start` begins, are there once.
 
     Args:
         env: A `verifiers.v1.Env`, its `EnvConfig`, or the id of a taskset. None: `config` says it.
@@ -166,10 +166,8 @@ class Verifiers(Environment):
 
     async def _hold(self, ready: asyncio.Future[None], over: asyncio.Event) -> None:
         try:
-            async with self._env.serving():
-                # Its servers keep a client for each key that they have seen. Without one each
-                # rollout brings a server, and with it a client, that ends with it.
-                self._env._interception = None
+            async with self._env.serving(), _door(self._env) as door:
+                self._env._interception = door
                 ready.set_result(None)
                 await over.wait()
         except Exception as error:
@@ -184,6 +182,41 @@ class Verifiers(Environment):
         if held is not None and over is not None:
             over.set()
             await held
+
+
+@asynccontextmanager
+async def _door(env: Any) -> AsyncIterator[Any]:
+    """One interception server for all rollouts, where all of it is on this machine; else None, for
+    which each rollout brings its own, with a tunnel.
+
+    verifiers' own keeps a client for each key that it has seen, with certificates read anew. Here
+    all are over one pool, and none outlives its rollout.
+    """
+    from verifiers.v1 import EvalClientConfig
+    from verifiers.v1.clients import EvalClient
+    from verifiers.v1.clients.base import build_async_httpx
+    from verifiers.v1.configs.client import resolve_api_key, resolve_headers
+    from verifiers.v1.interception import InterceptionServer
+
+    class Client(EvalClient):  # type: ignore[misc]  # verifiers has no types here
+        def __init__(self, config: Any) -> None:
+            self.base_url, self.client = config.base_url, pool
+            self.api_key, self.headers = resolve_api_key(config), resolve_headers(config)
+
+    class Door(InterceptionServer):  # type: ignore[misc]
+        def _client(self, config: Any) -> Any:
+            return Client(config)
+
+    shared = env._shared_tools
+    if env._requires_tunnel(shared):
+        yield None
+        return
+    keys = tuple(one.state_secret for one in shared.values() if one.state_secret)
+    async with (
+        build_async_httpx(EvalClientConfig()) as pool,
+        Door(state_service_secrets=keys) as door,
+    ):
+        yield door
 
 
 def _loaded(env: Any, config: Mapping[str, Any]) -> Any:
