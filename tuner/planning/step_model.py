@@ -18,9 +18,9 @@ for, and gateway and workers are stations of their own, the slowest of which set
     training   = update + unique tokens x (trained + paired x depth) x passes / trainers
     step       = collection + training - overlap + weights + rest
 
-`overlap` is 0 where collection and training take turns; with `ahead` it is the shorter of them, less
-what both need of one device, of one process's arithmetic or of the cores. All seconds are of the
-clock, those of CPU too.
+`overlap` is 0 where collection and training take turns; with `ahead` it is the shorter of them,
+less what both need of one device, of one process's arithmetic or of the cores. All seconds are of
+the clock, those of CPU too.
 """
 
 from __future__ import annotations

@@ -162,8 +162,8 @@ def _answers(
         for package, version in found["versions"].items():
             if version != (own := _version(package)):
                 has = f"version {version} of it" if version else "none of it"
-                said = f"{package} {own} is here, and there is {has}: install the same everywhere"
-                yield node, said, False
+                there = f"{package} {own} is here, and there is {has}: install the same everywhere"
+                yield node, there, False
         for setting, path in needed.folders.items():
             if (lacks := _differs(here[path], found["folders"][path])) is not None:
                 yield node, f"{setting} is {path}, {lacks}", False
@@ -243,7 +243,7 @@ def _probe() -> Callable[..., dict[str, Any]]:
         except OSError as error:
             found["cannot"] = f"{type(error).__name__}: {error}"
         try:
-            from tuner.trinity.workers import load
+            from tuner.functions.shipping import load
         except ImportError:
             return found  # its version says it
         for role, text in functions.items():
