@@ -23,19 +23,19 @@ SPLITS = {
 }
 
 
-class Answer(Action):  # type: ignore[misc]  # OpenEnv is not where types are checked
+class Answer(Action):
     """What the agent says."""
 
     text: str
 
 
-class Said(Observation):  # type: ignore[misc]  # OpenEnv is not where types are checked
+class Said(Observation):
     """What the agent is told."""
 
     text: str
 
 
-class WordProblems(Environment[Answer, Said, State]):  # type: ignore[misc]  # OpenEnv is not where types are checked
+class WordProblems(Environment[Answer, Said, State]):
     """Three tries at a problem; being right is worth 1, 0.5 or 0.25."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
