@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -432,9 +433,12 @@ def test_an_environment_that_fails_is_an_outcome_and_training_goes_on(tmp_path):
     before = len(Letters.closed)
     with served(Moody, Answer) as url:
         result = trained_on(OpenEnv(url, eval_tasks=0), tmp_path, "buffer.total_steps=2")
+        until = time.monotonic() + 30
+        while len(Letters.closed) - before < 8 and time.monotonic() < until:
+            threading.Event().wait(0.01)  # the server notices a little later
+        assert len(Letters.closed) - before == 8  # a session ends with its rollout
     assert result.outcomes == {"completed": 6, "workflow_error": 2}
     assert result.steps == 2
-    assert len(Letters.closed) - before == 8  # a session ends with its rollout
     errors = {
         trace.error
         for trace in TraceStore(tmp_path / "p" / "n" / "traces").read("train", 1)
