@@ -254,9 +254,11 @@ def _resolved(parts: Parts) -> Layers:
         check_workflow_function(parts.workflow)
     if parts.judge is not None:
         check_judge_function(parts.judge)
+    # The judge of an environment that the file names is not named beside it.
+    named = parts.environment is not None and parts.environment.named
     return read_layers(
         given.get("config_path"),
-        settings_of(parts.workflow, parts.judge, train, **given),
+        settings_of(parts.workflow, None if named else parts.judge, train, **given),
         given.get("overrides", ()),
         train=None if train is None else location(train),
     )

@@ -22,6 +22,7 @@ from tuner.environments.seam import from_settings
 from tuner.errors import ConfigError, MissingDependencyError, ProgramError
 from tuner.rewards import sandbox
 from tuner.traces import TraceStore
+from tuner.tune import prepare
 
 TASK = {"question": "1 + 1?", "name": "sum"}
 FOREVER = "import signal; signal.pause()"
@@ -284,6 +285,11 @@ tuner:
     assert program._readable == [tmp_path / "data"]
     assert program.judge.__name__ == "judge"
     assert (program.limits.seconds, program.limits.processes) == (9, 64)
+    rows = [{"question": f"{n} + 1?"} for n in range(8)]
+    file, few = tmp_path / "run.yaml", ["buffer.batch_size=4", "buffer.total_steps=1"]
+    run = prepare(environment=program, train_dataset=rows, config_path=file, overrides=few)
+    assert run.judge is program.judge
+    assert run.config.tuner.judge is None  # it is named by the environment
 
 
 ASKS = """

@@ -38,13 +38,11 @@ def bubblewrap() -> Path | str:
             found = str(bwrap_path())
     if found is None:
         return f"bubblewrap is not installed (apt install bubblewrap, or {pip_install('sandbox')})"
-    tried = subprocess.run(
-        [found, *_APART, "--ro-bind", "/", "/", "--proc", "/proc", "true"],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
+    trial = [found, *_APART, "--ro-bind", "/", "/", "--proc", "/proc", "true"]
+    try:
+        tried = subprocess.run(trial, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{found} does not work here: {error}"
     if tried.returncode:
         return f"{found} does not work here: {tried.stderr.strip()}"
     return Path(found)
@@ -93,8 +91,11 @@ async def way_out(gateway: str | None) -> AsyncIterator[tuple[int, Path] | None]
         return
     to = urlsplit(gateway)
     host, port = to.hostname, to.port or {"http": 80}.get(to.scheme)
-    if host is None or port is None:
-        raise ValueError(f"gateway {gateway!r} is no URL like http://127.0.0.1:8000/v1")
+    if host not in ("127.0.0.1", "localhost") or port is None:
+        raise SandboxError(
+            f"the gateway is at {gateway!r}; a program in bubblewrap reaches one of this machine, "
+            "as http://127.0.0.1:8000/v1, and isolation 'process' any"
+        )
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -20,8 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -36,7 +36,7 @@ Ended = Literal["exited", "timeout", "memory", "output", "disk", "processes"]
 logger = logging.getLogger("tuner.rewards")
 _SUPERVISOR = Path(__file__).with_name("sandbox_supervisor.py")
 _MIB = 2**20
-_GRACE = 5.0
+_GRACE = 10.0
 """Seconds beyond its deadline after which a program is ended from outside."""
 
 
@@ -114,7 +114,7 @@ async def run(
         MissingDependencyError: bubblewrap was asked for, and is not there or does not work.
         SandboxError: The program could not be started.
     """
-    kind = _chosen(isolation)
+    kind, folder = _chosen(isolation), Path.cwd() / folder
     began = time.monotonic()
     async with way_out(gateway if kind == "bubblewrap" else None) as way:
         with _scratch(kind) as scratch:
@@ -311,22 +311,18 @@ class _Report:
         os.close(end)
 
 
-class _scratch:
+@contextmanager
+def _scratch(kind: Isolation) -> Iterator[Path]:
     """A folder for HOME and TMPDIR, on the disk where there is no namespace to have it in."""
-
-    def __init__(self, kind: Isolation) -> None:
-        self._kind = kind
-
-    def __enter__(self) -> Path:
-        inside = self._kind == "bubblewrap"
-        self.path = Path("/tmp") if inside else Path(tempfile.mkdtemp(prefix="tuner-scratch-"))
-        if not inside:
-            (self.path / "home").mkdir()
-        return self.path
-
-    def __exit__(self, *_: object) -> None:
-        if self._kind == "process":
-            remove(self.path)
+    if kind == "bubblewrap":
+        yield Path("/tmp")
+        return
+    path = Path(tempfile.mkdtemp(prefix="tuner-scratch-"))
+    try:
+        (path / "home").mkdir()
+        yield path
+    finally:
+        remove(path)
 
 
 def _environment(scratch: Path) -> dict[str, str]:

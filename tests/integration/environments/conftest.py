@@ -10,6 +10,7 @@ from pathlib import Path
 _NEEDS = {
     "test_gymnasium.py": "gymnasium",
     "test_openenv.py": "openenv",
+    "test_program.py": "verifiers",  # it needs none, but takes minutes, as those beside it
     "test_rewards_of_libraries.py": "rouge_score",
     "test_trl.py": "trl",
     "test_verifiers.py": "verifiers",

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.conftest import main  # noqa: F401  # a fixture
+from tests.examples.conftest import main
 from tests.rewards.test_sandbox import those_in
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "program"
+__all__ = ["main"]
+EXAMPLE = Path(__file__).parents[3] / "examples" / "program"
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
-def test_the_program_learns(main, tmp_path, monkeypatch):  # noqa: F811
+def test_the_program_learns(main, tmp_path, monkeypatch):
     rows = (EXAMPLE.parent / "gsm8k" / "data" / "test.jsonl").read_text().splitlines()
     (tmp_path / "test.jsonl").write_text("\n".join(rows[:60]))  # each is a process
     held_out = f"[{{name: test, path: {tmp_path}, split: test}}]"
