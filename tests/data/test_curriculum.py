@@ -86,7 +86,7 @@ def test_earlier_rollouts_of_a_task_count_less_than_its_last():
     for step, (first, second) in enumerate([(0, 8), (0, 8), (8, 0)], 1):
         learned.add(step, [(0, 8, first)])
         forgotten.add(step, [(0, 8, second)])
-    assert learned.rate[0] > 1 / 3 and forgotten.rate[0] < 2 / 3  # noqa: PT018
+    assert learned.rate[0] > 0.4 and forgotten.rate[0] < 0.6  # noqa: PT018  # 0.34 and 0.66 else
     assert (learned.tries[0], learned.passed[0], learned.visits[0], learned.last[0]) == (
         24,
         8,
@@ -223,7 +223,8 @@ def test_of_each_value_every_task_comes_once_before_any_comes_again():
         rows = [row for step in steps for row in step if TASKS[row]["source"] == source]
         for start in range(0, len(rows) - each + 1, each):
             assert len(set(rows[start : start + each])) == each
-    assert steps[:6] != steps[6:12]  # another order each time
+    epochs = [rows[start : start + 6] for start in range(0, len(rows), 6)]  # of "b"
+    assert len(set(map(tuple, epochs))) > 1, "another order each time"
 
 
 def test_without_weights_a_step_is_divided_as_the_tasks_are():

@@ -158,8 +158,16 @@ async def test_a_task_may_bring_its_schema():
     for schema in ('{"type": "name"}', "{", {"type": 3}, None, 7):
         with pytest.raises(RewardError, match="the task's 'schema' is"):
             await judged(judge, "{}", schema=schema)
+
+
+async def test_a_schema_that_refers_to_another_document_is_an_error_and_nothing_is_fetched(
+    monkeypatch,
+):
+    asked = []
+    monkeypatch.setattr("urllib.request.urlopen", lambda *given, **named: asked.append(given))
     with pytest.raises(RewardError, match="refers to what is not in it"):
-        await judged(judge, "{}", schema={"$ref": "http://127.0.0.1:1/x.json"})
+        await judged(schema_judge(field="is"), "{}", **{"is": {"$ref": "http://a.example/b.json"}})
+    assert asked == []
 
 
 def test_a_schema_that_is_none_is_refused_when_the_judge_is_made():

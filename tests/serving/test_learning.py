@@ -135,6 +135,7 @@ def test_what_serves_is_what_the_decisions_come_to(tmp_path):
         ("buffer.batch_size=1", "batch_size"),
         ("tuner.algorithm.proximal=loglinear", "loglinear"),
         ("tuner.deterministic=true", "deterministic"),
+        ("tuner.tasks.selector={}", "draws tasks, and sessions are begun by users"),
         ("tuner.serving.promotion.by=held_out", "eval_tasksets"),
     ],
 )

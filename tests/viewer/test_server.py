@@ -13,7 +13,7 @@ from tuner.viewer.web import serve, viewer_app
 TOKEN = "unguessable"
 PATHS = (
     "",
-    *(f"api/{name}" for name in ("run", "list", "position", "summary", "runs", "compare")),
+    *(f"api/{name}" for name in ("run", "list", "position", "summary", "tasks", "runs", "compare")),
     "api/trace?file=step_000001.jsonl&offset=0",
     "api/task?file=step_000001.jsonl&offset=0",
 )

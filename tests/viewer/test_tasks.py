@@ -5,7 +5,7 @@ import dataclasses
 from tests.viewer.stored import read_data, small, store_run
 from tuner.traces import Outcome, RolloutId
 from tuner.viewer import RunReader, write_report
-from tuner.viewer.queries import TASK_COLUMNS, TASKS_BY_ORDER, summary
+from tuner.viewer.queries import TASK_COLUMNS, TASKS_BY_ORDER, summary, tasks_over_time
 
 
 def tasks_of(path, traces, settings=""):
@@ -14,7 +14,9 @@ def tasks_of(path, traces, settings=""):
         file.write(settings)
     reader = RunReader(run)
     reader.traces.refresh()
-    return summary(reader.traces)["tasks"]
+    found = tasks_over_time(reader.traces)
+    assert summary(reader.traces)["tasks"] is bool(found["rows"])
+    return found
 
 
 def test_each_task_has_its_mean_reward_by_step(tmp_path):
@@ -79,4 +81,4 @@ def test_the_report_has_all_tasks_whatever_traces_are_in_it(tmp_path):
     run = store_run(tmp_path, [small(n, 0, 1.0, step=1 + n) for n in range(9)])
     data = read_data(write_report(run, trace_bytes=1).read_text(encoding="utf-8"))
     assert data["traces"] == []
-    assert len(data["summary"]["tasks"]["rows"]) == 9
+    assert len(data["tasks"]["rows"]) == 9

@@ -14,7 +14,7 @@ from tuner.errors import TunerError
 from tuner.run.directory import write_atomically
 from tuner.viewer.facts import TraceRow
 from tuner.viewer.index import causes
-from tuner.viewer.queries import changes, summary
+from tuner.viewer.queries import changes, summary, tasks_over_time
 from tuner.viewer.reader import RunReader, to_json
 
 ASSETS = Path(__file__).with_name("assets")
@@ -127,6 +127,7 @@ def report_data(
             "causes": sorted({cause for row in rows for cause in counts[row.key]}),
             "branches": _training_branches(listed, counts),
         },
+        "tasks": tasks_over_time(reader.traces),
         "total_traces": len(listed),
         "problems": problems,
         "bodies": bodies,

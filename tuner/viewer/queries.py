@@ -231,7 +231,7 @@ def summary(traces: TraceIndex) -> dict[str, Any]:
     Returns:
         `splits`, `steps`, `outcomes`, `causes`: names that traces have.
         `trees`: whether rollouts begin inside others.
-        `tasks`: what `tasks_over_time` gives.
+        `tasks`: whether `tasks_over_time` has some.
         `tables`: rows of the tables, each with its `kind`, `name` and `split`, and the sums that
         `Tally` has, over final attempts.
         `curves`: for each training step `role/<name>`, the mean reward of a role's calls,
@@ -255,7 +255,7 @@ def summary(traces: TraceIndex) -> dict[str, Any]:
         "outcomes": sorted(name for kind, name in kinds if kind == "attempt"),
         "causes": sorted({cause for (cause,) in traces.ask("SELECT DISTINCT cause FROM branches")}),
         "trees": bool(traces.ask("SELECT 1 FROM traces WHERE within IS NOT NULL LIMIT 1")),
-        "tasks": tasks_over_time(traces),
+        "tasks": bool(traces.ask("SELECT 1 FROM tasks WHERE split = 'train' LIMIT 1")),
         "tables": named,
         "curves": _curves(traces),
         "branches": _training_branches(traces),

@@ -18,7 +18,16 @@ from starlette.routing import Route
 from tuner.errors import TunerError
 from tuner.run.summary import check_is_run, differing_settings, find_runs, is_run, read_run
 from tuner.viewer.page import page
-from tuner.viewer.queries import Wanted, changes, count, find, number_of, same_task, summary
+from tuner.viewer.queries import (
+    Wanted,
+    changes,
+    count,
+    find,
+    number_of,
+    same_task,
+    summary,
+    tasks_over_time,
+)
 from tuner.viewer.reader import RunReader, to_json
 
 # Rows of one answer: more than a screen shows of a list.
@@ -94,7 +103,8 @@ def answers(runs: Runs) -> dict[str, Answer]:
     `list?split&step&outcome&cause&begins&low&high&text&order&first=N&count=M` gives the traces N to
     N + M of those that are wanted, and how many these are; `position?key=F:B` with the same where
     that trace is among them, which takes longer.
-    `summary` has tables and names to choose from, `trace?file=F&offset=B` one trace.
+    `summary` has tables and names to choose from, `trace?file=F&offset=B` one trace, `tasks` the
+    training tasks over time.
     `task?file=F&offset=B&with=RUN` has all rollouts of a trace's task, also those of other runs.
     `runs` are the names, and `compare?with=RUN&with=RUN` has settings and curves of some.
     """
@@ -169,6 +179,7 @@ def answers(runs: Runs) -> dict[str, Answer]:
         "list": list_,
         "position": position,
         "summary": lambda query: summary(opened(query).traces),
+        "tasks": lambda query: tasks_over_time(opened(query).traces),
         "trace": trace,
         "task": task,
         "runs": lambda query: {"runs": runs.names(), "first": runs.first},

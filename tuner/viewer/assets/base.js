@@ -4,7 +4,7 @@ const LIVE = DATA.mode === "live";
 const POLL_MS = 3000, ROW = 69, PROMPT_TAIL = 60;
 const $ = (id) => document.getElementById(id);
 const state = { run: null, chosen: "", metrics: [], generation: 0, listed: "", complete: true, counted: 0, problems: [], open: null, failure: "",
-  summary: { splits: [], steps: [], outcomes: [], causes: [], trees: false, tasks: { total: 0, field: null, steps: [], rows: [] }, tables: [], curves: [], branches: { traces: 0, looked_at: 0, counts: {} } } };
+  summary: { splits: [], steps: [], outcomes: [], causes: [], trees: false, tasks: false, tables: [], curves: [], branches: { traces: 0, looked_at: 0, counts: {} } } };
 
 function el(tag, attributes, ...children) {
   const node = document.createElement(tag);

@@ -5,16 +5,21 @@ const TASK_ORDERS = {
   mean: (row) => row.mean, change: (row) => row.change ?? -Infinity,
 };
 const taskOrder = { by: "mean", up: true };
+let tasksSeen = null;
 
 function sortTasks(by) {
   taskOrder.up = taskOrder.by === by ? !taskOrder.up : by === "task" || by === "stratum" || by === "mean";
   taskOrder.by = by;
-  renderTasks();
+  showTasks(tasksSeen);
 }
-function renderTasks() {
-  const { total, field, steps, rows } = state.summary.tasks;
-  $("tasks").hidden = !rows.length;
-  if (!$("tasks").open || !rows.length) return;
+/* They are asked for while they are looked at. */
+async function renderTasks() {
+  $("tasks").hidden = !state.summary.tasks;
+  if (!$("tasks").open || !state.summary.tasks) return;
+  try { tasksSeen = LIVE ? await get("api/tasks", []) : DATA.tasks; showTasks(tasksSeen); }
+  catch (error) { state.failure = error.message; renderHeader(); }
+}
+function showTasks({ total, field, steps, rows }) {
   const names = [...new Set(state.metrics.flatMap((row) => Object.keys(row)))].filter((key) => /^tasks\/.+\/passed$/.test(key)).sort().slice(0, COLOURS);
   const of = (key, name) => [{ key, name }], drawn = state.metrics.some((row) => isNumber(row["tasks/seen"]));
   const shares = ["seen", "always", "never"].map((name) => ({ key: `tasks/${name}`, name: { seen: "seen, of all", always: "always passed, of those seen", never: "never passed, of those seen" }[name] }));
