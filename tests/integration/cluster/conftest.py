@@ -54,7 +54,10 @@ class Cluster:
     def _ray(self, number: int, gpus: int, *more: str) -> list[str]:
         return [
             str(RAY), "start", "--block", f"--node-ip-address={hosts.NET}.{number}", "--num-cpus=8",
-            f"--num-gpus={gpus}", "--object-store-memory=100000000", "--disable-usage-stats", *more,
+            f"--num-gpus={gpus}", "--object-store-memory=100000000", "--disable-usage-stats",
+            # Ports that it chooses itself it waits for, and on a busy machine not long enough.
+            "--dashboard-agent-grpc-port=7101", "--runtime-env-agent-port=7102",
+            "--dashboard-agent-listen-port=7103", "--metrics-export-port=7104", *more,
         ]  # fmt: skip
 
     def add(self, number: int, *, gpus: int = 1, shares: bool = True, hidden=()) -> hosts.Host:
