@@ -124,7 +124,7 @@ test-cluster:
 	echo "SKIPPED: test-cluster ran no test: no namespaces can be had here" >&2; \
 	elif $(MAKE) $(VENV4)/.installed; then \
 	unshare --user --map-root-user --net --mount --pid --fork --kill-child --mount-proc \
-		$(BIN4)/pytest tests/integration/cluster $(ARGS); \
+		$(BIN4)/pytest tests/integration/cluster $(SELECT) $(ARGS); \
 	else echo "SKIPPED: test-cluster ran no test: constraints-trinity.txt cannot be installed here" >&2; fi
 
 $(VENV5)/.installed: constraints-vllm.txt

@@ -162,8 +162,10 @@ def _answers(
         for package, version in found["versions"].items():
             if version != (own := _version(package)):
                 has = f"version {version} of it" if version else "none of it"
-                there = f"{package} {own} is here, and there is {has}: install the same everywhere"
-                yield node, there, False
+                lacks_it = (
+                    f"{package} {own} is here, and there is {has}: install the same everywhere"
+                )
+                yield node, lacks_it, False
         for setting, path in needed.folders.items():
             if (lacks := _differs(here[path], found["folders"][path])) is not None:
                 yield node, f"{setting} is {path}, {lacks}", False

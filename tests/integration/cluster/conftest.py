@@ -1,7 +1,9 @@
 """Ray clusters of several machines, which are namespaces; `make test-cluster` is in one itself."""
 
+import contextlib
 import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from tests.integration.cluster import hosts
 from tests.integration.trinity.conftest import HERE, REPOSITORY, SHIM
 
 collect_ignore_glob = [] if HERE and hosts.possible() else ["test_*.py"]
+STARTS, STARTED = 4, "Ray runtime started"
 RAY = Path(sys.executable).with_name("ray")
 SITE = Path(importlib.util.find_spec("pytest").origin).parents[1]
 # What Ray's machines and the driver agree on.
@@ -40,29 +43,40 @@ class Cluster:
         os.environ["PYTHONPATH"] = str(self.shared / "shim")
         self.address = f"{hosts.NET}.1:6379"
         self.hosts: dict[int, hosts.Host] = {}
-        # Unix sockets live in it, and their paths are short or refused.
-        self._temporary = Path(tempfile.mkdtemp(prefix="tr", dir="/tmp"))
-        with (folder / "head.log").open("ab") as log:
-            self._head = subprocess.Popen(
-                self._ray(1, gpus, "--head", "--port=6379", "--include-dashboard=false",
-                          f"--temp-dir={self._temporary}"),
-                stdout=log, stderr=log, cwd="/",
-            )  # fmt: skip
         said = folder / "head.log"
-        self.wait(lambda: "Ray runtime started" in said.read_text())
+        for _ in range(STARTS):
+            # Unix sockets live in it, and their paths are short or refused.
+            self._temporary = Path(tempfile.mkdtemp(prefix="tr", dir="/tmp"))
+            with said.open("ab") as log:
+                self._head = subprocess.Popen(
+                    self._ray(1, gpus, "--head", "--port=6379", "--include-dashboard=false",
+                              f"--temp-dir={self._temporary}"),
+                    stdout=log, stderr=log, cwd="/", env=self._environment,
+                )  # fmt: skip
+            while self._head.poll() is None and STARTED not in said.read_text():
+                time.sleep(0.2)
+            if self._head.poll() is None:
+                return
+            self._end_first()
+        raise RuntimeError(said.read_text())
 
     def _ray(self, number: int, gpus: int, *more: str) -> list[str]:
         return [
             str(RAY), "start", "--block", f"--node-ip-address={hosts.NET}.{number}", "--num-cpus=8",
-            f"--num-gpus={gpus}", "--object-store-memory=100000000", "--disable-usage-stats", *more,
+            f"--num-gpus={gpus}", "--object-store-memory=100000000", "--disable-usage-stats",
+            # Ports that it chooses itself it waits for, and on a busy machine not long enough; for
+            # another one too, so that it may have to be started again.
+            "--dashboard-agent-grpc-port=7101", "--runtime-env-agent-port=7102",
+            "--dashboard-agent-listen-port=7103", "--metrics-export-port=7104", *more,
         ]  # fmt: skip
 
     def add(self, number: int, *, gpus: int = 1, shares: bool = True, hidden=()) -> hosts.Host:
         """A further machine, on which nothing of this one's tests and /tmp is there."""
+        ray = shlex.join(self._ray(number, gpus, f"--address={self.address}"))
         host = hosts.Host(
             number,
-            self._ray(number, gpus, f"--address={self.address}"),
-            environment=os.environ,
+            ["sh", "-c", "; ".join([ray] * STARTS)],
+            environment=self._environment,
             hidden=[Path("/tmp"), REPOSITORY / "tests", REPOSITORY / "docs", *hidden],
             shared=self.shared if shares else None,
             log=self.folder / f"host{number}.log",
@@ -85,11 +99,22 @@ class Cluster:
         """End every machine."""
         for host in self.hosts.values():
             host.die()
-        head = psutil.Process(self._head.pid)
-        for process in [*head.children(recursive=True), head]:
-            process.kill()
+        self._end_first()
+
+    def _end_first(self) -> None:
+        """Kill all that Ray has started on this machine; there is nothing else of Ray's here."""
+        for process in psutil.process_iter(["cmdline"]):
+            if str(self._temporary) in " ".join(process.info["cmdline"] or ()):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        self._head.kill()
         self._head.wait(60)
         shutil.rmtree(self._temporary, ignore_errors=True)
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        # What does not come up in this time has died.
+        return {**os.environ, "RAY_raylet_start_wait_time_s": "60"}
 
 
 @pytest.fixture(scope="session")

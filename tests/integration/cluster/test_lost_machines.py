@@ -101,6 +101,7 @@ def lose(run: Run, driver: subprocess.Popen, number: int) -> str:
     return said
 
 
+@pytest.mark.nightly
 def test_a_run_that_loses_machines_says_which_and_trains_every_step_once(three, tmp_path):
     script = tmp_path / "script" / "main.py"
     script.parent.mkdir()
