@@ -88,7 +88,7 @@ class Open(NamedTuple):
     """An attempt at a rollout, or a group that is judged.
 
     Attributes:
-        session: Its own; None where it has no model, and only judges.
+        session: Its own.
         auxiliary: Its auxiliary models by name.
         seed: For the global random states, or None.
     """

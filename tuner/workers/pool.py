@@ -171,8 +171,8 @@ class Pool:
             if self._died_early >= MOST_STARTS:
                 self._failure = WorkerError(
                     f"{MOST_STARTS} workers died one after the other before they had loaded the "
-                    f"workflow and the judge; of the last, {error}. Set tuner.workers to 0 to run "
-                    "them in this process"
+                    f"workflow and the judge, at last {worker.how_it_ended}. Set tuner.workers to "
+                    "0 to run them in this process"
                 )
         else:
             self._failure = FunctionError(f"the functions cannot be loaded in a worker: {error}")
@@ -339,7 +339,7 @@ class There:
     ) -> Any:
         for held in responses:
             if held is not None and held.worker is not self.worker:
-                raise Elsewhere(Outcome.WORKER_DIED, held.worker.how_it_ended)
+                raise Elsewhere(Outcome.WORKER_DIED, f"its {held.worker.how_it_ended}")
         numbers = tuple(None if held is None else held.number for held in responses)
         run = Run(next(self.numbers), self.attempt, role, dict(task), feedback, numbers)
         return await self.worker.call(run, self.session)

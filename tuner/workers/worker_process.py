@@ -163,7 +163,7 @@ class WorkerProcess(asyncio.Protocol):
             FunctionError: The function is wrong.
         """
         if not self.alive:
-            raise Elsewhere(Outcome.WORKER_DIED, self.how_it_ended)
+            raise self._death()
         future: asyncio.Future[Done | Failed] = self._loop.create_future()
         self._calls[run.call] = future
         self.send(run)
@@ -334,22 +334,26 @@ class WorkerProcess(asyncio.Protocol):
             self._loop.create_task(events.aclose())
         for future in self._calls.values():
             if not future.done():
-                future.set_exception(Elsewhere(Outcome.WORKER_DIED, self.how_it_ended))
+                future.set_exception(self._death())
         if not self.ready.done():
-            self.ready.set_exception(Elsewhere(Outcome.WORKER_DIED, self.how_it_ended))
+            self.ready.set_exception(self._death())
         self._on_end(self)
 
     @property
     def how_it_ended(self) -> str:
         """In a sentence, with its last words."""
+        worker, code = f"worker {self.pid}", self._code
         if self._killed_for is not None:
-            return f"its worker was stopped: {self._killed_for}"
-        code = self._code
+            return f"{worker} was stopped: {self._killed_for}"
         if code is None:
-            return "its worker has ended"
+            return f"{worker} has ended"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
         words = last_words(self._said)
-        return f"its worker (process {self.pid}) {how}{': ' if words else ''}{words}"
+        return f"{worker} {how}{': ' if words else ''}{words}"
+
+    def _death(self) -> Elsewhere:
+        """What its rollouts hear of that."""
+        return Elsewhere(Outcome.WORKER_DIED, f"its {self.how_it_ended}")
 
     def kill(self, why: str) -> None:
         """End it at once, with all that its functions began."""
