@@ -159,7 +159,7 @@ def test_workers_take_the_agents_code_off_the_loop():
 
 
 def test_the_engine_and_the_workers_have_no_more_than_all_cores():
-    # Of 12 s each answer is 10 in a pass: 12 s of passes on the loop, and 20 s of agents in workers.
+    # Of 12 s an answer is 10 in passes: 12 s of these on the loop, and 20 s of agents in workers.
     work, costs = Work(calls=1, completion=10, prompt=0), Costs(step=1.0, agent=2.0)
     place = Place(groups=1, repeat=10, running=10, workers=2, cores=2)
     assert predict(work, costs, place).collection == pytest.approx((12 + 20) / 2)
