@@ -152,6 +152,8 @@ async def _run(
                 assert rollouts is not None, "prepare() lets no rollouts be without a workflow"
                 source = RolloutSource(config, record, data, rollouts, stack.teacher_prompt)
             evaluate = partial(_evaluate, config, record, rollouts, eval_tasks)
+            if rollouts is not None and config.tuner.engine.urls:
+                await stack.reach_servers()
             await _steps(config, record, stack, trainer, source, evaluate, thread)
         return record.finish(trainer.step, rows=source.rows)
     finally:

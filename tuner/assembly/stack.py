@@ -31,6 +31,7 @@ from tuner.assembly.placement import Machine
 from tuner.chat_models import chat_model, default_kind
 from tuner.config import RunConfig
 from tuner.engines import TrainingEngine
+from tuner.engines.served import ServedEngine
 from tuner.engines.transformers.engine import TransformersEngine
 from tuner.engines.transformers.kv_cache import length_limit
 from tuner.errors import ConfigError
@@ -110,6 +111,15 @@ class Stack:
         # The reference may be the same model without its adapter: nobody samples meanwhile.
         async with self.engine.training():
             yield
+
+    async def reach_servers(self) -> None:
+        """Give servers elsewhere the weights, before a rollout fails of what is wrong there.
+
+        Raises:
+            EngineError: One cannot be reached or have them; names the key, or what it does not see.
+        """
+        if isinstance(self.engine, ServedEngine):
+            await self.engine.start()
 
     async def publish(self, trainer: PolicyTrainer) -> None:
         """Let the engine go on with the trainer's weights, between two tokens of what it does."""

@@ -145,9 +145,11 @@ _CONNECT_SECONDS = 300.0
 _POLL_SECONDS = 1.0
 _NOTICED = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
+    *(
+        (socket.IPPROTO_TCP, getattr(socket, name), seconds)
+        for name, seconds in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))
+        if hasattr(socket, name)  # not on every system
+    ),
 ]
 """A machine that is gone says nothing: a connection to it would stay open for ever. With these it
 breaks after half a minute."""

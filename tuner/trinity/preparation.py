@@ -12,7 +12,7 @@ import copy
 import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +65,7 @@ class Prepared:
     fingerprint: dict[str, str]
     evaluations: dict[str, int]
     own_cluster: bool
-    functions: Mapping[str, str | None]
+    functions: Mapping[str, str | None] = field(default_factory=dict)
 
     @property
     def needed(self) -> Needed:
