@@ -6,9 +6,14 @@ import pytest
 
 from tests.loop.runs import EVAL, TRAIN, config, judge, workflow
 from tests.workers.functions import group_judge, scored, synchronous
+from tuner.areal import shared_run
+from tuner.areal.token_workflow import TokenWorkflow
 from tuner.config.load import load_config
 from tuner.errors import ConfigError
 from tuner.loop import run_local
+from tuner.prompts import contenders
+from tuner.serving.hosting import serve
+from tuner.trinity.refusals import tuner_section
 from tuner.workers.pool import count_for
 
 
@@ -99,3 +104,36 @@ def test_a_share_of_requests_to_a_remote_model_is_at_least_one():
     remote = {"base_url": "http://x/v1", "model_name": "m", "max_concurrent": 1}
     with pytest.raises(ConfigError, match=r"max_concurrent is 1, and each of tuner\.workers 2"):
         load_config(None, settings={"tuner": {"auxiliary_models": {"a": remote}, "workers": 2}})
+
+
+def refused_by_token_level_workflows(config):
+    class Mine:
+        async def arun_episode(self, engine, data): ...
+
+    TokenWorkflow(Mine()).check_settings(config)
+
+
+def refused_by_serve(config):
+    serve(config, host="127.0.0.1", port=0, announce=print)
+
+
+@pytest.mark.parametrize(
+    ("refuse", "why"),
+    [
+        (refused_by_token_level_workflows, "asks the engine in its own process"),
+        (contenders._check_settings, "run the workflow and the judge in this process"),
+        (shared_run._check_settings, "the loop in the open runs agents in its own process"),
+        (refused_by_serve, "runs its functions in its own process"),
+    ],
+)
+def test_what_needs_its_own_process_refuses_workers(refuse, why, tmp_path):
+    with pytest.raises(ConfigError, match=r"tuner\.workers is 2.*" + why):
+        refuse(load_config(None, overrides=["tuner.workers=2", f"checkpoint_root_dir={tmp_path}"]))
+
+
+def test_trinity_refuses_workers_by_name():
+    problems = []
+    tuner_section({"workers": 2}, problems)
+    assert ["tuner.workers is 2: only the local backend does this" in p.text for p in problems] == [
+        True
+    ]
