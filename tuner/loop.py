@@ -239,7 +239,8 @@ async def _steps(
             metrics |= await measured(step)
         metrics["time/step"] = time.perf_counter() - started
         record.log(step, metrics)
-        if (decided := stack.settle_workers(len(found.traces or ()), idle)) is not None:
+        decided = stack.workers and stack.workers.settle(len(found.traces or ()), idle)
+        if decided:
             record.console.say(decided)
         saves = config.mode != "explore"  # else the weights are those that it began with
         if saves and (last or is_due(step, config.trainer.save_interval)):

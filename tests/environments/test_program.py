@@ -231,9 +231,11 @@ async def test_it_ends_with_its_rollout(start, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     code = f"import os, sys\nopen(sys.argv[1], 'w').write('begun')\nos.fork()\n{FOREVER}"
     program = start(code, str(tmp_path / "pipe"), isolation="process")
+    before = {*psutil.Process().children(recursive=True)}
     rollout = asyncio.create_task(ran(program))
     assert await asyncio.to_thread((tmp_path / "pipe").read_text) == "begun"
-    below = psutil.Process().children(recursive=True)
+    below = {*psutil.Process().children(recursive=True)} - before
+    assert len(below) >= 2
     rollout.cancel()
     with pytest.raises(asyncio.CancelledError):
         await rollout

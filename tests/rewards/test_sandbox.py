@@ -92,11 +92,13 @@ async def test_an_endless_program_ends_at_its_deadline(kind, tmp_path):
 async def test_it_ends_in_time_while_the_event_loop_is_kept(kind, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     code = f"open('pipe', 'w').write('begun')\n{FOREVER}"
+    before = {*psutil.Process().children(recursive=True)}
     running = asyncio.ensure_future(
         run(python(code), folder=tmp_path, limits=Limits(seconds=0.5), isolation=kind)
     )
     assert await asyncio.to_thread((tmp_path / "pipe").read_text) == "begun"
-    _, alive = psutil.wait_procs(psutil.Process().children(recursive=True)[-1:], timeout=20)
+    below = [one for one in psutil.Process().children(recursive=True) if one not in before]
+    _, alive = psutil.wait_procs(below[-1:], timeout=20)
     assert not alive  # and nobody has run the loop meanwhile
     assert (await running).ended == "timeout"
 
@@ -225,9 +227,10 @@ async def test_what_was_in_its_folder_does_not_count(kind, tmp_path):
 async def test_cancelled_it_ends_at_once_with_all_that_it_started(kind, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     code = DAEMON + f"\nopen('pipe', 'w').write('begun')\n{FOREVER}"
+    before = {*psutil.Process().children(recursive=True)}
     running = asyncio.ensure_future(run(python(code), folder=tmp_path, isolation=kind))
     assert await asyncio.to_thread((tmp_path / "pipe").read_text) == "begun"
-    below = psutil.Process().children(recursive=True)
+    below = {*psutil.Process().children(recursive=True)} - before
     assert len(below) >= 3
     running.cancel()
     with pytest.raises(asyncio.CancelledError):

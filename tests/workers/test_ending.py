@@ -160,11 +160,11 @@ def test_no_worker_outlives_its_run(how, tmp_path):
 
 async def test_a_pool_that_was_closed_leaves_no_descriptor(make_runner):
     process = psutil.Process()
-    before = process.num_fds()
+    before, others = process.num_fds(), process.children()
     async with pool_of(2, functions.dying) as pool:
         runner = make_runner(functions.dying, workers=pool)
         await runner.run({}, ID, DEFAULTS)
         await runner.run({"dies": "exits"}, ID, DEFAULTS)
     await runner.gateway.aclose()
     assert process.num_fds() <= before
-    assert process.children() == []
+    assert {*process.children()} <= {*others}

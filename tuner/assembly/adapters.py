@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tuner.assembly.models import SETTING, StoredAdapter, quiet_transformers
+from tuner.assembly.models import SETTING, StoredAdapter, quiet_transformers, save_model
 from tuner.config.explorer import DEFAULT_ALPHA, DEFAULT_RANK, DEFAULT_TARGETS, LoraSection
 from tuner.data.order import derive_seed
 from tuner.errors import ConfigError, MissingDependencyError, ModelLoadError, pip_install
@@ -225,3 +225,13 @@ def _other_model(
 
 def _names(given: str | tuple[str, ...] | None) -> str | list[str] | None:
     return list(given) if isinstance(given, tuple) else given
+
+
+def save_policy(
+    model: PreTrainedModel, adapter: Adapter | None, tokenizer: Any, folder: Path
+) -> None:
+    """Write what is trained, the adapter where there is one, and the tokenizer."""
+    if adapter is None:
+        return save_model(model, tokenizer, folder)
+    adapter.save(folder)
+    tokenizer.save_pretrained(folder)

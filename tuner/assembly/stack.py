@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from tuner.assembly.adapters import Adapter, add_adapter, require_peft
+from tuner.assembly.adapters import Adapter, add_adapter, require_peft, save_policy
 from tuner.assembly.arrangement import Arrangement, EngineChoice, build_engine, choose_engine
 from tuner.assembly.auxiliary import AuxiliaryModels
 from tuner.assembly.memory import Needs, micro_batch_tokens, needs_of
@@ -24,7 +24,6 @@ from tuner.assembly.models import (
     choose_dtype,
     load_model,
     load_tokenizer,
-    save_model,
 )
 from tuner.assembly.parameters import rollout_settings, trainer_settings
 from tuner.assembly.placement import Machine
@@ -130,15 +129,7 @@ class Stack:
 
     def save_weights(self, folder: Path) -> None:
         """What is trained, model or adapter, in Hugging Face's form, and the tokenizer."""
-        _save(self.model, self.adapter, self.tokenizer, folder)
-
-    def settle_workers(self, rollouts: int, seconds: float) -> str | None:
-        """After a step: with how many workers to go on and why, where that was left open."""
-        if self.workers is None or self.runner is None:
-            return None
-        said = self.workers.settle(rollouts, seconds)
-        self.runner.workers = self.workers if self.workers.count else None
-        return said
+        save_policy(self.model, self.adapter, self.tokenizer, folder)
 
     async def aclose(self) -> None:
         if self.runner is not None:
@@ -224,7 +215,7 @@ def build_stack(
         tokenizer,
         max_model_len=context,
         version=version,
-        save=partial(_save, model, adapter, tokenizer),
+        save=partial(save_policy, model, adapter, tokenizer),
         needs=needs,
         adapter=peft,
     )
@@ -272,13 +263,6 @@ def build_stack(
         arrangement=arrangement,
         workers=workers,
     )
-
-
-def _save(model: PreTrainedModel, adapter: Adapter | None, tokenizer: Any, folder: Path) -> None:
-    if adapter is None:
-        return save_model(model, tokenizer, folder)
-    adapter.save(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def build_trainer(config: RunConfig, stack: Stack, *, total_steps: int) -> PolicyTrainer:

@@ -37,7 +37,10 @@ class Caller(Protocol):
 
 
 class Workers(Protocol):
-    """Processes that the functions run in."""
+    """Processes that the functions run in; where there is none any more, this process is."""
+
+    @property
+    def count(self) -> int: ...
 
     def calling(
         self, session: Session, auxiliary: Mapping[str, Any], id: RolloutId, *, seed: int | None

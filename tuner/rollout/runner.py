@@ -209,7 +209,7 @@ class RolloutRunner:
         self, session: Session, auxiliary: dict[str, Any], id: RolloutId, seed: int | None = None
     ) -> AbstractAsyncContextManager[Caller]:
         """Who calls the functions, with the models of an attempt or of a group."""
-        if self.workers is not None:
+        if self.workers is not None and self.workers.count:
             seed = seed if self.settings.seeds_functions else None
             return self.workers.calling(session, auxiliary, id, seed=seed)
         return nullcontext(
