@@ -4,10 +4,9 @@ Answers are made up here, as a real server cannot be made to break off when it i
 real one answers is in `tests/examples/test_serving.py` and `tests/chaos/serving.py`.
 """
 
-import asyncio
 import inspect
 import json
-import time
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -16,6 +15,7 @@ import pytest
 import tuner
 from tuner import ServingError
 from tuner.serving import asking
+from tuner.serving import client as client_module
 
 SESSION = {"id": "s-1", "state": "open", "opened": 1.0, "of_a_newer_server": True}
 OPENED = {"id": "s-1", "key": "sk-tuner-secret", "base_url": "http://served:1/v1"}
@@ -49,14 +49,14 @@ class Answers:
 
 @pytest.fixture(autouse=True)
 def pauses(monkeypatch):
-    """Seconds that were waited for; nobody does."""
+    """Seconds that were waited for; nobody does. Only the client's: other threads sleep as ever."""
     waited = []
 
     async def asleep(seconds):
         waited.append(seconds)
 
-    monkeypatch.setattr(time, "sleep", waited.append)
-    monkeypatch.setattr(asyncio, "sleep", asleep)
+    monkeypatch.setattr(client_module, "time", SimpleNamespace(sleep=waited.append))
+    monkeypatch.setattr(client_module, "asyncio", SimpleNamespace(sleep=asleep))
     return waited
 
 
@@ -101,7 +101,8 @@ def test_a_session_makes_clients_of_the_libraries_that_mark_their_retries():
         answer = answers(httpx.Request("POST", "http://x", json={}))
         library = inspect.getmodule(type(request))
         made = __import__(library.__name__.partition(".")[0]).Response
-        return made(answer.status_code, content=answer.content, request=request)
+        soon = {"retry-after-ms": "1"}
+        return made(answer.status_code, content=answer.content, request=request, headers=soon)
 
     client._client.send = send
     with pytest.raises(openai.BadRequestError):
