@@ -9,7 +9,10 @@ from tuner.chat_models import chat_model
 from tuner.engines.transformers.engine import TransformersEngine
 from tuner.gateway import ChatRenderer, Gateway, SessionLimits
 from tuner.rollout import RolloutRunner, RolloutSettings
+from tuner.config.explorer import RaySection
 from tuner.workers.pool import Pool
+from tuner.workers.ray_worker import Placing
+from tuner.workers.worker_process import WorkerProcess
 
 
 @pytest.fixture(scope="session")
@@ -49,6 +52,22 @@ def make_runners(random_model_path):
 @pytest.fixture
 def make_runner(make_runners):
     return make_runners
+
+
+class ByHttp(Placing):
+    """Processes of this machine that reach the gateway as those of other machines do."""
+
+    def __init__(self):
+        super().__init__("nowhere:0", RaySection(gateway="127.0.0.1"))
+
+    def worker(self, setup, doors, on_end):
+        return WorkerProcess(setup, doors, on_end)
+
+    def joined(self):
+        return contextlib.nullcontext()
+
+    def count(self, most):
+        return most
 
 
 @contextlib.asynccontextmanager

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.workers import functions
-from tests.workers.conftest import pool_of
+from tests.workers.conftest import ByHttp, pool_of
 from tests.workers.functions import DOES, OUTCOMES, judge, workflow
 from tuner.assembly.auxiliary import AuxiliaryModels
 from tuner.errors import FunctionError, MissingDependencyError
@@ -42,13 +42,13 @@ async def here_and_there(make_runner, *functions, run, **more):
         return here, await run(make_runner(*functions, workers=pool, **more))
 
 
-@pytest.fixture(scope="module")
-def both(make_runners):
+@pytest.fixture(scope="module", params=[None, ByHttp()], ids=["by the line", "by HTTP"])
+def both(request, make_runners):
     """The traces of all deeds here, and in two workers."""
 
     async def run():
         here = await all_of(make_runners(workflow, judge, retries=1, calls=LIMIT))
-        async with pool_of(2, workflow, judge) as pool:
+        async with pool_of(2, workflow, judge, placing=request.param) as pool:
             runner = make_runners(workflow, judge, retries=1, calls=LIMIT, workers=pool)
             return here, await all_of(runner)
 

@@ -24,6 +24,11 @@ class AuxiliaryModels:
         self._local: dict[str, tuple[Gateway, SamplingDefaults]] = {}
         self._remote: dict[str, Any] = {}
 
+    @property
+    def gateways(self) -> list[Gateway]:
+        """Those of the models that are served here."""
+        return [gateway for gateway, _ in self._local.values()]
+
     def add_local(self, name: str, gateway: Gateway, defaults: SamplingDefaults) -> None:
         """A model that an engine of ours serves."""
         self._local[name] = (gateway, defaults)

@@ -36,6 +36,7 @@ from tuner.engines.transformers.kv_cache import length_limit
 from tuner.errors import ConfigError
 from tuner.functions.calling import end_run
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults
+from tuner.gateway.http import Opening
 from tuner.gateway.model.system_prompt import SystemPrompt
 from tuner.rollout import RolloutRunner
 from tuner.training import PolicyTrainer, TeacherPrompt
@@ -44,6 +45,8 @@ from tuner.training.references import Reference
 from tuner.workers.pool import Pool, pool_of
 
 _log = logging.getLogger(__name__)
+# Where the door of the gateway with this number is, if not on loopback; the policy's is 0.
+Openings = Callable[[int], Opening | None]
 
 
 @dataclass
@@ -185,7 +188,8 @@ def build_stack(
     tokenizer = load_tokenizer(path)
     settings = trainer_settings(config, 1, 1)
     auxiliary = AuxiliaryModels(kind)
-    loaded = add_auxiliary_models(auxiliary, config, model.device, model.dtype)
+    openings = _openings(workers)
+    loaded = add_auxiliary_models(auxiliary, config, model.device, model.dtype, openings)
     context = context_length(config.model.max_model_len, model.config, "model.max_model_len")
     longest = config.model.max_response_tokens
     if longest is not None and longest >= context:
@@ -225,6 +229,7 @@ def build_stack(
         renderer,
         model_name=path,
         reasoning=config.tuner.reasoning,
+        opening=openings(0),
     )
     teacher = None
     if config.algorithm.advantage_fn == "on_policy_distill":
@@ -246,7 +251,7 @@ def build_stack(
             workers=workers,
         )
     if workers is not None:
-        workers.start()
+        workers.start([gateway, *auxiliary.gateways])
     return Stack(
         model,
         adapter,
@@ -313,8 +318,18 @@ def chat_renderer(config: RunConfig, tokenizer: Any) -> ChatRenderer:
     )
 
 
+def _openings(workers: Pool | None) -> Openings:
+    if workers is None or workers.placing is None:
+        return lambda number: None
+    return workers.placing.opening
+
+
 def add_auxiliary_models(
-    auxiliary: AuxiliaryModels, config: RunConfig, device: torch.device, dtype: torch.dtype
+    auxiliary: AuxiliaryModels,
+    config: RunConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    openings: Openings = lambda number: None,
 ) -> dict[str, tuple[PreTrainedModel, Any]]:
     """Load and serve them, on the policy's device and in its type.
 
@@ -351,7 +366,7 @@ def add_auxiliary_models(
         )
         auxiliary.add_local(
             settings.name,
-            Gateway(engine, renderer, model_name=settings.model_path),
+            Gateway(engine, renderer, model_name=settings.model_path, opening=openings(index + 1)),
             SamplingDefaults(
                 temperature=settings.temperature,
                 top_p=settings.top_p,

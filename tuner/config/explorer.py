@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from tuner.config.section import Arguments, Section
+from tuner.config.section import Arguments, Section, null_is
 
 EngineType = Literal["transformers", "vllm", "sglang"]
 
@@ -138,6 +138,41 @@ class SynchronizerSection(Section):
         description="Steps by which collection may run ahead of training "
         "([asynchronous](asynchronous.md)): a token is trained at most so many updates after the "
         "one whose weights sampled it. 0: collection and training take turns.",
+    )
+
+
+class RaySection(Section):
+    """`tuner.ray.*`: workers on the machines of a Ray cluster, where `tuner.workers` is `ray`."""
+
+    workers: int | None = Field(
+        default=None,
+        ge=1,
+        description="How many. Not set: as many as the cluster has CPUs for when the run begins, "
+        "and no more than `explorer.runner_per_model`.",
+    )
+    cpus: float = Field(default=1.0, gt=0, description="CPUs of each, as Ray counts them.")
+    resources: Annotated[dict[str, float], null_is(dict)] = Field(
+        default_factory=dict,
+        description="What else each asks for, by the names that Ray's machines were given "
+        "(`ray start --resources`).",
+    )
+    runtime_env: Arguments = Field(
+        default_factory=dict,
+        description="Ray's runtime environment: `working_dir`, `pip`, `env_vars` and what else it "
+        "knows.",
+    )
+    gateway: str | None = Field(
+        default=None,
+        pattern=r"^(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+)(:\d{1,5})?$",
+        description="Address of this machine at which the workers find the gateway, with a port or "
+        "without (`10.0.0.1`, `10.0.0.1:8700`): it listens there while the run lasts, and every "
+        "request needs its rollout's key. Needed for `ray`.",
+    )
+    base_url: str | None = Field(
+        default=None,
+        pattern=r"^https?://\S+/v1$",
+        description="What the workers ask instead, where a proxy is before the gateway "
+        "(`https://trainer.example/v1`).",
     )
 
 

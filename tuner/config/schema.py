@@ -52,6 +52,16 @@ class TrainerSection(Section):
     )
 
 
+class ClusterSection(Section):
+    """`cluster.*`"""
+
+    ray_address: str | None = Field(
+        default=None,
+        description="The Ray cluster, `host:port`, that workers run on where `tuner.workers` is "
+        "`ray`; the local backend has no other use for one.",
+    )
+
+
 class MonitorSection(Section):
     """`monitor.*`"""
 
@@ -104,6 +114,7 @@ class RunConfig(Section):
     synchronizer: SynchronizerSection = SynchronizerSection()
     trainer: TrainerSection = TrainerSection()
     monitor: MonitorSection = MonitorSection()
+    cluster: ClusterSection = ClusterSection()
     tuner: TunerSection = TunerSection()
 
     @model_validator(mode="before")

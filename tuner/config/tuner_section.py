@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from tuner.config.algorithm import AlgorithmExtras, CriticSection
-from tuner.config.explorer import BranchingSection, EngineSection
+from tuner.config.explorer import BranchingSection, EngineSection, RaySection
 from tuner.config.history import HistorySection
 from tuner.config.section import Arguments, Section, null_is
 from tuner.config.serving import ServingSection
@@ -275,12 +275,14 @@ class TunerSection(Section):
         "(`{penalize: value}`), or stop the run (`abort`).",
     )
     tasks: TasksSection = TasksSection()
-    workers: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+    workers: Annotated[int, Field(ge=0)] | Literal["auto", "ray"] = Field(
         default=0,
         description="Processes that run the workflow and the judge, beside the one with gateway, "
         "engine and trainer; 0: that one runs them. `auto` begins with as many as there are cores, "
-        "and says after the first step how many stay and why ([scaling](scaling.md)).",
+        "and says after the first step how many stay and why ([scaling](scaling.md)). `ray`: on "
+        "the machines of the cluster at `cluster.ray_address`, as `tuner.ray` says.",
     )
+    ray: RaySection = RaySection()
     branching: BranchingSection | None = None
     history: HistorySection | None = None
     algorithm: AlgorithmExtras = AlgorithmExtras()
@@ -347,12 +349,7 @@ class TunerSection(Section):
     @classmethod
     def _here(cls, value: Any) -> Any:
         if isinstance(value, bool) or (isinstance(value, str) and value not in ("auto", "ray")):
-            raise ValueError("Input should be 0, a number of processes, or auto")
-        if value == "ray":
-            raise ValueError(
-                "workers on other machines cannot be had yet: set a number of processes on this "
-                "one, or tuner.backend to trinity"
-            )
+            raise ValueError("Input should be 0, a number of processes, auto or ray")
         return value
 
     @field_validator("imports", mode="before")

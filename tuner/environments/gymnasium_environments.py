@@ -12,16 +12,14 @@ from typing import Any
 
 from tuner.areal.queue_workflow import GymnasiumEnvironment
 from tuner.areal.queues import CheckedEnvironment
-from tuner.environments.seam import Environment
+from tuner.environments.seam import Environment, seed_rows
 from tuner.errors import ConfigError, TunerError
 from tuner.functions.calling import call_function, in_thread, is_async, where
-from tuner.functions.loading import load_function
+from tuner.functions.loading import function_of
 from tuner.functions.outputs import WorkflowOutput
 
 logger = logging.getLogger("tuner.rollout")
 _NUMBER = re.compile(r"-?\d+")
-# Evaluation begins here, so that no seed is in both sets.
-_HELD_OUT = 1_000_000
 _CLOSING_SECONDS = 5.0
 
 Agent = Callable[..., Awaitable[WorkflowOutput]]
@@ -84,9 +82,9 @@ class Gymnasium(Environment):
                 "cannot be made: pass a function that makes one"
             )
         self._id, self._make_args = spec if made else id, dict(make_args or {})
-        self._agent: Agent = _function(agent, "agent") or self._play
-        self._show: Callable[[Any], str] = _function(show, "show") or str
-        self._read_action = _function(read_action, "read_action")
+        self._agent: Agent = function_of(agent, setting="agent") or self._play
+        self._show: Callable[[Any], str] = function_of(show, setting="show") or str
+        self._read_action = function_of(read_action, setting="read_action")
         self._system_prompt, self._max_turns = system_prompt, max_turns
         self._no_action = no_action
         if agent is not None and not is_async(self._agent):
@@ -104,8 +102,7 @@ class Gymnasium(Environment):
         self._space = self._idle[0].env.action_space
         if agent is None and self._read_action is None:
             _check_readable(self._space)
-        self.train_dataset = [{"seed": seed} for seed in range(train_tasks)] or None
-        self.eval_dataset = [{"seed": _HELD_OUT + n} for n in range(eval_tasks)] or None
+        self.train_dataset, self.eval_dataset = seed_rows(train_tasks, eval_tasks)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_idle": [], "_closing": set()}
@@ -192,12 +189,6 @@ class Gymnasium(Environment):
             _, left = await asyncio.wait(closing, timeout=_CLOSING_SECONDS)
             if left:
                 logger.warning("%d gymnasium environments do not close", len(left))
-
-
-def _function(given: Any, name: str) -> Any:
-    if isinstance(given, str):
-        return load_function(given, setting=f"{name} of the environment")
-    return given
 
 
 def _any_text(space: Any) -> bool:

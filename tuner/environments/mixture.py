@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tuner.config import RunConfig
 from tuner.data.dataset import load_tasks
 from tuner.environments.seam import Environment, brought, from_settings
 from tuner.errors import ConfigError, DatasetError, FunctionError, RewardError
@@ -13,11 +14,12 @@ from tuner.functions.calling import (
     call_judge,
     call_workflow,
     check_judge_function,
+    check_settings,
     check_workflow_function,
     end_run,
     judges_groups,
 )
-from tuner.functions.loading import load_function
+from tuner.functions.loading import function_of
 from tuner.functions.outputs import JudgeOutput, WorkflowOutput, response_text, shown
 
 _NAME = re.compile(r"[\w-]+")
@@ -170,6 +172,11 @@ class Mixture(Environment):
             )
         return JudgeOutput(reward=response.reward)
 
+    def check_settings(self, config: RunConfig) -> None:
+        """Let each set refuse settings that do not go with it."""
+        for environment in self._sets.values():
+            check_settings(environment.workflow, config)
+
     async def close(self) -> None:
         """Close each set's environment."""
         for environment in self._sets.values():
@@ -210,17 +217,15 @@ def _environment(name: str, given: Any) -> Environment:
     if (environment is None) == (workflow is None):
         raise ConfigError(f"{setting}: give either an environment or a workflow")
     if environment is None:
-        judge = given.get("judge")
-        return Functions(_function(workflow, f"{setting}.workflow"), _function(judge, setting))
+        return Functions(
+            function_of(workflow, setting=f"{setting}.workflow"),
+            function_of(given.get("judge"), setting=f"{setting}.judge"),
+        )
     if given.get("judge") is not None:
         raise ConfigError(f"{setting}.judge is set beside an environment, which brings its own")
     if isinstance(environment, str | Mapping):
         return from_settings(environment, f"{setting}.environment")
     return brought(environment)
-
-
-def _function(given: Any, setting: str) -> Any:
-    return load_function(given, setting=setting) if isinstance(given, str) else given
 
 
 def _selector(field: str, weights: Mapping[str, float] | None) -> dict[str, Any]:

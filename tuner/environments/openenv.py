@@ -16,17 +16,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tuner.environments.openenv_episode import Episode, Form, observation_text
-from tuner.environments.seam import Environment
+from tuner.environments.seam import Environment, seed_rows
 from tuner.environments.server_process import ServerProcess
 from tuner.errors import ConfigError, MissingDependencyError, pip_install
 from tuner.functions.calling import in_thread
-from tuner.functions.loading import load_function
+from tuner.functions.loading import function_of
 from tuner.functions.outputs import WorkflowOutput, shown
 
 # How the client says that the server has as many sessions as it may.
 _FULL = "(code: CAPACITY_REACHED)"
-# Evaluation begins here, so that no seed is in both sets.
-_HELD_OUT = 1_000_000
 
 
 class OpenEnv(Environment):
@@ -100,14 +98,14 @@ class OpenEnv(Environment):
             raise ConfigError(f"OpenEnv's reward is {shown(reward)}; expected 'sum' or 'last'")
         self._url = url
         self._server = None if command is None else ServerProcess(command, url=url, folder=folder)
-        client = _function(client, "client")
+        client = function_of(client, setting="client")
         # The one for tools reads the same answers, and less of them.
         is_of_tools = isinstance(client, type) and issubclass(client, of_tools)
         self._client: Any = generic if client is None or is_of_tools else client
         self._generic = isinstance(self._client, type) and issubclass(self._client, generic)
         self._form = Form(
-            _function(message_of, "message_of") or observation_text,
-            _function(action_of, "action_of"),
+            function_of(message_of, setting="message_of") or observation_text,
+            function_of(action_of, setting="action_of"),
             tools,
             system_prompt,
         )
@@ -125,8 +123,8 @@ class OpenEnv(Environment):
         self._running = 0
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         if train_dataset is None:
-            self.train_dataset = _seeds(0, train_tasks)
-            self.eval_dataset = eval_dataset or _seeds(_HELD_OUT, eval_tasks)
+            self.train_dataset, held_out = seed_rows(train_tasks, eval_tasks)
+            self.eval_dataset = eval_dataset or held_out
 
     async def workflow(self, task: dict[str, Any], model: Any) -> WorkflowOutput:
         """One episode.
@@ -229,11 +227,3 @@ def _clients() -> tuple[type[Any], type[Any], type[Any]]:
             f"OpenEnv needs openenv-core, which does not import ({error}): {pip_install('openenv')}"
         ) from error
     return EnvClient, GenericEnvClient, MCPClientBase
-
-
-def _function(given: Any, argument: str) -> Any:
-    return load_function(given, setting=argument) if isinstance(given, str) else given
-
-
-def _seeds(first: int, count: int) -> list[dict[str, int]] | None:
-    return [{"seed": first + i} for i in range(count)] or None

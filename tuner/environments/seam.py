@@ -40,6 +40,8 @@ _BRINGERS: dict[str, str] = {
     "openenv": "tuner.environments.openenv:OpenEnv",
     "verifiers": "tuner.environments.verifiers_environments:Verifiers",
 }
+# Where seeds of evaluation begin.
+_HELD_OUT = 1_000_000
 
 
 class Environment(ABC):
@@ -84,6 +86,15 @@ class Environment(ABC):
     def __getstate__(self) -> dict[str, Any]:
         """What goes to a worker of Ray with `workflow` and `judge`: not the datasets."""
         return {**self.__dict__, "train_dataset": None, "eval_dataset": None}
+
+
+def seed_rows(
+    train_tasks: int, eval_tasks: int
+) -> tuple[list[dict[str, int]] | None, list[dict[str, int]] | None]:
+    """Datasets of an environment whose tasks are seeds; none is in both."""
+    train = [{"seed": seed} for seed in range(train_tasks)]
+    held_out = [{"seed": _HELD_OUT + number} for number in range(eval_tasks)]
+    return train or None, held_out or None
 
 
 def brought(found: Any) -> Environment:

@@ -12,7 +12,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from tuner.errors import ConfigError, FunctionError
-from tuner.functions.calling import in_thread
+from tuner.functions.calling import in_thread, is_async, unwrapped
 from tuner.functions.outputs import JudgeOutput, shown
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class RewardFunctions:
         found: dict[int, Any] = {}
         waiting = {}
         for index, function in enumerate(self._functions):
-            if _is_async(function):
+            if is_async(function):
                 waiting[index] = function(**arguments)
             else:
                 call = functools.partial(self._alone, function, arguments)
@@ -195,17 +195,6 @@ async def _rewarded(environment: Any) -> float | None:
     return found
 
 
-def _innermost(function: Any) -> Any:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function
-
-
 def _name(function: Any) -> str:
-    function = _innermost(function)
+    function = unwrapped(function)
     return str(getattr(function, "__name__", type(function).__name__))
-
-
-def _is_async(function: Any) -> bool:
-    function = _innermost(function)
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(function.__call__)

@@ -194,8 +194,7 @@ class Prompted:
             for one in model.calls:
                 one.exclude()
         if added is None or not self.tools.schemas:
-            tokenizer = model.session.service.renderer.tokenizer
-            text = tokenizer.decode(calls[-1].completion_ids, skip_special_tokens=True)
+            text = model.session.text_of(calls[-1].completion_ids)
             added = text if added is None else [{"role": "assistant", "content": text}]
         counts = {"tool_calls": self.tools.called, "tool_failures": self.tools.failed}
         return Completed(

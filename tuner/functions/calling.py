@@ -96,23 +96,20 @@ def check_judge_function(func: Callable[..., Any]) -> None:
 
 
 def check_settings(func: Any, config: RunConfig) -> None:
-    """Let a workflow that is an object refuse settings that do not go with it, where it has
-    `check_settings(config)`.
+    """Let the object that a workflow is, or is a method of, refuse settings that do not go with it,
+    where it has `check_settings(config)`.
 
     Raises:
         ConfigError: It does.
     """
-    check = getattr(func, "check_settings", None)
-    if check is not None:
+    if (check := _method(func, "check_settings")) is not None:
         check(config)
 
 
 async def end_run(func: Callable[..., Any] | None) -> None:
     """Let the object that a workflow is, or is a method of, give back what it holds, where it has
     `run_ended()`: in the event loop that its rollouts ran in, when none follows."""
-    inner = unwrapped(func) if func is not None else None
-    ended = getattr(getattr(inner, "__self__", inner), "run_ended", None)
-    if func is None or ended is None:
+    if func is None or (ended := _method(func, "run_ended")) is None:
         return
     try:
         await ended()
@@ -120,6 +117,12 @@ async def end_run(func: Callable[..., Any] | None) -> None:
         logger.warning(
             "%s was not closed: %s: %s", where(func), type(error).__name__, error, exc_info=True
         )
+
+
+def _method(func: Callable[..., Any], name: str) -> Any:
+    """That of the object that a function is, or is a method of; None where it has none."""
+    inner = unwrapped(func)
+    return getattr(getattr(inner, "__self__", inner), name, None)
 
 
 def check_function(func: Callable[..., Any], signature: Signature) -> None:

@@ -72,6 +72,15 @@ def load_function(reference: str, *, setting: str) -> Callable[..., Any]:
     return cast("Callable[..., Any]", function)
 
 
+def function_of(given: Any, *, setting: str) -> Any:
+    """What was given, or, where that is a text, the function that it names.
+
+    Raises:
+        ConfigError: As `load_function`.
+    """
+    return load_function(given, setting=setting) if isinstance(given, str) else given
+
+
 def load_named(reference: str, *, setting: str, kind: str = "function") -> Any:
     """Whatever a configuration names in the form of `load_function`, a function or not.
 

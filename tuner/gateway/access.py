@@ -65,6 +65,10 @@ class Access(ABC):
         """The calls that were delivered, in order of commitment."""
 
     @abstractmethod
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Tokens in the tokenizer's words, special ones left out."""
+
+    @abstractmethod
     def warn_once(self, setting: str, sentence: str) -> None:
         """Log that a setting of the user's agent is unsafe, once for all sessions of a gateway."""
 

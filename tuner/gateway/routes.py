@@ -24,7 +24,7 @@ from tuner.gateway.sessions import SamplingDefaults, Session, SessionLimits
 from tuner.traces import ReasoningPolicy
 
 if TYPE_CHECKING:
-    from tuner.gateway.http import HttpDoor
+    from tuner.gateway.http import HttpDoor, Opening
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ class Gateway:
         model_name: What requests must give as `model`.
         reasoning: What becomes of earlier reasoning that is missing from a rendered prompt:
             "template" leaves it out, "keep" puts it back as it was sampled.
+        opening: Where HTTP clients find it, once one asks; None is a free port of loopback.
 
     Attributes:
         service: The four of them.
@@ -70,7 +71,9 @@ class Gateway:
         *,
         model_name: str,
         reasoning: ReasoningPolicy = "template",
+        opening: Opening | None = None,
     ) -> None:
+        self._where = opening
         self.service = Service(engine, renderer, model_name, reasoning)
         self.warned: set[str] = set()
         self._sessions: dict[str, Session] = {}
@@ -150,7 +153,7 @@ class Gateway:
             if self._door is None:
                 from tuner.gateway.http import HttpDoor
 
-                self._door = HttpDoor(self, self.home())
+                self._door = HttpDoor(self, self.home(), self._where)
             return self._door
 
     async def aclose(self) -> None:

@@ -234,6 +234,11 @@ class Session(Access):
         """As `Recording.for_workflow`."""
         return self.recording.for_workflow()
 
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Tokens in the tokenizer's words, special ones left out."""
+        tokenizer = self.service.renderer.tokenizer
+        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
     async def at_home(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, done in the event loop that the engine is called in."""
         return await in_loop(self.host.home(), work)

@@ -58,6 +58,7 @@ MAY_CHANGE_HERE = (  # on the local backend
     "tuner.serving",
     "tuner.signal_patience",
     "tuner.trinity",
+    "tuner.ray",
     "tuner.workers",
 )
 # What ends a rollout or draws tasks decides what is learned; else it only says how good it is.

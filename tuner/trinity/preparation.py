@@ -35,7 +35,8 @@ from tuner.trinity.stage import (
     planned_steps,
     recorded_steps,
 )
-from tuner.trinity.workers import is_own, joined, require_answer, with_sizes
+from tuner.trinity.workers import is_own, joined, with_sizes
+from tuner.workers.ray_worker import require_answer
 
 if TYPE_CHECKING:
     from trinity.common.config import Config

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -23,12 +22,12 @@ from tuner.errors import ConfigError, TrainingError
 from tuner.functions.shipping import worker_path
 from tuner.trinity.guardian import MARK, guarded
 from tuner.trinity.installed import uses_tinker
+from tuner.workers.ray_worker import not_joined, require_answer
 
 logger = logging.getLogger("tuner")
 
 LOCAL = "local"
 _STARTS = 3
-_CONNECT_SECONDS = 10.0
 # Trinity-RFT's actors each ask for a CPU, and mostly wait.
 FEWEST_CPUS = 8
 # Ray makes a cluster of our own ask for a token unless RAY_AUTH_MODE says otherwise, and keeps the
@@ -126,31 +125,10 @@ def joined(address: str, *, gpus: int, namespace: str, env: Mapping[str, str]) -
             try:
                 context = ray.init(address=address, **quiet, **options)
             except (ConnectionError, ValueError, RuntimeError) as error:
-                raise _not_joined(address, str(error).splitlines()[0]) from error
+                raise not_joined(address, str(error).splitlines()[0]) from error
             yield _cluster(context)
         finally:
             ray.shutdown()
-
-
-def require_answer(address: str) -> None:
-    """Refuse an address where nobody listens; Ray itself would ask there for minutes.
-
-    Raises:
-        ConfigError: Nobody does.
-    """
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection(
-            (host.removeprefix("ray://").strip("[]"), int(port)), timeout=_CONNECT_SECONDS
-        ).close()
-    except (OSError, ValueError) as error:
-        raise _not_joined(address, str(error) or type(error).__name__) from error
-
-
-def _not_joined(address: str, why: str) -> ConfigError:
-    return ConfigError(
-        f"cluster.ray_address is {address!r}, where no Ray cluster can be joined: {why}"
-    )
 
 
 @contextmanager

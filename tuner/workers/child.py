@@ -208,7 +208,8 @@ def main(descriptor: int) -> None:
     faulthandler.enable()  # its last words, should a library crash
     line = Line(socket.socket(fileno=descriptor))
     setup: Setup = line.first()
-    sys.path[:] = setup.path
+    if setup.path is not None:
+        sys.path[:] = setup.path
     _log_to(line, setup.levels)
     try:
         workflow, judge = load_together(setup.workflow, setup.judge)

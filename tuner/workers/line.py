@@ -12,7 +12,11 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import httpx
+
+from tuner.engines.token_server import patient_client
 from tuner.gateway.in_flight import InFlight
 from tuner.gateway.service import Reply, StreamReply
 from tuner.workers.messages import (
@@ -197,3 +201,82 @@ class LineDoor:
     def refusing(self, keys: Iterable[str], why: Callable[[], str]) -> AbstractContextManager[None]:
         """None: whoever keeps this event loop, the gateway's goes on."""
         return nullcontext()
+
+
+class HttpClientDoor:
+    """The gateway's door on another machine, for one session.
+
+    Args:
+        base_url: Where it is, with "/v1".
+        in_flight: Of the session.
+    """
+
+    def __init__(self, base_url: str, in_flight: InFlight) -> None:
+        self._at = base_url.removesuffix("/v1")
+        self._in_flight = in_flight
+
+    async def handle(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes
+    ) -> Reply | StreamReply:
+        with self._in_flight.here():
+            kept = {key: value for key, value in headers.items() if key.lower() not in _OF_THE_WAY}
+            client = _client()
+            request = client.build_request(method, self._at + path, headers=kept, content=body)
+            try:
+                response = await client.send(request, stream=True)
+                kind = response.headers.get("content-type", "application/json")
+                rest = [(k, v) for k, v in response.headers.items() if k not in _OF_THE_WAY]
+                if kind.startswith("text/event-stream"):
+                    return StreamReply(_HttpEvents(response), tuple(rest))
+                return Reply(response.status_code, await response.aread(), kind, tuple(rest))
+            except httpx.TransportError as error:
+                raise _no_answer(self._at, error) from error
+
+    def refusing(self, keys: Iterable[str], why: Callable[[], str]) -> AbstractContextManager[None]:
+        """None: whoever keeps this event loop, the gateway's goes on."""
+        return nullcontext()
+
+
+# Headers that are of a connection, or said by its ends.
+_OF_THE_WAY = frozenset(
+    {"host", "connection", "content-length", "content-type", "transfer-encoding", "accept-encoding"}
+)
+_clients: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = WeakKeyDictionary()
+
+
+def _client() -> httpx.AsyncClient:
+    """That of this event loop; a rollout's own limits end what takes too long."""
+    loop = asyncio.get_running_loop()
+    if loop not in _clients:
+        _clients[loop] = patient_client("", {})
+    return _clients[loop]
+
+
+def _no_answer(where: str, error: Exception) -> ConnectionError:
+    return ConnectionError(
+        f"the gateway at {where} gave no answer: {type(error).__name__}: {error}"
+    )
+
+
+class _HttpEvents:
+    """The events of a stream, whole, as they come over HTTP."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        self._response = response
+        self._chunks = response.aiter_raw()
+        self._held = b""
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        while b"\n\n" not in self._held:
+            try:
+                self._held += await anext(self._chunks)
+            except httpx.TransportError as error:
+                raise _no_answer(str(self._response.url), error) from error
+        event, _, self._held = self._held.partition(b"\n\n")
+        return event + b"\n\n"
+
+    async def aclose(self) -> None:
+        await self._response.aclose()

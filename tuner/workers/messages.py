@@ -34,7 +34,7 @@ class Setup(NamedTuple):
     Attributes:
         workflow, judge: As `ship_together` names them.
         kind: The framework of the chat models.
-        path: `sys.path` of the run.
+        path: `sys.path` of the run; None on another machine, which has its own.
         levels: Of its loggers, by name.
         timeout: Seconds that code may keep the event loop.
     """
@@ -42,7 +42,7 @@ class Setup(NamedTuple):
     workflow: str
     judge: str | None
     kind: ChatModelKind
-    path: list[str]
+    path: list[str] | None
     levels: dict[str, int]
     timeout: float
 
@@ -64,6 +64,7 @@ class Opened(NamedTuple):
         number: Of the session, for what is asked of it.
         door: Of the gateway that it is open at.
         scripted: Whether recorded functions may be given their results.
+        base_url: Where the worker asks that gateway, unless by the line.
     """
 
     number: int
@@ -74,6 +75,7 @@ class Opened(NamedTuple):
     max_model_len: int
     keeps_calls: bool
     scripted: bool
+    base_url: str | None = None
 
 
 class Remote(NamedTuple):

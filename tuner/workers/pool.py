@@ -8,9 +8,9 @@ import logging
 import math
 import os
 import sys
-import weakref
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,38 +19,23 @@ from tuner.chat_models import ChatModelKind
 from tuner.config import RemoteModel, RunConfig
 from tuner.errors import ConfigError, FunctionError, TunerError, WorkerError
 from tuner.functions.calling import judges_groups
-from tuner.functions.outputs import JudgeOutput, WorkflowOutput
 from tuner.functions.shipping import ship_together
-from tuner.gateway import Session
+from tuner.gateway import Gateway, Session
 from tuner.gateway.service import Door
 from tuner.rollout.failures import Elsewhere
-from tuner.traces import Outcome, RolloutId
-from tuner.workers.messages import Open, Opened, Remote, Returned, Run, Setup
+from tuner.traces import RolloutId
+from tuner.workers.messages import Open, Opened, Remote, Setup
+from tuner.workers.ray_worker import Placing
+from tuner.workers.worker import There, Worker
 from tuner.workers.worker_process import WorkerProcess
 
 logger = logging.getLogger("tuner.rollout")
 MOST_STARTS = 3
 """Workers one after the other that may die before they have loaded the functions."""
-
-
-class Held:
-    """A response that is where the workflow returned it.
-
-    Args:
-        worker: Where that is.
-        number: Of the response; None where it is None.
-        text: As people read it.
-    """
-
-    def __init__(self, worker: WorkerProcess, number: int | None, text: str) -> None:
-        self.worker = worker
-        self.number = number
-        self._text = text
-        if number is not None:
-            weakref.finalize(self, worker.forget, number).atexit = False
-
-    def get_text_content(self) -> str:
-        return self._text
+_PLACED = 60.0
+"""Seconds after which those that a cluster has placed begin, without the others."""
+_FOUND = 300.0
+"""Seconds that a cluster may have no worker at all."""
 
 
 @dataclass(eq=False)
@@ -64,6 +49,7 @@ class Pool:
         timeout: Seconds that code may keep an event loop.
         open_choice: Whether `settle` decides how many there are.
         may_stop: Whether it may decide for none.
+        placing: Where they are, unless on this machine.
 
     Raises:
         FunctionError: A function cannot be sent to another process; names what cannot.
@@ -77,16 +63,19 @@ class Pool:
     timeout: float
     open_choice: bool = False
     may_stop: bool = True
+    placing: Placing | None = None
     _doors: list[Door] = field(default_factory=list, init=False)
-    _workers: list[WorkerProcess] = field(default_factory=list, init=False)
-    _of_group: dict[tuple[str, int, int], WorkerProcess] = field(default_factory=dict, init=False)
+    _workers: list[Worker] = field(default_factory=list, init=False)
+    _of_group: dict[tuple[str, int, int], Worker] = field(default_factory=dict, init=False)
     _failure: TunerError | None = field(default=None, init=False)
     _died_early: int = field(default=0, init=False)
-    _begun: list[WorkerProcess] = field(default_factory=list, init=False)
-    _retired: set[WorkerProcess] = field(default_factory=set, init=False)
+    _begun: list[Worker] = field(default_factory=list, init=False)
+    _retired: set[Worker] = field(default_factory=set, init=False)
     _ending: set[asyncio.Task[None]] = field(default_factory=set, init=False)
     _closed: bool = field(default=False, init=False)
     _spent: float = field(default=0.0, init=False)
+    _started_at: float = field(default=0.0, init=False)
+    _joined: ExitStack = field(default_factory=ExitStack, init=False)
 
     def __post_init__(self) -> None:
         if sys.platform == "win32":
@@ -96,6 +85,8 @@ class Pool:
         self._numbers = itertools.count(1)
 
     def __str__(self) -> str:
+        if self.placing is not None:
+            return f"workers: up to {self.count} run the workflow and the judge, {self.placing}"
         found = f"workers: {self.count} run the workflow and the judge"
         return f"{found}; after the first step it is decided anew" if self.open_choice else found
 
@@ -121,7 +112,7 @@ class Pool:
             f"kept {used:.2f} of {cores()} cores busy: {how}"
         )
 
-    def _retire(self, worker: WorkerProcess) -> None:
+    def _retire(self, worker: Worker) -> None:
         """Give it nothing more; it ends when it has nothing left to do."""
         self._retired.add(worker)
         if not worker.attempts:
@@ -139,13 +130,27 @@ class Pool:
         """The processes, by their numbers."""
         return [worker.pid for worker in self._workers]
 
-    def start(self) -> None:
-        """Begin to start the workers, where an event loop runs; otherwise the first call does."""
+    def start(self, gateways: Sequence[Gateway] = ()) -> None:
+        """Begin to start the workers.
+
+        Args:
+            gateways: What workers on other machines will ask, by HTTP.
+
+        Raises:
+            ConfigError: They are on a cluster that cannot be joined, or this machine cannot listen
+                where they would ask.
+        """
         if not self._begun and not self._closed:
+            if self.placing is not None:
+                for gateway in gateways:
+                    self.placing.open(gateway)
+                self._joined.enter_context(self.placing.joined())
+                self.count = self.placing.count(self.count)
+            self._started_at = time.monotonic()
             self._workers = [self._started() for _ in range(self.count)]
             self._begun = [*self._workers]
 
-    def _started(self) -> WorkerProcess:
+    def _started(self) -> Worker:
         root = logging.getLogger()
         named = {
             name: found.level
@@ -153,10 +158,13 @@ class Pool:
             if isinstance(found, logging.Logger) and found.level
         }
         levels = {"": root.level, **named}
-        sent = Setup(*self._sent, self.kind, [*sys.path], levels, timeout=self.timeout)
+        path = [*sys.path] if self.placing is None else None
+        sent = Setup(*self._sent, self.kind, path, levels, timeout=self.timeout)
+        if self.placing is not None:
+            return self.placing.worker(sent, self._doors, self._replace)
         return WorkerProcess(sent, self._doors, self._replace)
 
-    def _replace(self, worker: WorkerProcess) -> None:
+    def _replace(self, worker: Worker) -> None:
         """One has ended; another one begins, if that is of use."""
         self._workers.remove(worker)
         self._retired.discard(worker)
@@ -210,6 +218,7 @@ class Pool:
                 one.max_model_len,
                 keeps_calls=one.keeps_calls,
                 scripted=one.script is not None,
+                base_url=None if self.placing is None else self.placing.reached(one.base_url),
             )
 
         attempt = next(self._numbers)
@@ -238,11 +247,13 @@ class Pool:
             None if most is None else max(1, most // self.count),
         )
 
-    async def _place(self, group: tuple[str, int, int]) -> WorkerProcess:
+    async def _place(self, group: tuple[str, int, int]) -> Worker:
         """The worker that has least to do; where groups are judged together, that of the group."""
         self.start()
         if starting := [one.ready for one in self._begun if not one.ready.done()]:
-            await asyncio.wait(starting)  # else the first one that is there gets all
+            # Else the first one that is there gets all.
+            await asyncio.wait(starting, timeout=self._left(self._started_at + _PLACED))
+        deadline = time.monotonic() + _FOUND
         while True:
             if self._failure is not None:
                 raise self._failure
@@ -260,14 +271,25 @@ class Pool:
                 return found
             waited = {one.ready for one in self._workers} | {one.ended for one in self._workers}
             pending = [one for one in waited if not one.done()]
+            seconds = self._left(deadline)
+            if seconds == 0 and self.placing is not None:
+                raise WorkerError(
+                    f"no worker has begun {self.placing} in {_FOUND:g} s: {self.placing.offers()}"
+                )
             if pending:
-                await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(pending, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.sleep(0)
+
+    def _left(self, deadline: float) -> float | None:
+        """Seconds until then; None: on this machine workers begin, or die."""
+        return None if self.placing is None else max(0.0, deadline - time.monotonic())
 
     async def aclose(self) -> None:
         """End the workers, and wait for that."""
         self._closed = True
-        await asyncio.gather(*(worker.aclose() for worker in list(self._workers)), *self._ending)
+        with self._joined:
+            ended = (worker.aclose() for worker in list(self._workers))
+            await asyncio.gather(*ended, *self._ending)
 
 
 def pool_of(
@@ -284,65 +306,23 @@ def pool_of(
     wanted = config.tuner.workers
     if workflow is None or not wanted:
         return None
+    placing, most = None, config.explorer.runner_per_model
+    if wanted == "ray":
+        assert config.cluster.ray_address is not None, "a conflict says it"
+        placing = Placing(config.cluster.ray_address, config.tuner.ray)
+        count = config.tuner.ray.workers or most
+    else:
+        count = min(cores(), most) if wanted == "auto" else wanted
     return Pool(
-        min(cores(), config.explorer.runner_per_model) if wanted == "auto" else wanted,
+        count,
         workflow,
         judge,
         kind,
         timeout=config.explorer.max_timeout,
         open_choice=wanted == "auto",
         may_stop=not config.synchronizer.sync_offset,
+        placing=placing,
     )
-
-
-@dataclass(frozen=True)
-class There:
-    """Calls the functions in a worker.
-
-    Args:
-        worker: Which.
-        attempt: The number of the attempt there.
-        session: The attempt's.
-        numbers: Gives numbers.
-        judged: Is told that its group is.
-    """
-
-    worker: WorkerProcess
-    attempt: int
-    session: Session
-    numbers: itertools.count[int]
-    judged: Callable[[], object]
-
-    async def workflow(self, task: Mapping[str, Any], feedback: str | None) -> WorkflowOutput:
-        found: Returned = await self._call("workflow", task, feedback)
-        held = None
-        if found.response is not None:
-            held = Held(self.worker, found.response, found.text)
-        return WorkflowOutput(reward=found.reward, metrics=found.metrics, response=held)
-
-    async def judge(self, task: Mapping[str, Any], response: Any) -> JudgeOutput:
-        return JudgeOutput(**await self._call("judge", task, None, [response]))
-
-    async def group_judge(
-        self, task: Mapping[str, Any], responses: Sequence[Any]
-    ) -> list[JudgeOutput]:
-        found = await self._call("group_judge", task, None, responses)
-        self.judged()
-        return [JudgeOutput(**one) for one in found]
-
-    async def _call(
-        self,
-        role: str,
-        task: Mapping[str, Any],
-        feedback: str | None,
-        responses: Sequence[Any] = (),
-    ) -> Any:
-        for held in responses:
-            if held is not None and held.worker is not self.worker:
-                raise Elsewhere(Outcome.WORKER_DIED, f"its {held.worker.how_it_ended}")
-        numbers = tuple(None if held is None else held.number for held in responses)
-        run = Run(next(self.numbers), self.attempt, role, dict(task), feedback, numbers)
-        return await self.worker.call(run, self.session)
 
 
 LIGHT = 0.1

@@ -12,9 +12,10 @@ from tuner.gateway.access import Access
 from tuner.gateway.credit import Credit, Credits
 from tuner.gateway.in_flight import InFlight
 from tuner.gateway.results import Results
+from tuner.gateway.service import Door
 from tuner.rollout.watchdog import QUIET
 from tuner.traces import FunctionResult
-from tuner.workers.line import Line, LineDoor
+from tuner.workers.line import HttpClientDoor, Line, LineDoor
 from tuner.workers.messages import Opened
 
 
@@ -32,7 +33,9 @@ class RemoteSession(Access):
         self._base_url: str | None = None
         self._credits = _Told(line, opened)
         self.in_flight = _InFlight(self._quiet)
-        self.host = LineDoor(line, opened.door, self.in_flight)
+        self.host: Door = LineDoor(line, opened.door, self.in_flight)
+        if opened.base_url is not None:
+            self.host = HttpClientDoor(opened.base_url, self.in_flight)
         self.id, self.key = opened.id, opened.key
         self.errors: list[Exception] = []
         self.results: Results = _RemoteResults(line, opened)
@@ -57,9 +60,10 @@ class RemoteSession(Access):
 
     @property
     def base_url(self) -> str:
-        """A port of loopback in the run's process; the first use opens it."""
+        """On the run's machine a port of loopback, which the first use opens."""
         if self._base_url is None:
-            self._base_url = str(self._line.ask(self._opened.number, "base_url"))
+            known = self._opened.base_url
+            self._base_url = known or str(self._line.ask(self._opened.number, "base_url"))
         return self._base_url
 
     @property
@@ -76,6 +80,10 @@ class RemoteSession(Access):
         """As the session has them now; waits for that."""
         calls = self._line.ask(self._opened.number, "calls")
         return [RecordedCall(self._credits, call) for call in calls]
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """As the session has it; waits for that."""
+        return str(self._line.ask(self._opened.number, "text_of", tuple(ids)))
 
     def warn_once(self, setting: str, sentence: str) -> None:
         self._line.tell(self._opened.number, "warn", setting, sentence)

@@ -1,0 +1,383 @@
+"""A worker as its run has it: what is asked of it, and what it asks of the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tuner.errors import TunerError
+from tuner.functions.outputs import JudgeOutput, WorkflowOutput
+from tuner.gateway import Session
+from tuner.gateway.service import Door, Events, StreamReply
+from tuner.rollout.failures import Elsewhere
+from tuner.rollout.limits import GRACE
+from tuner.traces import Outcome
+from tuner.workers.messages import (
+    Abandon,
+    Answered,
+    Ask,
+    Cancel,
+    Close,
+    Done,
+    Event,
+    Failed,
+    Forget,
+    Frames,
+    Given,
+    Log,
+    Next,
+    Ready,
+    Refused,
+    Request,
+    Returned,
+    Run,
+    Stop,
+    framed,
+    portable,
+)
+
+PATIENCE = 2 * GRACE
+"""Seconds after which a worker that does not end what it is told to is ended itself."""
+
+_ASKED: Mapping[str, Callable[..., Any]] = {
+    "base_url": lambda session: session.base_url,
+    "quiet": lambda session: time.perf_counter() - session.in_flight.moved,
+    "other_names": lambda session: session.other_names,
+    "call_also": lambda session, names: setattr(session, "other_names", names),
+    "calls": lambda session: [one.call for one in session.calls_so_far()],
+    "credit": lambda session, *said: session.recording.credit(*said),
+    "text_of": lambda session, ids: session.text_of(ids),
+    "warn": lambda session, *said: session.warn_once(*said),
+    "given": lambda session, *of: session.results.given(*of),
+    "keep": lambda session, *of: session.results.keep(*of),
+}
+
+
+class Worker(ABC):
+    """Something that calls the user's functions. To be made where an event loop runs.
+
+    Args:
+        doors: The gateways, by number.
+        on_end: Is told, once, that it has ended.
+
+    Attributes:
+        sessions: Of its attempts, by number.
+        attempts: Those it has.
+        ready: Done once its functions are loaded; raises TunerError where they cannot be, and
+            `Elsewhere` where it died before.
+        ended: Done once it has ended.
+        cpu: Seconds of CPU that its functions took.
+    """
+
+    def __init__(self, doors: list[Door], on_end: Callable[[Any], None]) -> None:
+        self._doors = doors
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self.sessions: dict[int, Session] = {}
+        self.attempts: set[int] = set()
+        self.ready: asyncio.Future[None] = self._loop.create_future()
+        self.ready.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self.cpu = 0.0
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        self._frames = Frames()
+        self._calls: dict[int, asyncio.Future[Done | Failed]] = {}
+        self._answers: dict[int, asyncio.Task[None]] = {}
+        self._streams: dict[int, Events] = {}
+        self._killed_for: str | None = None
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What messages call it."""
+
+    @property
+    @abstractmethod
+    def pid(self) -> int:
+        """Its process, by its number; 0 where it is not known."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be asked."""
+        return self._killed_for is None and not self.ended.done()
+
+    @abstractmethod
+    def _send(self, data: bytes) -> None:
+        """To be sent when there is room; into the void where it has ended."""
+
+    @abstractmethod
+    def _kill(self) -> None:
+        """End it at once, with all that its functions began."""
+
+    @abstractmethod
+    def _how(self) -> str:
+        """How it ended by itself, as what follows its name."""
+
+    def send(self, message: Any) -> None:
+        """To be sent when there is room; into the void where it has ended."""
+        self._send(framed(message))
+
+    def forget(self, response: int) -> None:
+        """Nobody asks for a response any more; in any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self.send, Forget(response))
+
+    async def call(self, run: Run, session: Session) -> Any:
+        """What a function returned.
+
+        Cancelled, it seals the session, has the function cancelled, and waits until it has ended;
+        a worker that does not answer because its event loop is kept is killed.
+
+        Raises:
+            Elsewhere: How the function failed, or that the worker died.
+            FunctionError: The function is wrong.
+        """
+        if not self.alive:
+            raise self._death()
+        future: asyncio.Future[Done | Failed] = self._loop.create_future()
+        self._calls[run.call] = future
+        self.send(run)
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError:
+            session.seal()
+            self.send(Cancel(run.call))
+            ended, _ = await asyncio.wait([future], timeout=PATIENCE)
+            if ended:
+                future.exception()  # nobody asks any more
+            else:
+                self.kill(
+                    f"{session.id} was cancelled and still kept its event loop {PATIENCE:g} s later"
+                )
+            raise
+        finally:
+            self._calls.pop(run.call, None)
+        how = future.result()
+        if isinstance(how, Failed):
+            raise _raised(how)
+        return how.value
+
+    def close(self, attempt: int, sessions: list[int]) -> None:
+        """An attempt has ended."""
+        self.attempts.discard(attempt)
+        for number in sessions:
+            self.sessions.pop(number, None)
+        self.send(Close(attempt))
+
+    def _arrived(self, data: bytes) -> None:
+        for message in self._frames.added(data):
+            self._hear(message)
+
+    def _hear(self, message: Any) -> None:
+        match message:
+            case Request():
+                self._answer(message.request, self._handle(message))
+            case Next(request):
+                self._answer(request, self._next_event(request))
+            case Abandon(request):
+                self._abandon(request)
+            case Ask():
+                self._asked(message)
+            case Done(call, _, cpu):
+                self.cpu = cpu
+                self._settle(call, message)
+            case Failed(call, cpu):
+                self.cpu = cpu
+                self._settle(call, message)
+            case Log(fields):
+                record = logging.makeLogRecord(fields)
+                found = logging.getLogger(record.name)
+                if found.isEnabledFor(record.levelno):
+                    found.handle(record)
+            case Ready():
+                self.ready.set_result(None)
+            case Refused(why):
+                self.ready.set_exception(TunerError(why))
+
+    def _settle(self, call: int, how: Done | Failed) -> None:
+        future = self._calls.get(call)
+        if future is not None and not future.done():
+            future.set_result(how)
+
+    def _answer(self, request: int, work: Any) -> None:
+        task = self._answers[request] = self._loop.create_task(work)
+
+        def ended(done: asyncio.Task[None]) -> None:
+            if self._answers.get(request) is done:
+                del self._answers[request]
+
+        task.add_done_callback(ended)
+
+    async def _handle(self, asked: Request) -> None:
+        door = self._doors[asked.door]
+        reply = await door.handle(asked.method, asked.path, asked.headers, asked.body)
+        if isinstance(reply, StreamReply):
+            self._streams[asked.request] = reply.events
+            self.send(Answered(asked.request, 200, b"", "", reply.headers, streams=True))
+            return
+        self.send(
+            Answered(asked.request, reply.status, reply.body, reply.content_type, reply.headers)
+        )
+
+    async def _next_event(self, request: int) -> None:
+        events = self._streams[request]
+        data = await anext(events, None)
+        if data is None:
+            del self._streams[request]
+            await events.aclose()
+        self.send(Event(request, data))
+
+    def _abandon(self, request: int) -> None:
+        task, events = self._answers.pop(request, None), self._streams.pop(request, None)
+        if task is not None:
+            task.cancel()
+
+        async def close() -> None:
+            if task is not None:
+                await asyncio.wait([task])
+            late = events or self._streams.pop(request, None)
+            if late is not None:
+                await late.aclose()
+
+        self._answer(request, close())
+
+    def _asked(self, message: Ask) -> None:
+        value: Any = None
+        error: Exception | None = None
+        try:
+            session = self.sessions.get(message.session)
+            if session is not None:
+                value = _ASKED[message.what](session, *message.arguments)
+            elif message.ask is not None:
+                error = TunerError("it was asked of a rollout that has ended")
+        except Exception as raised:
+            error = portable(raised)
+        if message.ask is not None:
+            self.send(Given(message.ask, value, error))
+
+    def _end(self) -> None:
+        if self.ended.done():
+            return
+        self.ended.set_result(None)
+        for task in self._answers.values():
+            task.cancel()
+        for events in self._streams.values():
+            self._loop.create_task(events.aclose())
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(self._death())
+        if not self.ready.done():
+            self.ready.set_exception(self._death())
+        self._on_end(self)
+
+    @property
+    def how_it_ended(self) -> str:
+        """In a sentence, with its last words."""
+        if self._killed_for is not None:
+            return f"{self.name} was stopped: {self._killed_for}"
+        return f"{self.name} {self._how()}"
+
+    def _death(self) -> Elsewhere:
+        """What its rollouts hear of that."""
+        return Elsewhere(Outcome.WORKER_DIED, f"its {self.how_it_ended}")
+
+    def kill(self, why: str) -> None:
+        """End it at once, with all that its functions began."""
+        if self.alive:
+            self._killed_for = why
+            self._kill()
+
+    async def aclose(self) -> None:
+        """End it, and wait for that."""
+        if not self.ended.done():
+            self.send(Stop())
+            await asyncio.wait([self.ended], timeout=GRACE)
+        if not self.ended.done():
+            self.kill("it did not end when it was told to")
+            await asyncio.wait([self.ended], timeout=GRACE)
+
+
+class Held:
+    """A response that is where the workflow returned it.
+
+    Args:
+        worker: Where that is.
+        number: Of the response; None where it is None.
+        text: As people read it.
+    """
+
+    def __init__(self, worker: Worker, number: int | None, text: str) -> None:
+        self.worker = worker
+        self.number = number
+        self._text = text
+        if number is not None:
+            weakref.finalize(self, worker.forget, number).atexit = False
+
+    def get_text_content(self) -> str:
+        return self._text
+
+
+@dataclass(frozen=True)
+class There:
+    """Calls the functions in a worker.
+
+    Args:
+        worker: Which.
+        attempt: The number of the attempt there.
+        session: The attempt's.
+        numbers: Gives numbers.
+        judged: Is told that its group is.
+    """
+
+    worker: Worker
+    attempt: int
+    session: Session
+    numbers: itertools.count[int]
+    judged: Callable[[], object]
+
+    async def workflow(self, task: Mapping[str, Any], feedback: str | None) -> WorkflowOutput:
+        found: Returned = await self._call("workflow", task, feedback)
+        held = None
+        if found.response is not None:
+            held = Held(self.worker, found.response, found.text)
+        return WorkflowOutput(reward=found.reward, metrics=found.metrics, response=held)
+
+    async def judge(self, task: Mapping[str, Any], response: Any) -> JudgeOutput:
+        return JudgeOutput(**await self._call("judge", task, None, [response]))
+
+    async def group_judge(
+        self, task: Mapping[str, Any], responses: Sequence[Any]
+    ) -> list[JudgeOutput]:
+        found = await self._call("group_judge", task, None, responses)
+        self.judged()
+        return [JudgeOutput(**one) for one in found]
+
+    async def _call(
+        self,
+        role: str,
+        task: Mapping[str, Any],
+        feedback: str | None,
+        responses: Sequence[Any] = (),
+    ) -> Any:
+        for held in responses:
+            if held is not None and held.worker is not self.worker:
+                raise Elsewhere(Outcome.WORKER_DIED, f"its {held.worker.how_it_ended}")
+        numbers = tuple(None if held is None else held.number for held in responses)
+        run = Run(next(self.numbers), self.attempt, role, dict(task), feedback, numbers)
+        return await self.worker.call(run, self.session)
+
+
+def _raised(failed: Failed) -> BaseException:
+    """What a call raises here."""
+    if failed.cancelled:
+        return asyncio.CancelledError()
+    if failed.mistake is not None:
+        return failed.mistake
+    return Elsewhere(failed.outcome, failed.described, failed.place)
