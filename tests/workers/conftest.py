@@ -6,10 +6,10 @@ import pytest
 
 from tuner.assembly.models import load_model, load_tokenizer
 from tuner.chat_models import chat_model
+from tuner.config.explorer import RaySection
 from tuner.engines.transformers.engine import TransformersEngine
 from tuner.gateway import ChatRenderer, Gateway, SessionLimits
 from tuner.rollout import RolloutRunner, RolloutSettings
-from tuner.config.explorer import RaySection
 from tuner.workers.pool import Pool
 from tuner.workers.ray_worker import Placing
 from tuner.workers.worker_process import WorkerProcess
