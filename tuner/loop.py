@@ -195,6 +195,13 @@ async def _steps(
         async with stack.training():
             return metrics | await aside(partial(source.held_out, trainer))
 
+    def whole(started: float) -> dict[str, float]:
+        """Seconds of a step that ends now, and of CPU that workers took meanwhile."""
+        seconds = {"time/step": time.perf_counter() - started}
+        if stack.workers is not None:
+            seconds["time/workers_cpu"] = stack.workers.cpu_since()
+        return seconds
+
     async def weigh(batch: Batch) -> Effective:
         """What samples of another run's weights are worth to the trainer's."""
         async with stack.training():
@@ -202,7 +209,7 @@ async def _steps(
 
     started = time.perf_counter()
     if not record.recent and config.explorer.eval_on_startup and (metrics := await measured(0)):
-        record.log(0, {**metrics, "time/step": time.perf_counter() - started})
+        record.log(0, metrics | whole(started))
 
     for step in record.remaining():
         started = time.perf_counter()
@@ -237,8 +244,7 @@ async def _steps(
 
         if evaluated:
             metrics |= await measured(step)
-        metrics["time/step"] = time.perf_counter() - started
-        record.log(step, metrics)
+        record.log(step, metrics | whole(started))
         decided = stack.workers and stack.workers.settle(len(found.traces or ()), idle)
         if decided:
             record.console.say(decided)

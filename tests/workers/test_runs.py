@@ -5,7 +5,7 @@ import hashlib
 import pytest
 
 from tests.loop.runs import EVAL, TRAIN, config, judge, workflow
-from tests.workers.functions import group_judge, scored, synchronous
+from tests.workers.functions import computing, group_judge, scored, synchronous
 from tuner.areal import shared_run
 from tuner.areal.token_workflow import TokenWorkflow
 from tuner.config.load import load_config
@@ -66,6 +66,23 @@ def test_an_agent_that_blocks_its_event_loop_trains(random_model_path, tmp_path)
         random_model_path, tmp_path, *few, "tuner.workers=1", workflow=synchronous, judge=None
     )
     assert result.outcomes == {"completed": 6}
+
+
+def test_what_the_functions_computed_is_in_the_metrics_of_their_step(random_model_path, tmp_path):
+    few = ("buffer.total_steps=2", "tuner.deterministic=false", "tuner.signal_patience=9")
+    alone = ("explorer.eval_interval=0", "explorer.eval_on_startup=false")
+    result, _ = trained(
+        random_model_path,
+        tmp_path,
+        *few,
+        *alone,
+        "tuner.workers=2",
+        workflow=computing,
+        judge=None,
+    )
+    first, second = [row["time/workers_cpu"] for row in result.history]
+    assert first >= 6 * 0.2
+    assert 0 < second < first
 
 
 def test_auto_says_after_the_first_step_how_many_stay_and_why(random_model_path, tmp_path, capsys):

@@ -74,6 +74,7 @@ class Pool:
     _ending: set[asyncio.Task[None]] = field(default_factory=set, init=False)
     _closed: bool = field(default=False, init=False)
     _spent: float = field(default=0.0, init=False)
+    _told: float = field(default=0.0, init=False)
     _started_at: float = field(default=0.0, init=False)
     _joined: ExitStack = field(default_factory=ExitStack, init=False)
 
@@ -124,6 +125,11 @@ class Pool:
     def cpu(self) -> float:
         """Seconds of CPU that the functions have taken so far, in all workers."""
         return self._spent + sum(worker.cpu for worker in self._workers)
+
+    def cpu_since(self) -> float:
+        """Seconds of CPU that they have taken since this was last asked."""
+        before, self._told = self._told, self.cpu
+        return self._told - before
 
     @property
     def pids(self) -> list[int]:
