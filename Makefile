@@ -8,6 +8,7 @@
 # make test-trinity   the tests that run Trinity-RFT on Ray, in an environment of their own (7 GB)
 # make test-cluster   Ray clusters and engines on several machines, which are namespaces of this one; as test-trinity
 # make test-vllm   the tests that run vLLM on a CPU, in an environment of their own (3.6 GB)
+# make test-workers   rollouts, runs, agents, queues and examples once more, whose functions run in workers
 # make test-models   every causal LM of transformers, tiny: docs/models.md is what it finds
 # make test-chaos   kills, a fault at each file operation, wrong requests, sessions, a killed server, a soak of half an hour
 # make test-nightly   all of these, and in them what CI has no time for
@@ -50,7 +51,7 @@ SELECT := -m "not nightly"
 TOGETHER := --numprocesses 2 --dist loadfile
 
 .PHONY: demo test test-agentscope2 test-browser test-frameworks test-trackers test-environments test-trinity test-cluster \
-	test-vllm test-models test-chaos test-nightly test-sglang dist test-dist docs audit bench gpu install environments clean
+	test-vllm test-workers test-models test-chaos test-nightly test-sglang dist test-dist docs audit bench gpu install environments clean
 
 install: $(VENV)/.installed
 
@@ -137,6 +138,16 @@ test-vllm:
 	$(BIN5)/pytest tests/integration/vllm tests/engines/test_grammar.py $(TOGETHER) $(SELECT) $(ARGS); \
 	else echo "SKIPPED: test-vllm ran no test: constraints-vllm.txt cannot be installed here" >&2; fi
 
+# What cannot pass so is left out by the plugin, each with its reason.
+WORKERS := -p tests.workers.everywhere $(SELECT)
+test-workers: $(VENV)/.installed-dev $(VENV2)/.installed $(VENV3)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(WORKERS) --numprocesses auto --dist loadfile --no-loadscope-reorder \
+		tests/rollout tests/loop tests/chat_models tests/areal tests/examples tests/test_tutorial.py \
+		tests/templates/test_init.py::test_a_template_trains
+	OMP_NUM_THREADS=1 $(BIN2)/pytest $(WORKERS) tests/integration/agentscope2
+	OMP_NUM_THREADS=1 $(BIN3)/pytest $(WORKERS) tests/integration/frameworks \
+		"tests/templates/test_init.py::test_a_template_trains[langgraph]"
+
 # ARGS=--write writes the table, ARGS='llama mamba' tries these.
 test-models: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.models.matrix $(ARGS)
@@ -165,7 +176,7 @@ test-chaos: $(VENV)/.installed-dev
 	exit $$failed
 
 test-nightly:
-	$(MAKE) test test-agentscope2 test-frameworks test-trackers test-environments test-browser test-vllm test-trinity test-cluster SELECT=
+	$(MAKE) test test-workers test-agentscope2 test-frameworks test-trackers test-environments test-browser test-vllm test-trinity test-cluster SELECT=
 
 # What CI installs while tests run; a suite says itself what it could not install.
 environments:
