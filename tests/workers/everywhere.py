@@ -115,7 +115,7 @@ class Later:
 
 
 def _by_a_test():
-    """Whether a test calls the function that asks: `tuner` itself calls much that refuses workers."""
+    """Whether a test calls the function that asks: much of `tuner` refuses workers."""
     return sys._getframe(2).f_globals["__name__"].startswith("tests.")
 
 

@@ -326,8 +326,10 @@ class FailsWhenLoaded(DiesWhenLoaded):
 
 
 async def says_what_is_imported(task, model):
+    """Before its first call, and with that."""
+    before = task["module"] in sys.modules
     await ask(model)
-    return WorkflowOutput(reward=float(task["module"] in sys.modules))
+    return WorkflowOutput(reward=float(task["module"] in sys.modules), metrics={"before": before})
 
 
 async def synchronous(task, model):

@@ -114,11 +114,16 @@ async def test_what_functions_log_and_print_comes_out_here(make_runner, caplog, 
     assert capsys.readouterr().out.count("printed there") == 2
 
 
-async def test_workers_do_not_import_pytorch(make_runner):
+async def test_workers_import_what_calls_need_before_they_begin_and_no_pytorch(make_runner):
+    """Else the first rollout of each is the slowest, and it counts as the agent's own time."""
     async with pool_of(1, functions.says_what_is_imported) as pool:
         runner = make_runner(functions.says_what_is_imported, workers=pool)
-        (trace,) = await runner.run({"module": "torch"}, ID, DEFAULTS)
-    assert trace.reward == 0.0
+        (torch,) = await runner.run({"module": "torch"}, ID, DEFAULTS)
+    async with pool_of(1, functions.says_what_is_imported) as pool:
+        runner = make_runner(functions.says_what_is_imported, workers=pool)
+        (openai,) = await runner.run({"module": "openai"}, ID, DEFAULTS)
+    assert torch.reward == 0.0
+    assert openai.metrics == {"before": 1.0}
 
 
 RUN = """

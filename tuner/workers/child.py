@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import importlib
 import logging
 import logging.handlers
 import os
@@ -214,6 +215,7 @@ def main(descriptor: int) -> None:
     try:
         workflow, judge = load_together(setup.workflow, setup.judge)
         load_kind(setup.kind)
+        importlib.import_module("tuner.gateway.clients")  # else the first call would, and its time
     except Exception as error:
         line.send(Refused(f"{type(error).__name__}: {error}"))
         return
