@@ -34,6 +34,7 @@ COUNT = 2
 
 _RUNNER, _PANEL = "tests/rollout/test_runner.py", "tests/rollout/test_panel.py"
 _RECORDED = "tests/rollout/test_recorded_functions.py"
+_LOCAL, _AHEAD = "tests/loop/test_local.py", "tests/loop/test_asynchronous.py"
 _UNSAFE = "tests/integration/agentscope2/test_unsafe_settings.py"
 
 LEFT_OUT = {
@@ -52,7 +53,16 @@ LEFT_OUT = {
         f"{_RECORDED}::test_an_agent_that_has_diverged_runs_its_functions",
         f"{_RECORDED}::test_what_raised_is_not_recorded_and_runs_again",
         f"{_RECORDED}::test_threads_that_the_agent_makes_itself_are_outside",
+        f"{_LOCAL}::test_auxiliary_model_is_served_by_name_and_never_recorded",
+        "tests/loop/test_rebase.py::"
+        "test_evaluations_before_the_change_are_judged_again_and_later_ones_made_again",
         f"{_UNSAFE}::test_timed_out_agent_is_a_timeout_although_it_swallows_its_cancellation",
+    ],
+    "its rollouts wait for each other, or for what the test does, by a variable of this process": [
+        f"{_AHEAD}::test_collection_goes_on_while_an_update_is_computed",
+        f"{_AHEAD}::test_every_group_is_trained_once_and_no_token_is_too_old",
+        f"{_AHEAD}::test_every_token_has_the_log_prob_of_the_weights_that_sampled_it",
+        f"{_AHEAD}::test_the_slowest_tasks_of_a_step_are_ended_once_the_others_are_complete",
     ],
     "it and its function wait for each other by an event of this process": [
         f"{_RUNNER}::test_a_rollout_that_is_ended_from_outside_keeps_what_it_sampled",
@@ -61,6 +71,12 @@ LEFT_OUT = {
     ],
     "its function moves the clock of this process": [
         f"{_RUNNER}::test_timed_out_attempt_never_reaches_the_retry_trace",
+    ],
+    "its function raises KeyboardInterrupt, which ends a worker and not the run": [
+        "tests/loop/test_history.py::test_explored_rollouts_are_taken_up_after_an_interruption",
+    ],
+    "its judge asks a model of one request at a time, of which two workers have no share": [
+        "tests/loop/test_rate_limits.py",
     ],
     "it is of one process: what keeps a worker's event loop is tests/workers/test_ending.py": [
         "tests/rollout/test_watchdog.py",

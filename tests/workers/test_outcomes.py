@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+import tuner
 from tests.workers import functions
 from tests.workers.conftest import ByHttp, pool_of
 from tests.workers.functions import DOES, OUTCOMES, judge, workflow
@@ -161,6 +162,24 @@ async def test_a_mistake_in_a_function_ends_the_run_with_its_own_class(make_runn
         async with pool_of(1, function) as pool:
             with pytest.raises(FunctionError, match=message):
                 await make_runner(function, workers=pool).run({}, ID, DEFAULTS)
+
+
+async def test_recorded_functions_of_a_script_get_to_a_worker(make_runner):
+    @tuner.recorded
+    def plain(number):
+        return [number]
+
+    @tuner.recorded
+    async def awaited(number):
+        return [number]
+
+    async def workflow(task, model):
+        await functions.ask(model)
+        return functions.WorkflowOutput(reward=float(len(plain(1) + await awaited(2))))
+
+    async with pool_of(1, workflow) as pool:
+        (trace,) = await make_runner(workflow, workers=pool).run({}, ID, DEFAULTS)
+    assert [one.value for one in trace.results] == [[1], [2]]
 
 
 async def test_functions_share_what_both_refer_to(make_runner):

@@ -154,7 +154,7 @@ def recorded(function: F) -> F:
     name, signature = _name(inner), inspect.signature(function)
 
     def begin(args: Any, kwargs: Any) -> _Begun | None:
-        results = _CURRENT.get()
+        results = _collecting()
         if results is None:
             return None
         bound = signature.bind(*args, **kwargs)
@@ -182,6 +182,12 @@ def recorded(function: F) -> F:
         return begun.kept(function(*args, **kwargs))
 
     return cast(F, called)
+
+
+def _collecting() -> Results | None:
+    """Those of the rollout that runs. What `recorded` makes has hold of this, by its name, and not
+    of the variable: so a function of a script can be sent to another process."""
+    return _CURRENT.get()
 
 
 def _name(function: Any) -> str:
