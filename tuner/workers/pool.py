@@ -74,7 +74,8 @@ class Pool:
     _ending: set[asyncio.Task[None]] = field(default_factory=set, init=False)
     _closed: bool = field(default=False, init=False)
     _spent: float = field(default=0.0, init=False)
-    _told: float = field(default=0.0, init=False)
+    _asked: float = field(default=0.0, init=False)
+    _told: bool = field(default=False, init=False)
     _started_at: float = field(default=0.0, init=False)
     _joined: ExitStack = field(default_factory=ExitStack, init=False)
 
@@ -128,8 +129,8 @@ class Pool:
 
     def cpu_since(self) -> float:
         """Seconds of CPU that they have taken since this was last asked."""
-        before, self._told = self._told, self.cpu
-        return self._told - before
+        before, self._asked = self._asked, self.cpu
+        return self._asked - before
 
     @property
     def pids(self) -> list[int]:
@@ -258,7 +259,16 @@ class Pool:
         self.start()
         if starting := [one.ready for one in self._begun if not one.ready.done()]:
             # Else the first one that is there gets all.
-            await asyncio.wait(starting, timeout=self._left(self._started_at + _PLACED))
+            _, late = await asyncio.wait(starting, timeout=self._left(self._started_at + _PLACED))
+            if late and self.placing is not None and not self._told:
+                self._told = True
+                logger.warning(
+                    "%d of %d workers have begun %s; the others do as soon as there is room: %s",
+                    self.count - len(late),
+                    self.count,
+                    self.placing,
+                    self.placing.offers(),
+                )
         deadline = time.monotonic() + _FOUND
         while True:
             if self._failure is not None:
