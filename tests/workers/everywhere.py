@@ -24,11 +24,11 @@ from tuner.assembly import stack
 from tuner.gateway import Session
 from tuner.rollout import RolloutRunner
 from tuner.workers import pool
+from tuner.workers.any_worker import Worker
 from tuner.workers.line import Line
 from tuner.workers.messages import Ask, Opened
 from tuner.workers.pool import Pool
 from tuner.workers.remote_session import RemoteSession
-from tuner.workers.worker import Worker
 
 COUNT = 2
 
@@ -93,6 +93,8 @@ LEFT_OUT = {
 
 
 def _with_workers(config, *functions):
+    if isinstance(functions[0], TokenWorkflow):  # which refuses workers
+        return None
     found = config.tuner.model_copy(update={"workers": config.tuner.workers or COUNT})
     return pool.pool_of(config.model_copy(update={"tuner": found}), *functions)
 
