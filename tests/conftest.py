@@ -1,5 +1,6 @@
 """Fixtures that many tests share."""
 
+import gc
 import importlib.util
 import os
 from pathlib import Path
@@ -27,6 +28,11 @@ def pytest_collection_modifyitems(items):
     """Files that take longest come first: no core is left without work at the end."""
     long = ("tests/examples/", "tests/test_tutorial", "tests/test_readme", "tests/models/")
     items.sort(key=lambda item: not item.nodeid.startswith(long))
+
+
+def pytest_collection_finish(session):
+    """What is imported stays: the collector need not look at all of it again and again."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
