@@ -3,12 +3,20 @@
 import gc
 import importlib.util
 import os
+import ssl
 from pathlib import Path
 
 import pytest
 
+# What is imported stays, so that the collector need not look at it, now or later.
+gc.disable()
+
 os.environ.setdefault("AGENTSCOPE_DISABLE_CONSOLE_OUTPUT", "true")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# Nobody is spoken to by TLS here, and each client would read all certificates first, for 20 ms.
+ssl.SSLContext.load_verify_locations = lambda *_, **__: None
+ssl.SSLContext.load_default_certs = lambda *_, **__: None
 
 if importlib.util.find_spec("hypothesis"):  # not in every environment
     from hypothesis import HealthCheck, settings
@@ -31,8 +39,9 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish(session):
-    """What is imported stays: the collector need not look at all of it again and again."""
+    """From here on there is something to collect."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ They are forked from a process that has imported it and has no threads. A killed
 any other.
 """
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -37,6 +38,7 @@ def begin(function: Callable[..., object], *arguments: Any) -> ForkServerProcess
 
 
 def _forked(function: Callable[..., object], *arguments: Any) -> None:
+    gc.freeze()  # what was imported is not looked at again
     mend_thread_pool()
     function(*arguments)
 

@@ -131,7 +131,7 @@ def alive(work):
 SHAPES = {
     "wide": {"layers": 4, "hidden": 256, "mlp": 768, "heads": (4, 4), "width": 64},
     "deep": {"layers": 16, "hidden": 128, "mlp": 256, "heads": (2, 1), "width": 64},
-    "many tokens": {"layers": 2, "hidden": 64, "vocabulary": 151_936},
+    "many tokens": {"layers": 2, "hidden": 64, "vocabulary": 50_000},
     "a large embedding": {"layers": 2, "hidden": 512, "vocabulary": 20_000},
 }
 
