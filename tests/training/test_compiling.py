@@ -23,9 +23,13 @@ def without_kernels(monkeypatch):
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize(("layout", "checkpointing"), [("tree", True), ("padded", False)])
-def test_log_probs_and_gradient_are_those_of_layers_that_are_not_compiled(layout, checkpointing):
-    model = make_model("gemma3")
+@pytest.mark.parametrize(
+    ("kind", "layout", "checkpointing"), [("gemma3", "tree", True), ("qwen3", "padded", False)]
+)
+def test_log_probs_and_gradient_are_those_of_layers_that_are_not_compiled(
+    kind, layout, checkpointing
+):
+    model = make_model(kind)
     rows = rows_of(60)
     wanted_logp, wanted = alone(model, rows)
     forward = exact_forward(model, None, layout=layout, checkpointing=checkpointing, compiled=True)
