@@ -17,6 +17,7 @@ from typing import Any
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
+        "tests.before_fork",
         "agentscope.agent",
         "agentscope.model",
         "openai",
@@ -39,6 +40,7 @@ def begin(function: Callable[..., object], *arguments: Any) -> ForkServerProcess
 
 def _forked(function: Callable[..., object], *arguments: Any) -> None:
     gc.freeze()  # what was imported is not looked at again
+    gc.enable()
     mend_thread_pool()
     function(*arguments)
 
