@@ -124,7 +124,10 @@ def place_of(settings: Mapping[str, Any], *, cores: int | None = None) -> Place:
     kind = settings.get("explorer.rollout_model.engine_type") or "auto"
     running = int(settings.get("explorer.runner_per_model") or 8)
     # On a cluster as in the file, or at most as many; its cores are among `cores` then.
-    many = {"auto": cores, "ray": settings.get("tuner.ray.workers") or min(running, cores)}
+    many: dict[Any, Any] = {
+        "auto": cores,
+        "ray": settings.get("tuner.ray.workers") or min(running, cores),
+    }
     workers = settings.get("tuner.workers") or 0
     beside = kind in ("vllm", "sglang") or settings.get("tuner.placement") == "separate"
     repeat = int(settings.get("algorithm.repeat_times") or 1)

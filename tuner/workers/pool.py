@@ -21,12 +21,13 @@ from tuner.errors import ConfigError, FunctionError, TunerError, WorkerError
 from tuner.functions.calling import judges_groups
 from tuner.functions.shipping import ship_together
 from tuner.gateway import Gateway, Session
+from tuner.gateway.http import Opening
 from tuner.gateway.service import Door
 from tuner.rollout.failures import Elsewhere
 from tuner.traces import RolloutId
+from tuner.workers.any_worker import There, Worker
 from tuner.workers.messages import Open, Opened, Remote, Setup
 from tuner.workers.ray_worker import Placing
-from tuner.workers.worker import There, Worker
 from tuner.workers.worker_process import WorkerProcess
 
 logger = logging.getLogger("tuner.rollout")
@@ -300,6 +301,13 @@ class Pool:
         with self._joined:
             ended = (worker.aclose() for worker in list(self._workers))
             await asyncio.gather(*ended, *self._ending)
+
+
+def opening_of(workers: Pool | None, number: int = 0) -> Opening | None:
+    """Where the door of the gateway with this number is, for workers; None: on loopback."""
+    if workers is None or workers.placing is None:
+        return None
+    return workers.placing.opening(number)
 
 
 def pool_of(

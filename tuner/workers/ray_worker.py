@@ -24,8 +24,8 @@ from tuner.functions.shipping import worker_path
 from tuner.gateway import Gateway
 from tuner.gateway.http import Opening
 from tuner.gateway.service import Door
+from tuner.workers.any_worker import Worker
 from tuner.workers.messages import Setup, framed
-from tuner.workers.worker import Worker
 from tuner.workers.worker_process import ChildProcess, print_here
 
 PACKAGE = "agentscope-tuner"
