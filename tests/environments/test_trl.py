@@ -11,9 +11,11 @@ import pytest
 from tests.gateway import drift
 from tuner import from_trl, tune
 from tuner.chat_models.without_framework import PlainChatModel
+from tuner.config.load import load_config
 from tuner.environments.trl import TRL, GRPOConfig, GRPOTrainer
 from tuner.environments.trl_config import settings_of
 from tuner.errors import ConfigError, DatasetError, FunctionError
+from tuner.functions.calling import check_settings
 from tuner.traces import TraceStore
 from tuner.tune import prepare
 
@@ -100,6 +102,17 @@ async def test_a_completion_that_nobody_scores_has_no_reward_of_zero():
     assert math.isnan(one.reward)
     assert one.feedback == "no reward function scores this completion"
     assert two.reward == 1.0
+
+
+async def test_functions_are_told_how_long_the_run_is():
+    def reward(trainer_state, **_):
+        return [float(trainer_state.max_steps)]
+
+    environment = TRL(reward, ROWS, args=GRPOConfig(max_steps=7))
+    for overrides, steps in [([], 7), (["buffer.total_steps=3"], 3)]:  # which win over args
+        check_settings(environment.workflow, load_config(None, overrides=overrides))
+        (output,) = await judged(environment, ROWS[0], "1")
+        assert output.reward == steps
 
 
 async def test_async_functions_run_together():
