@@ -1,13 +1,24 @@
 """Fixtures that many tests share."""
 
+import gc
 import importlib.util
 import os
+import ssl
 from pathlib import Path
 
 import pytest
 
+# What is imported stays, so that the collector need not look at it, now or later; and of what tests
+# leave behind little lies in circles.
+gc.disable()
+gc.set_threshold(20_000, 10, 10)
+
 os.environ.setdefault("AGENTSCOPE_DISABLE_CONSOLE_OUTPUT", "true")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# Nobody is spoken to by TLS here, and each client would read all certificates first, for 20 ms.
+ssl.SSLContext.load_verify_locations = lambda *_, **__: None
+ssl.SSLContext.load_default_certs = lambda *_, **__: None
 
 if importlib.util.find_spec("hypothesis"):  # not in every environment
     from hypothesis import HealthCheck, settings
@@ -27,6 +38,12 @@ def pytest_collection_modifyitems(items):
     """Files that take longest come first: no core is left without work at the end."""
     long = ("tests/examples/", "tests/test_tutorial", "tests/test_readme", "tests/models/")
     items.sort(key=lambda item: not item.nodeid.startswith(long))
+
+
+def pytest_collection_finish(session):
+    """From here on there is something to collect."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

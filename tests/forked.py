@@ -4,6 +4,7 @@ They are forked from a process that has imported it and has no threads. A killed
 any other.
 """
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -16,6 +17,7 @@ from typing import Any
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
+        "tests.before_fork",
         "agentscope.agent",
         "agentscope.model",
         "openai",
@@ -37,6 +39,8 @@ def begin(function: Callable[..., object], *arguments: Any) -> ForkServerProcess
 
 
 def _forked(function: Callable[..., object], *arguments: Any) -> None:
+    gc.freeze()  # what was imported is not looked at again
+    gc.enable()
     mend_thread_pool()
     function(*arguments)
 

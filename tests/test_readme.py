@@ -1,9 +1,9 @@
 """The README's script runs as it is printed, and learns."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from tests import forked
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -12,12 +12,9 @@ def test_the_fifteen_lines_train_a_model(tmp_path):
     (script,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     assert len([line for line in script.splitlines() if line.strip()]) <= 15
     (tmp_path / "script.py").write_text(script, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    rewards = [float(reward) for reward in re.findall(r"\d/12  reward ([\d.]+)", done.stdout)]
+    printed = forked.script(tmp_path / "script.py")
+    rewards = [float(reward) for reward in re.findall(r"\d/12  reward ([\d.]+)", printed)]
     assert len(rewards) == 12
     assert rewards[0] < 0.3 < 0.7 < min(rewards[-2:])
-    assert "sampled" in done.stdout
+    assert "sampled" in printed
     assert len(list((tmp_path / "checkpoints").glob("*/*/traces/step_*.jsonl"))) == 12

@@ -7,6 +7,7 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import forked
+from tests.examples.test_tutorial_notebook import few_held_out
 from tuner import tune
 
 REPOSITORY = Path(__file__).parents[1]
@@ -97,13 +98,14 @@ def test_complete_example_of_the_tutorial_runs(tmp_path):
     assert any(record["reward"] == 1.0 for record in records)
 
 
-def test_the_shipped_example_learns(tmp_path):
+def test_the_shipped_example_learns(tmp_path, monkeypatch):
     """The demo, in few small steps and long ones: held-out accuracy must rise clearly."""
     sys.path.insert(0, str(REPOSITORY / "examples" / "gsm8k"))
     try:
         import main as example
     finally:
         sys.path.pop(0)
+    monkeypatch.setenv("TUNER_DATASET", str(few_held_out(tmp_path / "data")))
     result = tune(
         example.run_react_agent,
         example.judge_function,

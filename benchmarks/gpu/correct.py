@@ -37,7 +37,7 @@ from tests.models.matrix import LAYOUTS, alone, rows_of
 from tests.training.exact import KINDS, all_float64, computed, model_of
 from tuner.engines import SamplingParams
 from tuner.training import PolicyTrainer, TrainerSettings
-from tuner.training.forward.layouts import Forward
+from tuner.training.forward.probing import exact_forward
 
 EXACT = 1e-4
 """Of log-probs in nats, and of the difference of gradients beside the gradient, in float32."""
@@ -69,7 +69,7 @@ def layouts(device: str, precision: str, width: int, compiled: bool = False) -> 
                 truth = alone(exact, rows)
                 usual = errors(wanted, truth, mean=True)
             for layout in LAYOUTS:
-                forward = Forward.of(model, None, layout=layout, compiled=compiled)
+                forward = exact_forward(model, None, layout=layout, compiled=compiled)
                 assert (forward.layout, forward.compiled) == (layout, compiled), (where, layout)
                 for max_tokens in (longest + 20,) if device == "cpu" else (10_000, longest + 20):
                     with warnings.catch_warnings():
@@ -235,7 +235,7 @@ def lora(device: str) -> Iterator[Row]:
     rows = rows_of(200)
     wanted = alone(model, rows)
     for layout in LAYOUTS:
-        forward = Forward.of(model, None, layout=layout)
+        forward = exact_forward(model, None, layout=layout)
         assert forward.layout == layout
         found = computed(model, rows, forward, 10_000)
         for of, value in errors(found, wanted).items():

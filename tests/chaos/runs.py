@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import select
@@ -155,6 +156,7 @@ def begin(start: Callable[[Path], Any], folder: Path) -> Begun:
                     os.dup2(file.fileno(), stream)
             # A shell ignores it for what it starts in the background, and so would the run.
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            gc.freeze()  # what was imported is not looked at again
             mend_thread_pool()
             start(folder)
             code, told = 0, {}

@@ -37,7 +37,7 @@ async def test_sessions_leave_nothing_behind():
 
 def test_a_server_that_is_killed_loses_nothing():
     # In a process of its own: it forks, which one with threads cannot do safely.
-    small = ["--sessions", "30", "--processes", "3", "--kills", "3"]
+    small = ["--sessions", "16", "--processes", "2", "--kills", "2"]
     ended = subprocess.run(
         [sys.executable, "-m", "tests.chaos.serving", *small],
         cwd=Path(__file__).parents[2],

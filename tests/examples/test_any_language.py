@@ -32,11 +32,11 @@ AGENTS = [
 
 @pytest.mark.parametrize("agent", AGENTS)
 def test_it_is_trained(agent, main, tmp_path):
-    small = ["buffer.total_steps=2", "buffer.batch_size=4", "algorithm.repeat_times=4"]
+    small = ["buffer.total_steps=2", "buffer.batch_size=2", "algorithm.repeat_times=4"]
     no_evaluation = "buffer.explorer_input.eval_tasksets=[]"  # each answer is a process
     root = f"checkpoint_root_dir={tmp_path}"
     result = main.main(["--agent", agent, *small, no_evaluation, root])
-    assert result.outcomes == {"completed": 2 * 4 * 4}
+    assert result.outcomes == {"completed": 2 * 2 * 4}
     assert result.tokens.trained > 0
     store = TraceStore(tmp_path / "any_language" / agent / "traces")
     for trace in store.read("train", 1):

@@ -10,9 +10,12 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "search_agent"
 
 
 def test_the_reward_rises_in_a_short_run(main, tmp_path):
+    asked = (EXAMPLE / "data" / "test.jsonl").read_text().splitlines()[:60]
+    (tmp_path / "asked.jsonl").write_text("\n".join(asked))
     config, run_dir = main.configured(
         [
             f"fileroot={tmp_path}",
+            f"eval_dataset={tmp_path / 'asked.jsonl'}",
             "steps=3",
             "train_dataset.batch_size=6",
             "actor.optimizer.lr=1e-3",

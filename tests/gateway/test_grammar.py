@@ -359,7 +359,7 @@ tools = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=10_000)
+@settings(max_examples=120, deadline=10_000)
 @given(
     st.fixed_dictionaries(
         {},

@@ -57,7 +57,7 @@ def check(pushes: list[list[Delta]], message: ParsedMessage) -> None:
 
 
 @family_of
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_pieces_make_the_message_that_is_parsed(family: Family, data: Any) -> None:
     text = data.draw(texts(family) | st.text(max_size=20))
@@ -69,7 +69,7 @@ def test_pieces_make_the_message_that_is_parsed(family: Family, data: Any) -> No
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(data=st.data())
 def test_pieces_of_qwens_tokens_make_the_message_that_is_parsed(name: str, data: Any) -> None:
     (family,) = (family for family in FAMILIES if family.name == name)

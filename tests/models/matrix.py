@@ -37,7 +37,7 @@ from tuner.engines import SamplingParams
 from tuner.engines.transformers.kv_cache import length_limit
 from tuner.errors import ConfigError
 from tuner.training import Row
-from tuner.training.forward.layouts import Forward
+from tuner.training.forward.probing import exact_forward
 from tuner.training.trainer_settings import Layout
 
 TABLE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -148,7 +148,7 @@ def _layout(
 ) -> str:
     try:
         with logged() as lines:
-            forward = Forward.of(model, None, layout=layout)
+            forward = exact_forward(model, None, layout=layout)
         if forward.layout != layout:
             given = re.search(r"(?:token tree|be exact): (.*?)(?:; and packed rows|$)", lines[0])
             reasons.setdefault(_shorter(given[1] if given else lines[0]), []).append(layout)

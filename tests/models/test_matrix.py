@@ -8,7 +8,7 @@ import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.models.matrix import TABLE, check, page, verdicts
-from tuner.training.forward import layouts
+from tuner.training.forward import probing
 
 WRITTEN = verdicts(TABLE.read_text(encoding="utf-8"))
 
@@ -23,7 +23,7 @@ def test_the_table_says_what_is_found(model_type):
 
 def test_what_is_accepted_and_not_exact_is_wrong():
     windows = {"full_attention": None}
-    with mock.patch.object(layouts, "_tree_windows", return_value=windows):
+    with mock.patch.object(probing, "_tree_windows", return_value=windows):
         (shape,) = check("mistral")
     assert shape.cells[0].startswith("**wrong**")
     assert not any("wrong" in cell for cell in shape.cells[1:])

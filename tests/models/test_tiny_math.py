@@ -87,8 +87,8 @@ def test_supervised_problems_are_in_no_shipped_split(tokenizer: Any) -> None:
 
 
 def test_short_build_makes_the_shipped_files(tmp_path: Path) -> None:
-    losses = build(corpus.CORPUS, tmp_path, updates=20)
-    assert losses[-1] < 0.7 * losses[0]
+    losses = build(corpus.CORPUS, tmp_path, updates=12)
+    assert losses[-1] < 0.8 * losses[0]
     for name in (
         "config.json",
         "generation_config.json",

@@ -13,11 +13,11 @@ from tuner import Client
 ADMIN_KEY = "sk-admin-of-a-test"
 
 
-def serve(config: Path, port: int, *overrides: str) -> None:
+def serve(config: Path, port: int, *overrides: str, admin_key: str = ADMIN_KEY) -> None:
     """What the command does, in this process."""
     from tuner import cli
 
-    os.environ["TUNER_ADMIN_KEY"] = ADMIN_KEY
+    os.environ["TUNER_ADMIN_KEY"] = admin_key
     sys.argv = ["tuner", "serve", str(config), *overrides, "--port", str(port)]
     cli.main()
 

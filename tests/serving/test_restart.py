@@ -4,9 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx
@@ -14,9 +11,19 @@ import openai
 import pytest
 import yaml
 
+from tests import forked
 from tests.serving.served import ADMIN, MODEL, QUESTION, say, served
+from tests.serving.server import free_port, serve
 from tuner.serving.serving_store import ServingStore
 from tuner.tune import TINY_MODEL
+
+
+def _serve(folder: Path, port: int) -> None:
+    """What it prints is in `server.log`."""
+    with (folder / "server.log").open("ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    serve(folder / "config.yaml", port, admin_key=ADMIN)
 
 
 class Process:
@@ -24,9 +31,7 @@ class Process:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.root = f"http://127.0.0.1:{self.port}"
         settings = {
             "project": "p",
@@ -38,28 +43,21 @@ class Process:
         (folder / "config.yaml").write_text(yaml.safe_dump(settings))
 
     async def start(self) -> None:
-        command = [sys.executable, "-m", "tuner", "serve", str(self.folder / "config.yaml")]
-        self.log = (self.folder / "server.log").open("ab")
-        self.process = subprocess.Popen(  # noqa: ASYNC220
-            [*command, "--port", str(self.port)],
-            env={**os.environ, "TUNER_ADMIN_KEY": ADMIN},
-            stdout=self.log,
-            stderr=self.log,
-        )
+        self.process = forked.begin(_serve, self.folder, self.port)
         async with httpx.AsyncClient(trust_env=False) as http, asyncio.timeout(120):
             while True:
-                assert self.process.poll() is None, (self.folder / "server.log").read_text()
+                assert self.process.is_alive(), (self.folder / "server.log").read_text()
                 try:
                     await http.get(f"{self.root}/healthz")
                     return
                 except httpx.TransportError:
                     await asyncio.sleep(0.05)
 
-    def end(self, number: int = signal.SIGKILL) -> int:
-        self.process.send_signal(number)
-        code = self.process.wait(60)
-        self.log.close()
-        return code
+    def end(self, number: int = signal.SIGKILL) -> int | None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+        self.process.join(60)
+        return self.process.exitcode
 
     def client(self, key: str) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.root}/v1", api_key=key, max_retries=0)
@@ -80,7 +78,7 @@ async def process(tmp_path):
     process = Process(tmp_path)
     await process.start()
     yield process
-    if process.process.poll() is None:
+    if process.process.is_alive():
         process.end()
 
 

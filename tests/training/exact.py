@@ -24,6 +24,7 @@ from tuner.engines.grammar import Grammars
 from tuner.training import Batch, PolicyTrainer, Row, TrainerSettings
 from tuner.training.forward import head, tree_blocks
 from tuner.training.forward.layouts import Forward
+from tuner.training.forward.probing import exact_forward
 from tuner.training.trainer_settings import Layout
 
 KINDS = ["qwen3", "llama", "mistral", "gemma2", "gemma3"]
@@ -169,7 +170,7 @@ def assert_same_gradient(
     """What is `computed` is that of one row per call."""
     wanted_logp, wanted = computed(model, rows, Forward("padded", grammars), 1)
     for layout, max_tokens in cuts:
-        forward = Forward.of(model, grammars, layout=layout)
+        forward = exact_forward(model, grammars, layout=layout)
         assert forward.layout == layout
         logp, found = computed(model, rows, forward, max_tokens)
         assert (logp - wanted_logp).abs().max() < tolerance * 10, (layout, max_tokens)

@@ -14,7 +14,7 @@ from tuner.engines.transformers.weights import causal_model
 from tuner.traces import TokenTree
 from tuner.training import PolicyTrainer, TrainerSettings, build_batch
 from tuner.training.forward.activations import Activations
-from tuner.training.forward.layouts import Forward
+from tuner.training.forward.probing import exact_forward
 
 KINDS = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 DTYPES = [torch.float32, torch.bfloat16]
@@ -81,7 +81,7 @@ def of_a_layer(make, rows, **how):
     kept, said = [], []
     for layers in (2, 3):
         model = make(layers)
-        forward = Forward.of(model, None, **how)
+        forward = exact_forward(model, None, **how)
         assert forward.layout == how.get("layout", "tree")
         tree = forward.layout == "tree"
         tokens = TokenTree.build(rows).unique_tokens if tree else sum(map(len, rows))
@@ -131,7 +131,7 @@ def alive(work):
 SHAPES = {
     "wide": {"layers": 4, "hidden": 256, "mlp": 768, "heads": (4, 4), "width": 64},
     "deep": {"layers": 16, "hidden": 128, "mlp": 256, "heads": (2, 1), "width": 64},
-    "many tokens": {"layers": 2, "hidden": 64, "vocabulary": 151_936},
+    "many tokens": {"layers": 2, "hidden": 64, "vocabulary": 50_000},
     "a large embedding": {"layers": 2, "hidden": 512, "vocabulary": 20_000},
 }
 

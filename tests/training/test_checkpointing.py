@@ -7,9 +7,9 @@ from torch import nn
 from tests.engines.models import make_model
 from tests.training.exact import model_of, row
 from tuner.errors import ConfigError
-from tuner.training.forward import kernels, layouts
+from tuner.training.forward import layouts
 from tuner.training.forward.activations import Activations
-from tuner.training.forward.layouts import Forward
+from tuner.training.forward.probing import exact_forward
 
 ROWS = [row((3, 10, 17), (24, 31)), row((3, 10, 17), (24, 38, 45)), row((3, 10), (52, 3))]
 
@@ -35,7 +35,7 @@ def gradient_of(model, forward):
 def test_gradients_are_the_same_and_less_is_kept(kind, layout, dtype):
     model = model_of(kind).to(dtype)
     plain, checkpointed = (
-        gradient_of(model, Forward.of(model, None, layout=layout, checkpointing=enabled))
+        gradient_of(model, exact_forward(model, None, layout=layout, checkpointing=enabled))
         for enabled in (False, True)
     )
     assert torch.equal(plain[0], checkpointed[0])
@@ -47,7 +47,7 @@ def test_gradients_are_the_same_and_less_is_kept(kind, layout, dtype):
 def test_layers_are_as_they_were_after_the_forward_pass():
     model = make_model("qwen3")
     before = {name: module.forward for name, module in model.named_modules()}
-    forward = Forward.of(model, None, checkpointing=True)
+    forward = exact_forward(model, None, checkpointing=True)
     forward.logprobs(model, ROWS, with_entropy=False)
     assert {name: module.forward for name, module in model.named_modules()} == before
     assert not any(module.training for module in model.modules())
@@ -56,16 +56,15 @@ def test_layers_are_as_they_were_after_the_forward_pass():
 @pytest.mark.parametrize("layout", ["tree", "packed", "padded"])
 def test_auto_checkpoints_what_a_gpu_has_no_room_for(layout, monkeypatch, caplog):
     model = model_of("qwen3")
-    plain = gradient_of(model, Forward.of(model, None, layout=layout))
-    forward = Forward.of(model, None, layout=layout, checkpointing="auto")
+    plain = gradient_of(model, exact_forward(model, None, layout=layout))
+    forward = exact_forward(model, None, layout=layout, checkpointing="auto")
     assert forward.layout == layout
     tokens = {"tree": 9, "packed": 15, "padded": 18}[layout]
     kept = Activations.of(model, layout=layout)
     needed = kept.peak(tokens, checkpointing=False, gradients=0, alone=True)
     passes = {}
     for free in (needed / 0.89, needed / 0.91):
-        for module in (kernels, layouts):
-            monkeypatch.setattr(module, "free_bytes", lambda device, free=free: free)
+        monkeypatch.setattr(layouts, "free_bytes", lambda device, free=free: free)
         found = gradient_of(model, forward)
         assert torch.equal(found[0], plain[0])
         passes[free] = found[2]
@@ -78,9 +77,9 @@ def test_auto_checkpoints_what_a_gpu_has_no_room_for(layout, monkeypatch, caplog
 
 def test_auto_never_checkpoints_on_a_cpu():
     model = model_of("qwen3")
-    assert gradient_of(model, Forward.of(model, None, checkpointing="auto"))[2] == 1
+    assert gradient_of(model, exact_forward(model, None, checkpointing="auto"))[2] == 1
 
 
 def test_a_model_without_such_layers_is_refused():
     with pytest.raises(ConfigError, match=r"tuner\.activation_checkpointing is true, but Linear"):
-        Forward.of(nn.Linear(2, 2), None, checkpointing=True)
+        exact_forward(nn.Linear(2, 2), None, checkpointing=True)

@@ -11,7 +11,7 @@ from tests.models.matrix import alone, rows_of
 from tests.training.exact import computed
 from tuner.training import PolicyTrainer, TrainerSettings
 from tuner.training.forward import kernels
-from tuner.training.forward.layouts import Forward
+from tuner.training.forward.probing import exact_forward
 
 
 @pytest.fixture(autouse=True)
@@ -23,12 +23,16 @@ def without_kernels(monkeypatch):
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize(("layout", "checkpointing"), [("tree", True), ("padded", False)])
-def test_log_probs_and_gradient_are_those_of_layers_that_are_not_compiled(layout, checkpointing):
-    model = make_model("gemma3")
+@pytest.mark.parametrize(
+    ("kind", "layout", "checkpointing"), [("gemma3", "tree", True), ("qwen3", "padded", False)]
+)
+def test_log_probs_and_gradient_are_those_of_layers_that_are_not_compiled(
+    kind, layout, checkpointing
+):
+    model = make_model(kind)
     rows = rows_of(60)
     wanted_logp, wanted = alone(model, rows)
-    forward = Forward.of(model, None, layout=layout, checkpointing=checkpointing, compiled=True)
+    forward = exact_forward(model, None, layout=layout, checkpointing=checkpointing, compiled=True)
     assert (forward.layout, forward.compiled) == (layout, True)
     logp, gradient = computed(model, rows, forward, 90)
     assert (logp - wanted_logp).abs().max() < 1e-4
@@ -63,7 +67,7 @@ def test_layers_that_cannot_be_compiled_or_give_something_else_stay_as_they_are(
 
     monkeypatch.setattr(torch, "compile", compiler)
     with caplog.at_level(logging.WARNING, logger="tuner"):
-        forward = Forward.of(make_model(), None, compiled=True)
+        forward = exact_forward(make_model(), None, compiled=True)
     assert not forward.compiled
     reason = "RuntimeError: no compiler here" if fails == "forward" else "results would differ by"
     assert (

@@ -19,15 +19,15 @@ from tests.training.exact import assert_same_gradient, gradient, row, seeded, sm
 from tuner.engines.transformers.kv_cache import probe_length
 from tuner.errors import ConfigError, TrainingError
 from tuner.training import PolicyTrainer, TrainerSettings, build_batch
-from tuner.training.forward import layouts
-from tuner.training.forward.layouts import Forward
-from tuner.training.forward.packed import packed_logprobs, packs
+from tuner.training.forward import probing
+from tuner.training.forward.plain_rows import packed_logprobs, packs
+from tuner.training.forward.probing import exact_forward
 from tuner.training.throughput import ModelFlops
 
 
 def lines(caplog):
     """What the choice of a layout has logged since."""
-    found = [r.getMessage() for r in caplog.records if r.name == "tuner.training.forward.layouts"]
+    found = [r.getMessage() for r in caplog.records if r.name == "tuner.training.forward.probing"]
     caplog.clear()
     return found
 
@@ -53,7 +53,7 @@ def test_a_model_that_carries_more_than_keys_from_row_to_row_trains_on_padded_ro
     weights = []
     for layout in ("padded", "packed", "tree"):
         model = make_model(kind)
-        with caplog.at_level(logging.WARNING, logger="tuner.training.forward.layouts"):
+        with caplog.at_level(logging.WARNING, logger="tuner.training.forward.probing"):
             settings = TrainerSettings(total_steps=1, lr=1e-2, kl="none", layout=layout)
             trainer = PolicyTrainer(model, settings)
         said = lines(caplog)
@@ -75,8 +75,8 @@ ROWS = [row(prompt(n), prompt(m, seed=n)) for n, m in ((3, 9), (12, 2), (1, 1), 
 
 def test_a_model_that_attends_in_chunks_trains_on_packed_rows(caplog):
     model = make_model("llama4")
-    with caplog.at_level(logging.WARNING, logger="tuner.training.forward.layouts"):
-        assert Forward.of(model, None).layout == "packed"
+    with caplog.at_level(logging.WARNING, logger="tuner.training.forward.probing"):
+        assert exact_forward(model, None).layout == "packed"
     (line,) = lines(caplog)
     assert "packed rows" in line
     assert "attends in chunks" in line
@@ -96,7 +96,7 @@ def test_what_depends_on_the_length_of_a_pass_is_exact_up_to_the_switch_and_long
     assert_same_gradient(model, rows, cuts=cuts[2:] if kind == "doge" else cuts, tolerance=1e-5)
     longer = row(prompt(20), prompt(5))
     for layout in ("tree", "packed", "padded"):
-        forward = Forward.of(model, None, layout=layout)
+        forward = exact_forward(model, None, layout=layout)
         for compute in (forward.states, partial(forward.logprobs, with_entropy=False)):
             with pytest.raises(TrainingError, match="has 25 tokens, but beyond 24 positions"):
                 compute(model, [*ROWS, longer])
@@ -106,7 +106,7 @@ def test_what_depends_on_the_length_of_a_pass_is_exact_up_to_the_switch_and_long
 @pytest.mark.parametrize("kind", ["bert", "xlnet"])
 def test_a_model_that_sees_later_tokens_is_refused_in_every_layout(kind, layout):
     with pytest.raises(ConfigError, match=r"is not causal.*set is_decoder to true"):
-        Forward.of(tiny_model(kind), None, layout=layout)
+        exact_forward(tiny_model(kind), None, layout=layout)
 
 
 def test_an_encoder_that_is_a_decoder_trains():
@@ -125,11 +125,11 @@ def test_a_model_that_not_even_padded_rows_are_exact_for_is_refused():
 
     model.forward = louder
     with pytest.raises(ConfigError, match=r"padded rows would not be exact either: .* differ by"):
-        Forward.of(model, None)
+        exact_forward(model, None)
 
 
 def test_a_vocabulary_of_a_few_tokens_is_compared_within_it():
-    assert Forward.of(tiny_model("llama", vocab_size=8), None).layout == "tree"
+    assert exact_forward(tiny_model("llama", vocab_size=8), None).layout == "tree"
 
 
 def test_latent_attention_whose_values_are_narrower_than_its_keys_trains_on_the_tree():
@@ -164,16 +164,16 @@ def test_a_window_that_the_configuration_names_and_the_layout_does_not_know_is_n
     """As a model with code of its own might have it: nothing differs on short rows."""
     model = make_model("mistral")
     with (
-        mock.patch.object(layouts, "layer_windows", return_value={"full_attention": None}),
-        caplog.at_level(logging.WARNING, logger="tuner.training.forward.layouts"),
+        mock.patch.object(probing, "layer_windows", return_value={"full_attention": None}),
+        caplog.at_level(logging.WARNING, logger="tuner.training.forward.probing"),
     ):
-        assert Forward.of(model, None).layout == "packed"
+        assert exact_forward(model, None).layout == "packed"
     assert "log-probs would differ by" in lines(caplog)[0]
 
 
 def test_layers_with_heads_of_different_sizes_train_on_the_tree():
     model = make_model("gemma4")
-    cost = Forward.of(model, None).cost
+    cost = exact_forward(model, None).cost
     weights = sum(p.numel() for p in model.parameters()) - model.lm_head.weight.numel()
     assert cost.pair == 2 * (4 * 8 + 4 * 16) / weights
     assert ModelFlops.of(model) == "its layers differ (head_dim)"
@@ -220,8 +220,8 @@ def test_flash_attention_computes_packed_rows_one_by_one_and_without_a_bound(kin
     model, attended = make_model(kind), []
     model.config._attn_implementation = "flash_attention_2"
     with flash_stand_in(attended):
-        with caplog.at_level(logging.WARNING, logger="tuner.training.forward.layouts"):
-            forward = Forward.of(model, None)
+        with caplog.at_level(logging.WARNING, logger="tuner.training.forward.probing"):
+            forward = exact_forward(model, None)
         (line,) = lines(caplog)
         assert "attn_implementation is 'flash_attention_2', which takes no mask" in line
         assert forward.layout == "packed"
@@ -238,7 +238,7 @@ def test_flash_attention_computes_packed_rows_one_by_one_and_without_a_bound(kin
 def test_attention_with_a_mask_is_packed_where_a_token_costs_least():
     """For a model of this size: 64 + N + c N^2 is least per token at N = (64 / c) ** 0.5."""
     model = make_model("llama")
-    forward = Forward.of(model, None, layout="packed")
+    forward = exact_forward(model, None, layout="packed")
     weights = (
         sum(p.numel() for p in model.model.parameters()) - model.model.embed_tokens.weight.numel()
     )
@@ -285,8 +285,8 @@ def test_a_head_that_would_be_computed_differently_is_found_in_every_layout(capl
         return output
 
     model.forward = louder
-    with caplog.at_level(logging.WARNING, logger="tuner.training.forward.layouts"):
-        found = Forward.of(model, None)
+    with caplog.at_level(logging.WARNING, logger="tuner.training.forward.probing"):
+        found = exact_forward(model, None)
     assert found.layout == "padded"
     assert "logits of all tokens of a micro-batch at once" in lines(caplog)[-1]
     twice = found.logprobs(model, ROWS, with_entropy=True)

@@ -22,7 +22,7 @@ from tests.training.lora import wrapped
 from tests.training.test_trainer import random_batch, tiny_model
 from tuner.algorithms.spec import KLLoss
 from tuner.training import PolicyTrainer, TrainerSettings, build_batch
-from tuner.training.forward.layouts import Forward
+from tuner.training.forward.probing import exact_forward
 from tuner.training.references import AdapterReference
 
 CUTS = [("tree", 10_000), ("tree", 17), ("packed", 10_000), ("padded", 40)]
@@ -50,9 +50,9 @@ def test_gradient_of_an_adapter_is_that_of_one_row_per_call_in_every_layout(kind
     model = wrapped(model_of(kind))
     if dtype == torch.float64:
         all_float64(model)
-    assert Forward.of(model, None).cost is not None
-    # Forward.of takes another layout where the asked one is not exact for a model.
-    layouts = {name: Forward.of(model, None, layout=name).layout for name, _ in CUTS}
+    assert exact_forward(model, None).cost is not None
+    # exact_forward takes another layout where the asked one is not exact for a model.
+    layouts = {name: exact_forward(model, None, layout=name).layout for name, _ in CUTS}
     assert layouts["tree"] == "tree"
     cuts = [(layouts[name], size) for name, size in CUTS]
 

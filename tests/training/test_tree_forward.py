@@ -28,7 +28,7 @@ from tuner.traces import TokenTree
 from tuner.training.forward import tree_attention, tree_blocks
 from tuner.training.forward import tree_attention as flex_mask
 from tuner.training.forward import tree_pass as tree_forward
-from tuner.training.forward.layouts import Forward
+from tuner.training.forward.probing import exact_forward
 
 IDS = VOCABULARY
 
@@ -98,7 +98,7 @@ def test_each_of_several_equal_calls_counts():
 
     def gradient(*rows):
         model.zero_grad(set_to_none=True)
-        forward = Forward.of(model, None)
+        forward = exact_forward(model, None)
         forward.logprobs(model, rows, with_entropy=False).logp_T.sum().backward()
         return torch.cat([p.grad.flatten() for p in model.parameters()])
 

@@ -10,7 +10,7 @@ import torch
 from tuner.config import RunConfig
 from tuner.engines.transformers.kv_cache import head_width, layer_configs
 from tuner.training.forward.activations import Activations
-from tuner.training.forward.kernels import free_bytes
+from tuner.training.forward.layouts import free_bytes
 
 _ADAM = 4 + 4 + 4
 """Bytes of a float32 gradient and of Adam's two moments."""

@@ -240,7 +240,7 @@ def _loaded(candidate: Candidate, run: Path, device: str, dtype: str) -> tuple[F
     from tuner.config.explorer import LoraSection
     from tuner.engines.grammar import Grammars
     from tuner.engines.request import end_ids_of
-    from tuner.training.forward.layouts import Forward
+    from tuner.training.forward.probing import exact_forward
 
     where, path = choose_device(device), candidate.base or candidate.path
     named = "the candidate"
@@ -257,7 +257,7 @@ def _loaded(candidate: Candidate, run: Path, device: str, dtype: str) -> tuple[F
         settings = LoraSection(path=candidate.path, base_model_name=candidate.recorded_base)
         model = add_adapter(loaded, settings, model_path=candidate.base, seed=0).model
     model.requires_grad_(False)
-    return Forward.of(model, grammars), model
+    return exact_forward(model, grammars), model
 
 
 def log_ratios(traces: Sequence[Trace], forward: Forward, model: Any) -> list[tuple[float, ...]]:

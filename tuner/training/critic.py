@@ -27,6 +27,7 @@ from tuner.engines.transformers.weights import causal_model
 from tuner.training.batch import Batch, Row
 from tuner.training.forward.head import body
 from tuner.training.forward.layouts import Forward
+from tuner.training.forward.probing import exact_forward
 from tuner.training.optimizer import make_optimizer
 from tuner.training.trainer_settings import TrainerSettings
 
@@ -46,7 +47,7 @@ class Critic:
     ) -> None:
         causal = causal_model(model)
         output: Any = causal.get_output_embeddings()
-        self._forward = forward or Forward.of(
+        self._forward = forward or exact_forward(
             causal,
             None,
             layout=settings.layout,

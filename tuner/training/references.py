@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from tuner.engines.grammar import Grammars
 from tuner.training.forward.layouts import Forward, HasRows
+from tuner.training.forward.probing import exact_forward
 from tuner.training.trainer_settings import TrainerSettings
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ class Teacher:
     def of(model: nn.Module, grammars: Grammars | None, settings: TrainerSettings) -> Teacher:
         """A teacher with the student's vocabulary; its weights are never changed."""
         frozen = model.eval().requires_grad_(False)
-        forward = Forward.of(frozen, grammars, layout=settings.layout, compiled=settings.compile)
+        forward = exact_forward(frozen, grammars, layout=settings.layout, compiled=settings.compile)
         return Teacher(frozen, forward, settings.max_tokens_per_micro_batch)
 
     @staticmethod

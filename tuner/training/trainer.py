@@ -37,7 +37,8 @@ from tuner.engines.transformers.weights import causal_model
 from tuner.errors import TrainingError
 from tuner.training.batch import Batch, Row
 from tuner.training.critic import Critic
-from tuner.training.forward.layouts import Forward, HasRows, whole_calls
+from tuner.training.forward.layouts import HasRows, whole_calls
+from tuner.training.forward.probing import exact_forward
 from tuner.training.loss import micro_batch_loss, raises_alarm
 from tuner.training.optimizer import lr_factor, make_optimizer
 from tuner.training.references import Reference, Teacher, acting, frozen_start
@@ -90,7 +91,7 @@ class PolicyTrainer:
         self.settings = settings
         self.step = 0
         self._alarmed = False  # said once
-        self._forward = Forward.of(
+        self._forward = exact_forward(
             model,
             grammars,
             layout=settings.layout,

@@ -320,7 +320,7 @@ class OutputHead:
 
     That is its output embedding, and what some models do to the logits behind it: Gemma's
     `final_logit_softcapping`, Granite's `logits_scaling`, Cohere's `logit_scale`. Whether a model
-    does anything else is found out by comparison (`tuner.training.forward.layouts`).
+    does anything else is found out by comparison (`tuner.training.forward.probing`).
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
