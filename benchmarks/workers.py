@@ -26,6 +26,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from _report import Row, report
 from gateway import REQUEST, make_gateway
@@ -75,9 +76,11 @@ def run_once(burn: float, workers: str, steps: int, at_once: int) -> dict[str, f
         step(engine)
         ended = time.perf_counter() if engine._in_flight else None
 
-    TransformersEngine._step = timed  # type: ignore[method-assign, assignment]
     group = 8
-    with tempfile.TemporaryDirectory() as folder:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(TransformersEngine, "_step", timed),
+    ):
         result = tune(
             agent(burn),
             None,

@@ -200,13 +200,14 @@ def prepare(
     Takes and raises what `tune()` does; a configuration for another backend is a ConfigError.
     """
     parts = _parts(workflow_func, judge_func, train_dataset, given)
-    layers = _resolved(parts)
-    if layers.backend == "trinity":
-        raise ConfigError(
-            "this configuration is for Trinity-RFT on Ray, and prepare() is for the local backend: "
-            "set tuner.backend to local, or use `tuner check`, which knows both"
-        )
-    return _prepared(layers, parts)
+    with parts.closing(unless_well=True):
+        layers = _resolved(parts)
+        if layers.backend == "trinity":
+            raise ConfigError(
+                "this configuration is for Trinity-RFT on Ray, and prepare() is for the local "
+                "backend: set tuner.backend to local, or use `tuner check`, which knows both"
+            )
+        return _prepared(layers, parts)
 
 
 def prepare_evaluation(
@@ -222,6 +223,12 @@ def prepare_evaluation(
         DatasetError: There is nothing to evaluate on, or it cannot be read.
     """
     parts = _parts(workflow_func, judge_func, None, given)
+    with parts.closing(unless_well=True):
+        return evaluation_of(parts)
+
+
+def evaluation_of(parts: Parts) -> Run:
+    """As `prepare_evaluation()`, of what was given."""
     layers = _resolved(replace(parts, train_dataset=None))
     if layers.backend == "trinity":
         raise ConfigError(

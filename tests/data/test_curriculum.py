@@ -86,7 +86,8 @@ def test_earlier_rollouts_of_a_task_count_less_than_its_last():
     for step, (first, second) in enumerate([(0, 8), (0, 8), (8, 0)], 1):
         learned.add(step, [(0, 8, first)])
         forgotten.add(step, [(0, 8, second)])
-    assert learned.rate[0] > 0.4 and forgotten.rate[0] < 0.6  # noqa: PT018  # 0.34 and 0.66 else
+    assert learned.rate[0] > 0.4  # 0.34 if all counted alike
+    assert forgotten.rate[0] < 0.6  # 0.66 then
     assert (learned.tries[0], learned.passed[0], learned.visits[0], learned.last[0]) == (
         24,
         8,

@@ -134,6 +134,19 @@ os.symlink("/etc/passwd", "link")
     assert (tmp_path / "kept.txt").read_text() == "one\ntwo\n"
 
 
+async def test_a_large_file_is_compared_and_not_read_at_once(start, tmp_path, monkeypatch):
+    for name in ("same.txt", "changed.txt"):
+        (tmp_path / name).write_text("x" * 1_200_000)
+    code = "open('changed.txt', 'a').write('y'); open('made.txt', 'w').write('z' * 1_200_000)"
+    task = {"question": "1 + 1?" * 300_000}
+    output = await ran(start(code, template=tmp_path, prompt="file:PROMPT.md"), task)
+    monkeypatch.delattr("pathlib.Path.read_bytes")
+    assert output.diff() == (
+        "Binary files a/changed.txt and b/changed.txt differ\n"
+        "Binary files /dev/null and b/made.txt differ\n"
+    )
+
+
 async def test_rollouts_do_not_see_each_other(start, tmp_path):
     code = "import os; print(os.listdir()); open('mine', 'w').write('x')"
     program = start(code, template=tmp_path)

@@ -9,16 +9,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 from typer.testing import CliRunner
 
-from tuner import TunerModelConfig, WorkflowOutput, evaluate, tune
+from tuner import TunerModelConfig, WorkflowOutput, evaluate, rebase, tune
 from tuner.cli import app
 from tuner.config.load import load_config
 from tuner.config.tuner_section import KINDS
 from tuner.environments import Areal, Environment, Gymnasium
 from tuner.environments.seam import CLASSES, brought, from_settings
-from tuner.errors import ConfigError, DatasetError, FunctionError, TrainingError
+from tuner.errors import ConfigError, DatasetError, FunctionError, TrainingError, TunerError
 from tuner.functions.loading import load_named
 from tuner.functions.outputs import JudgeOutput
 from tuner.traces import TraceStore
@@ -158,6 +159,21 @@ def test_it_is_closed_where_the_run_does_not_begin(settings):
     assert environment.closed == [False]
 
 
+def test_it_is_closed_where_an_evaluation_does_not_begin(settings, tmp_path):
+    del settings["experiment_name"]
+    for wrong in ({"limit": 0}, {"candidates": [tmp_path / "nowhere"]}, {"k": 3, "temperature": 0}):
+        environment = Letters()
+        with pytest.raises(TunerError):
+            evaluate(environment=environment, **wrong, **settings)
+        assert environment.closed == [False]
+    environment = Letters()
+    with pytest.raises(ConfigError, match="nonsense"):
+        prepare(environment=environment, **{**settings, "overrides": ["nonsense=1"]})
+    assert environment.closed == [False]
+    prepare(environment=environment, **settings)
+    assert environment.closed == [False]  # whoever prepares goes on with it
+
+
 def test_a_close_that_fails_is_said_and_the_result_is_there(settings, caplog):
     class Stuck(Letters):
         async def close(self):
@@ -283,6 +299,27 @@ def test_another_environment_is_another_run(random_model_path, tmp_path):
         assert (result.exit_code == 0) is (status == 0), result.output
 
 
+async def mended(task, response):
+    return JudgeOutput(reward=-1.0 - len(response))
+
+
+def test_a_run_whose_file_names_an_environment_is_rebased(random_model_path, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        f"model: {{model_path: {random_model_path}, max_model_len: 200}}\nname: run\nproject: p\n"
+        f"checkpoint_root_dir: {tmp_path}\ntuner: {{environment: '{HERE}:made'}}\n"
+    )
+    result = CliRunner().invoke(app, ["run", str(file), *SETTINGS])
+    assert result.exit_code == 0, result.output
+    rebased = rebase(tmp_path / "p" / "run", mended, max_reused=1)
+    assert rebased.result.steps == 2
+    assert rebased.record.first_changed == 1
+    again = rebase(tmp_path / "p" / "run", mended, max_reused=1)
+    assert again.result.checkpoint == rebased.result.checkpoint
+    with pytest.raises(ConfigError, match=r"tuner\.seed"):
+        rebase(tmp_path / "p" / "run", mended, name="b", overrides=["tuner.seed=7"])
+
+
 def test_python_wins_over_the_file(settings, tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(f"tuner: {{environment: '{HERE}:made'}}\n")
@@ -347,7 +384,6 @@ async def test_a_queue_agent_comes_with_its_data_and_closes_what_is_idle():
 
 def test_a_worker_that_has_only_the_text_of_the_functions_runs_them():
     """As Trinity-RFT's workers get them: by value, in a process that has none of this."""
-    cloudpickle = pytest.importorskip("cloudpickle")
     environment = Letters(letter="q")
     workflow, judge = (
         cloudpickle.loads(cloudpickle.dumps(one))

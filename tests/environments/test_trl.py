@@ -11,9 +11,11 @@ import pytest
 from tests.gateway import drift
 from tuner import from_trl, tune
 from tuner.chat_models.without_framework import PlainChatModel
+from tuner.config.load import load_config
 from tuner.environments.trl import TRL, GRPOConfig, GRPOTrainer
 from tuner.environments.trl_config import settings_of
 from tuner.errors import ConfigError, DatasetError, FunctionError
+from tuner.functions.calling import check_settings
 from tuner.traces import TraceStore
 from tuner.tune import prepare
 
@@ -100,6 +102,17 @@ async def test_a_completion_that_nobody_scores_has_no_reward_of_zero():
     assert math.isnan(one.reward)
     assert one.feedback == "no reward function scores this completion"
     assert two.reward == 1.0
+
+
+async def test_functions_are_told_how_long_the_run_is():
+    def reward(trainer_state, **_):
+        return [float(trainer_state.max_steps)]
+
+    environment = TRL(reward, ROWS, args=GRPOConfig(max_steps=7))
+    for overrides, steps in [([], 7), (["buffer.total_steps=3"], 3)]:  # which win over args
+        check_settings(environment.workflow, load_config(None, overrides=overrides))
+        (output,) = await judged(environment, ROWS[0], "1")
+        assert output.reward == steps
 
 
 async def test_async_functions_run_together():
@@ -477,6 +490,7 @@ def test_batches_epochs_and_intervals_are_counted_as_trl_counts():
         ({"steps_per_generation": 4}, "steps_per_generation is 4: a step trains what it sampled"),
         ({"num_generations": 3}, "a step has 8 completions, no multiple of it"),
         ({"lr_scheduler_type": "polynomial"}, "one of linear, cosine"),
+        ({"optim": "adafactor"}, "GRPOConfig.optim is 'adafactor': one of adamw_torch,"),
         ({"vllm_mode": "server", "use_vllm": True}, "the engine is started here"),
         ({"model_init_kwargs": {"attn_implementation": "x"}}, "only dtype is read"),
         ({"num_generations_eval": 4}, "evaluation is greedy"),
@@ -492,7 +506,7 @@ def test_what_is_off_may_be_given_and_what_has_no_effect_is_said(caplog):
     fields = {"fp16": False, "entropy_coef": 0.0, "sync_ref_model": False, "push_to_hub": False}
     with caplog.at_level("INFO", "tuner"):
         GRPOConfig(**fields, logging_steps=1, optim="adamw_torch")
-    assert caplog.messages == ["GRPOConfig: logging_steps, optim: of no effect on the result here"]
+    assert caplog.messages == ["GRPOConfig: logging_steps: of no effect on the result here"]
 
 
 def test_arguments_of_the_trainer_that_have_no_equal_are_refused_by_name():

@@ -8,10 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tuner.errors import MissingDependencyError, RewardError
+from tuner.errors import MissingDependencyError, RewardError, SandboxError
 from tuner.functions.calling import call_judge
 from tuner.functions.outputs import MissingFieldError
-from tuner.rewards import Limits, code_in, code_judge, pytest_judge, weighted
+from tuner.rewards import Limits, code_in, code_judge, code_judges, pytest_judge, weighted
 
 ISOLATIONS = ("auto", "process")
 FEW = Limits(seconds=5.0, memory_mb=512)
@@ -190,6 +190,13 @@ async def test_with_others_it_is_one_judge():
     found = await judged(judge, ADDS, tests=SUMS)
     assert found.reward == pytest.approx(1.0)
     assert found.metrics == {"tests": 1.0, "tests/inputs_passed": 1.0, "short": 1.0}
+
+
+async def test_pytest_that_does_not_run_is_an_error_and_no_reward(monkeypatch):
+    without_packages = [code_judges._PYTEST[0], "-S", *code_judges._PYTEST[1:]]
+    monkeypatch.setattr(code_judges, "_PYTEST", without_packages)
+    with pytest.raises(SandboxError, match=r"does not run here: .* No module named pytest"):
+        await pytest_judge()(task={"tests": "def test_x(): pass"}, response="x = 1")
 
 
 def test_pytest_that_is_not_there_is_named_with_its_extra(monkeypatch):

@@ -11,6 +11,26 @@ def test_case_punctuation_articles_and_spaces_do_not_count():
 
 
 @pytest.mark.parametrize(
+    ("answer", "truth", "same"),
+    [
+        ("a.", "A", True),  # of several choices
+        ("", "A", False),
+        ("the", "A", False),
+        ("$1,000", "1000", True),
+        ("-5", "5", False),
+        ("1.5", "15", False),
+        (".5", "5", False),
+        ("3/4", "34", False),
+        ("It is -5.", "it is -5", True),
+        ("covid-19", "covid19", True),
+    ],
+)
+def test_what_tells_answers_apart_counts(answer, truth, same):
+    assert exact_match(answer, truth) == same
+    assert (f1(answer, truth) == 1) is same
+
+
+@pytest.mark.parametrize(
     ("answer", "truth", "score"),
     [
         ("old bridge", "old bridge", 1.0),
@@ -19,7 +39,7 @@ def test_case_punctuation_articles_and_spaces_do_not_count():
         ("old old old", "old bridge", 0.4),  # a word counts as often as it occurs
         ("tower", "old bridge", 0.0),
         ("", "old bridge", 0.0),
-        ("...", "the", 1.0),
+        ("...", "the", 0.0),  # there are no words left of it, and it is no empty answer
     ],
 )
 def test_f1_is_the_harmonic_mean_of_precision_and_recall(answer, truth, score):

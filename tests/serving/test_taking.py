@@ -38,8 +38,8 @@ def ids(groups):
     return [[one.number for one in group] for group in groups]
 
 
-def taken(sessions, groups=Groups(), *, batch=2, repeat=4, compared=True):  # noqa: B008
-    ready = units(sessions, groups, batch=batch, repeat=repeat, compared=compared)
+def taken(sessions, groups=None, *, batch=2, repeat=4, compared=True):
+    ready = units(sessions, groups or Groups(), batch=batch, repeat=repeat, compared=compared)
     return ids(chosen(ready, batch=batch, compared=compared))
 
 

@@ -12,7 +12,7 @@ from tests.workers import functions
 from tests.workers.conftest import ByHttp, pool_of
 from tests.workers.functions import DOES, OUTCOMES, judge, workflow
 from tuner.assembly.auxiliary import AuxiliaryModels
-from tuner.errors import FunctionError, MissingDependencyError
+from tuner.errors import FunctionError
 from tuner.functions.shipping import PICKLE, ship
 from tuner.gateway import SamplingDefaults
 from tuner.rollout.attempt import Again
@@ -212,12 +212,7 @@ async def test_an_agent_that_blocks_its_event_loop_is_answered(make_runner):
 
 
 async def test_an_agent_of_agentscope_runs_in_a_worker(make_runner):
-    from tuner.chat_models import require_agentscope1
-
-    try:
-        require_agentscope1()
-    except MissingDependencyError as error:
-        pytest.skip(str(error))
+    pytest.importorskip("agentscope.agent")
 
     async def workflow(task, model):
         from agentscope.agent import ReActAgent

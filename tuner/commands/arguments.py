@@ -62,17 +62,17 @@ def functions_of(path: Path, overrides: list[str]) -> Named:
         FunctionError: What it names as its environment is none.
     """
     from tuner.config.load import checked, read_layers
-    from tuner.environments.seam import from_settings
-    from tuner.functions.loading import import_module_or_file, load_function
+    from tuner.environments.seam import named_in
+    from tuner.functions.loading import load_function
 
-    load = load_function
+    load: Callable[..., Any] = load_function
     layers = read_layers(path, overrides=overrides)
     if layers.backend == "trinity":
-        from tuner.functions.shipping import load  # type: ignore[assignment]  # its own parameters
+        from tuner.functions.shipping import load as load_sent
         from tuner.trinity.handover import resolve
         from tuner.trinity.stage import ROLLS_OUT
 
-        settings = resolve(layers)
+        load, settings = load_sent, resolve(layers)
         names, rolls_out = settings.tuner, settings.mode in ROLLS_OUT
     else:
         config = checked(layers)
@@ -82,10 +82,7 @@ def functions_of(path: Path, overrides: list[str]) -> Named:
         from tuner.areal import configured_agent
 
         workflow = configured_agent(names)
-    elif names.environment is not None:
-        for module in names.imports:
-            import_module_or_file(module, setting="tuner.imports")
-        environment = from_settings(names.environment, "tuner.environment")
+    elif (environment := named_in(names)) is not None:
         return Named(None, None, layers.backend, environment)
     elif names.workflow is not None:
         workflow = load(names.workflow, setting="tuner.workflow")

@@ -33,9 +33,9 @@ from tuner.errors import ConfigError, TrainingError
 from tuner.functions.loading import require_nothing_loads
 from tuner.run.directory import RunDirectory, make_private, write_atomically
 from tuner.run.interrupts import outside_event_loop
-from tuner.settings import TunerModelConfig
+from tuner.settings import Given, TunerModelConfig
 from tuner.traces import TraceStore
-from tuner.tune import Run, prepare_evaluation
+from tuner.tune import Run, evaluation_of
 
 _FILE = re.compile(r"[^\w.-]+")
 
@@ -81,22 +81,34 @@ def evaluate(
         TrainingError: An engine failed.
     """
     require_nothing_loads("evaluate()")
-    run = prepare_evaluation(
-        workflow_func,
-        judge_func,
-        environment=environment,
-        eval_dataset=eval_dataset,
-        model=model,
-        auxiliary_models=auxiliary_models,
-        config_path=config_path,
-        overrides=overrides,
-    )
+    from tuner.environments.seam import parts_of
+
+    given: Given = {
+        "environment": environment,
+        "eval_dataset": eval_dataset,
+        "model": model,
+        "auxiliary_models": auxiliary_models,
+        "config_path": config_path,
+        "overrides": overrides,
+    }
+    chosen = [candidates] if isinstance(candidates, str | Path) else candidates
+    with parts_of(workflow_func, judge_func, None, given).closing() as parts:
+        return _evaluated(evaluation_of(parts), chosen, k, temperature, limit, output)
+
+
+def _evaluated(
+    run: Run,
+    given: Sequence[str | Path],
+    k: int | None,
+    temperature: float | None,
+    limit: int | None,
+    output: str | Path | None,
+) -> Evaluation:
     if limit is not None and limit < 1:
         raise ConfigError(f"limit is {limit}: give at least one task")
     config = _asked(run.config, k, temperature)
     tasks = {name: rows[:limit] for name, rows in run.eval_tasks.items()}
     run = replace(run, config=config, eval_tasks=tasks)
-    given = [candidates] if isinstance(candidates, str | Path) else candidates
     chosen = _distinct([find_candidate(one) for one in given] or of_configuration(config))
     folder = None if output is None else _new_folder(Path(output))
     # Names may differ in what no folder can be called.

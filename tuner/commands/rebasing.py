@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tuner.algorithms.spec import ADVANTAGES
 from tuner.config import RunConfig
 from tuner.config.load import checked, read_layers
+from tuner.environments.seam import Parts, named_in
 from tuner.errors import ConfigError, TunerError
 from tuner.functions.calling import check_judge_function
 from tuner.functions.loading import load_function, require_nothing_loads, without_collection
@@ -97,16 +98,34 @@ def rebase(
     before = _configuration(old)
     called = load_function(judge, setting="--judge") if isinstance(judge, str) else judge
     check_judge_function(called)
+    environment = None if workflow is not None else named_in(before.tuner)
+    if environment is not None:  # with another judge it is another one, which no file names
+        workflow, overrides = environment.workflow, [*overrides, "tuner.environment=null"]
+        train_dataset = environment.train_dataset if train_dataset is None else train_dataset
+        eval_dataset = environment.eval_dataset if eval_dataset is None else eval_dataset
     agent = _workflow(old, before, workflow)
-    prepared = prepare(
-        agent,
-        called,
-        train_dataset,
-        eval_dataset=eval_dataset,
-        config_path=old.config,
-        backend="local",
-        overrides=overrides,
-    )
+    with Parts(environment, agent, called, train_dataset, {}).closing():
+        prepared = prepare(
+            agent,
+            called,
+            train_dataset,
+            eval_dataset=eval_dataset,
+            config_path=old.config,
+            backend="local",
+            overrides=overrides,
+        )
+        return _begun(old, before, prepared, name, least=min_effective_samples, most=max_reused)
+
+
+def _begun(
+    old: RunDirectory,
+    before: RunConfig,
+    prepared: Run,
+    name: str | None,
+    *,
+    least: float,
+    most: float,
+) -> Rebase:
     path = old.path.absolute()
     where = {
         "checkpoint_root_dir": path.parent.parent,
@@ -115,9 +134,7 @@ def rebase(
         "continue_from_checkpoint": True,
     }
     ready = replace(prepared, config=prepared.config.model_copy(update=where))
-    return outside_event_loop(
-        lambda: _rebased(old, before, ready, least=min_effective_samples, most=max_reused)
-    )
+    return outside_event_loop(lambda: _rebased(old, before, ready, least=least, most=most))
 
 
 def _rebased(
@@ -268,6 +285,8 @@ def _check_same(old: RunDirectory, before: RunConfig, run: Run) -> None:
     # One that no file can name has none there.
     named = None not in (before.tuner.workflow, run.config.tuner.workflow)
     may_change = (*MAY_CHANGE_HERE, "tuner.judge", *(() if named else ("tuner.workflow",)))
+    if run.config.tuner.environment is None:
+        may_change = (*may_change, "tuner.environment")
     data = {"train": run.train_tasks, **run.eval_tasks}
     check_same_run(
         old,

@@ -105,7 +105,13 @@ class Gymnasium(Environment):
         self.train_dataset, self.eval_dataset = seed_rows(train_tasks, eval_tasks)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_idle": [], "_closing": set()}
+        """What goes elsewhere, where nobody has registered the id: what it is registered as."""
+        spec = self._id
+        if isinstance(spec, str) and ":" not in spec:
+            import gymnasium
+
+            spec = gymnasium.spec(spec)
+        return {**super().__getstate__(), "_id": spec, "_idle": [], "_closing": set()}
 
     def _made(self) -> GymnasiumEnvironment:
         if isinstance(self._id, str):
@@ -214,7 +220,10 @@ def _read(space: Any, text: str) -> Any:
         return text
     if not (found := _NUMBER.findall(text)):
         raise NoAction("there is no number in it")
-    return type(space.start)(found[-1])
+    try:
+        return type(space.start)(found[-1])
+    except OverflowError:
+        raise NoAction(f"{found[-1]:.60} is not in {space}") from None
 
 
 def _numbers(info: Mapping[str, Any]) -> dict[str, float]:

@@ -15,6 +15,7 @@ from inspect import isawaitable
 from pathlib import Path
 from typing import Any, Literal
 
+from tuner.config import RunConfig
 from tuner.environments.openenv_episode import Episode, Form, observation_text
 from tuner.environments.seam import Environment, seed_rows
 from tuner.environments.server_process import ServerProcess
@@ -149,6 +150,18 @@ class OpenEnv(Environment):
             await episode.client.close()
         return self._output(episode)
 
+    def check_settings(self, config: RunConfig) -> None:
+        """
+        Raises:
+            ConfigError: Several processes would start a server at one place.
+        """
+        workers = config.tuner.workers
+        if workers and self._server is not None and self._url is not None:
+            raise ConfigError(
+                f"tuner.workers is {workers}, and each of them starts a server by command, all at "
+                f"{self._url}: leave url out and put {{port}} into command, or set it to 0"
+            )
+
     async def close(self) -> None:
         """End the server that was started here."""
         if self._server is not None:
@@ -185,7 +198,11 @@ class OpenEnv(Environment):
             given["message_timeout_s"] = self._step_timeout
         made = self._client(**given)
         client = await made if isawaitable(made) else made
-        await client.connect()
+        try:
+            await client.connect()
+        except BaseException:
+            await client.close()  # it may have a container
+            raise
         return client
 
     async def _schema_of_actions(self, client: Any) -> dict[str, Any]:

@@ -142,6 +142,10 @@ class Episode:
         return [_tool(ACT, self.schema.get("description", ""), fields)]
 
     async def _call(self, function: Any) -> Any:
+        names = [tool["function"]["name"] for tool in self._tools]
+        if function.name not in names:
+            self.refused += 1
+            return f"no such tool; there is {', '.join(names)}"
         try:
             arguments = json.loads(function.arguments or "{}")
         except ValueError:

@@ -16,10 +16,10 @@ from pydantic import ValidationError
 
 from tuner.config.load import Layers, mode_of, read_layers
 from tuner.config.source import lookup
-from tuner.config.tuner_section import EnvironmentSection
+from tuner.config.tuner_section import EnvironmentSection, TunerSection
 from tuner.errors import ConfigError, FunctionError
 from tuner.functions.calling import end_run
-from tuner.functions.loading import load_named
+from tuner.functions.loading import import_module_or_file, load_named
 from tuner.functions.outputs import WorkflowOutput, shown
 from tuner.run.interrupts import outside_event_loop
 from tuner.settings import WITHOUT_FILE, Given, settings_of
@@ -150,6 +150,16 @@ def from_settings(given: str | EnvironmentSection | Mapping[str, Any], setting: 
     return environment
 
 
+def named_in(section: TunerSection) -> Environment | None:
+    """The environment that a file names, if it does, after its `imports`; raises what
+    `from_settings` does."""
+    if section.environment is None or section.agent is not None:
+        return None
+    for module in section.imports:
+        import_module_or_file(module, setting="tuner.imports")
+    return from_settings(section.environment, "tuner.environment")
+
+
 def _class_of(reference: str) -> Any:
     module, _, name = reference.partition(":")
     return getattr(import_module(module), name)
@@ -187,15 +197,20 @@ class Parts:
     given: Given
 
     @contextmanager
-    def closing(self) -> Iterator[Parts]:
-        """Let the environment be closed however the block ends."""
-        environment = self.environment
+    def closing(self, *, unless_well: bool = False) -> Iterator[Parts]:
+        """Let the environment be closed however the block ends.
+
+        Args:
+            unless_well: Leave it open where nothing is raised, for who goes on with it.
+        """
+        environment, well = self.environment, False
         if environment is not None:
             environment._ended = False
         try:
             yield self
+            well = unless_well
         finally:
-            if environment is not None and not environment._ended:
+            if environment is not None and not environment._ended and not well:
                 outside_event_loop(lambda: asyncio.run(end_run(environment.workflow)))
 
 

@@ -22,6 +22,9 @@ START_SECONDS = 180.0
 """How long a server may take until it answers."""
 STOP_SECONDS = 5.0
 """How long it may take to end by itself."""
+_SHOWN = 500
+# Where its standard input ends, this process has ended, however it did: its group is killed then.
+_WATCHED = 'exec 3<&0 </dev/null; (read _ <&3; kill -KILL 0) & exec "$@" 3<&-'
 
 
 class ServerProcess:
@@ -80,10 +83,10 @@ class ServerProcess:
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # closed when it stops
         programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         self._process = subprocess.Popen(
-            [part.replace("{port}", port) for part in self._command],
+            ["sh", "-c", _WATCHED, "sh", *(one.replace("{port}", port) for one in self._command)],
             cwd=self._folder,
             env={**os.environ, "PATH": programs},
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=self._said,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -116,8 +119,8 @@ class ServerProcess:
 
     def _last_words(self) -> str:
         assert self._said is not None
-        self._said.seek(0)
-        return self._said.read().decode(errors="replace")[-500:].strip()
+        self._said.seek(max(0, self._said.seek(0, os.SEEK_END) - _SHOWN))
+        return self._said.read().decode(errors="replace").strip()
 
     def _stop(self) -> None:
         if self._process is None:
@@ -128,6 +131,8 @@ class ServerProcess:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         if self._said is not None:
             self._said.close()
         self._process = None

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tuner.config import RunConfig
 from tuner.data.dataset import DatasetConfig
 from tuner.environments.seam import Environment
 from tuner.environments.trl_config import (
@@ -79,7 +80,11 @@ class TRL(Environment):
             self.train_dataset = [{"prompt": [{"role": "user", "content": ""}]}] * count
         if args is not None:
             self.settings = settings_of(config, _rows_in(self.train_dataset))
-        self._config = config
+        self._config, self._steps = config, int(self.settings.get("buffer.total_steps", 0))
+
+    def check_settings(self, config: RunConfig) -> None:
+        """Take note of how long the run is; the file and overrides win over `args`."""
+        self._steps = config.buffer.total_steps or self._steps
 
     async def workflow(self, task: dict[str, Any], model: Any) -> WorkflowOutput:
         """The completion of a prompt, with the calls of tools that it makes.
@@ -94,8 +99,7 @@ class TRL(Environment):
 
     async def _judge(self, task: dict[str, Any], responses: list[Completed]) -> list[JudgeOutput]:
         """The rewards of a group, weighted and added."""
-        steps = int(self.settings.get("buffer.total_steps", 0))
-        outputs = await self._rewards.of(task, responses, max_steps=steps)
+        outputs = await self._rewards.of(task, responses, max_steps=self._steps)
         for one in responses:
             self._instances.give_back(one.environment_name, one.environment)
         return outputs

@@ -31,6 +31,7 @@ _DEFAULTS: dict[str, Any] = {
     "data_seed": None,
     # The optimizer.
     "learning_rate": 1e-6,
+    "optim": "adamw_torch_fused",
     "lr_scheduler_type": "linear",
     "warmup_steps": 0,
     "weight_decay": 0.0,
@@ -79,11 +80,11 @@ _DEFAULTS: dict[str, Any] = {
 # Fields that change no result here: what they ask for is done otherwise, or always.
 _WITHOUT_EFFECT = frozenset(
     """average_tokens_across_devices cache_implementation dataloader_num_workers
-    dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor disable_tqdm
-    do_eval do_train eval_on_start ds3_gather_for_generation
-    gradient_checkpointing gradient_checkpointing_kwargs
-    include_num_input_tokens_seen log_completions log_level log_multimodal log_unique_prompts
-    logging_dir logging_first_step logging_steps logging_strategy num_completions_to_print optim
+    dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor
+    disable_tqdm do_eval do_train eval_on_start ds3_gather_for_generation
+    gradient_checkpointing gradient_checkpointing_kwargs include_num_input_tokens_seen
+    log_completions log_level log_multimodal log_unique_prompts logging_dir
+    logging_first_step logging_steps logging_strategy num_completions_to_print
     overwrite_output_dir pad_to_multiple_of per_device_eval_batch_size save_only_model
     save_safetensors torch_compile torch_empty_cache_steps
     transformers_continuous_batching_config use_transformers_continuous_batching
@@ -120,12 +121,9 @@ _LOSSES = {
     ("cispo", "token"): ("cispo", "token-mean"),
     ("sapo", "token"): ("sapo", "seq-mean-token-mean"),
 }
-_SCHEDULES = {
-    "linear": "linear",
-    "cosine": "cosine",
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-}
+_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_torch_xla")
+_SCHEDULES = {name: name for name in ("linear", "cosine", "constant")}
+_SCHEDULES["constant_with_warmup"] = "constant"
 
 
 class GRPOConfig:
@@ -176,11 +174,12 @@ def read_config(args: Any) -> GRPOConfig:
         return GRPOConfig(**(args or {}))
     if isinstance(args, GRPOConfig):
         return args
-    if not dataclasses.is_dataclass(args) or type(args).__name__ != "GRPOConfig":
+    kind: Any = type(args)
+    if not dataclasses.is_dataclass(args) or kind.__name__ != "GRPOConfig":
         raise ConfigError(f"args is {args!r:.60}: give a GRPOConfig, TRL's or tuner's")
     # What TRL makes of its defaults, on this machine.
-    same: dict[str, Any] = {name: getattr(args, name) for name in ("use_cpu", "bf16", "output_dir")}
-    usual = type(args)(**same)  # type: ignore[misc]
+    same = {name: getattr(args, name) for name in ("use_cpu", "bf16", "output_dir")}
+    usual = kind(**same)
     given = {
         one.name: getattr(args, one.name)
         for one in dataclasses.fields(args)
@@ -303,6 +302,8 @@ def _data(config: GRPOConfig) -> dict[str, Any]:
 
 def _optimizer(config: GRPOConfig) -> dict[str, Any]:
     schedule = _word(config.lr_scheduler_type)
+    if _word(config.optim) not in _ADAMW:
+        raise _refuse(config, "optim", f"one of {', '.join(_ADAMW)}")
     if schedule not in _SCHEDULES:
         raise _refuse(config, "lr_scheduler_type", f"one of {', '.join(_SCHEDULES)}")
     warmup = config.warmup_steps
@@ -362,11 +363,8 @@ def _loss(config: GRPOConfig) -> dict[str, Any]:
 
 
 def _sampling(config: GRPOConfig) -> dict[str, Any]:
-    found = {
-        "model.temperature": config.temperature,
-        "model.top_p": config.top_p,
-        "model.top_k": config.top_k or -1,
-    }
+    found = {"model.temperature": config.temperature, "model.top_p": config.top_p}
+    found["model.top_k"] = config.top_k or -1
     if (limit := config.max_completion_length) is not None:
         found["model.max_response_tokens"] = limit
     return found
@@ -386,8 +384,8 @@ def _engine(config: GRPOConfig) -> dict[str, Any]:
                 f"{', '.join(_DTYPES)}"
             )
         found["tuner.dtype"] = dtype
-    if (length := config.vllm_max_model_length) is not None:
-        found["model.max_model_len"] = length
+    if config.vllm_max_model_length is not None:
+        found["model.max_model_len"] = config.vllm_max_model_length
     if config.use_vllm:
         if config.vllm_mode != "colocate":
             raise _refuse(config, "vllm_mode", "the engine is started here; 'colocate'")

@@ -76,8 +76,6 @@ class RewardFunctions:
         Raises:
             FunctionError: A function returned something else than a reward, or None, for each.
         """
-        from transformers import TrainerState
-
         extra: dict[str, list[Any]] = {}
         logged: dict[str, list[float]] = {}
         arguments: dict[str, Any] = {
@@ -89,7 +87,7 @@ class RewardFunctions:
             "prompts": [one.prompt for one in group],
             "completions": [one.completion for one in group],
             "completion_ids": [one.ids for one in group],
-            "trainer_state": TrainerState(global_step=group[0].step, max_steps=max_steps),
+            "trainer_state": await in_thread(lambda: _state(group[0].step, max_steps)),
             "log_extra": lambda column, values: extra.setdefault(column, []).extend(values),
             "log_metric": lambda name, value: logged.setdefault(name, []).append(value),
         }
@@ -146,6 +144,13 @@ class RewardFunctions:
         )
 
 
+def _state(step: int, max_steps: int) -> Any:
+    """transformers' own, whose import takes seconds and PyTorch."""
+    from transformers import TrainerState
+
+    return TrainerState(global_step=step, max_steps=max_steps)
+
+
 def _check(function: Any, where: str) -> None:
     """
     Raises:
@@ -184,7 +189,12 @@ def _checked(said: Any, name: str, count: int) -> list[float | None]:
 async def _reward_of_environment(
     made: type[Any], environments: Sequence[Any], **_: Any
 ) -> list[float | None]:
-    return [await _rewarded(one) if type(one) is made else None for one in environments]
+    name = _name_of(made)  # in a worker the class may be there twice: sent, and imported
+    return [await _rewarded(one) if _name_of(type(one)) == name else None for one in environments]
+
+
+def _name_of(made: type[Any]) -> tuple[str, str]:
+    return made.__module__, made.__qualname__
 
 
 async def _rewarded(environment: Any) -> float | None:

@@ -77,6 +77,10 @@ class Instances:
             if rewards and type(instance) not in self.rewarding_classes:
                 self.rewarding_classes.append(type(instance))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """In another process it makes its own environments: they may hold what no pickle can."""
+        return {**self.__dict__, "_idle": defaultdict(list)}
+
     async def take(self, task: Mapping[str, Any]) -> tuple[str | None, Any]:
         """An environment for a row, by its name; None where there are none.
 

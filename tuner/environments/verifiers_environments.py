@@ -7,9 +7,10 @@ import json
 import os
 import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
+from tuner.config import RunConfig
 from tuner.environments.seam import Environment
 from tuner.errors import (
     ConfigError,
@@ -86,6 +87,21 @@ class Verifiers(Environment):
         self._ready: asyncio.Future[None] | None = None
         self._over: asyncio.Event | None = None
         self._tasks: dict[int, Any] = {}
+        self._classes: set[type[Any]] = set()
+
+    def check_settings(self, config: RunConfig) -> None:
+        """
+        Raises:
+            ConfigError: A worker would make other tasks of the rows than the taskset has.
+        """
+        made = type(self._env.taskset).task_type()
+        others = ", ".join(sorted(one.__name__ for one in self._classes - {made}))
+        if config.tuner.workers and others:
+            raise ConfigError(
+                f"tuner.workers is {config.tuner.workers}, and {self._env.config.env_id} has tasks "
+                f"of the classes {others} beside {made.__name__}, which their rows do not tell: "
+                "set it to 0"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         return {"config": self._env.config.model_dump(mode="json"), "seat": self._seat}
@@ -108,6 +124,7 @@ class Verifiers(Environment):
                 f"{type(error).__name__}: {error}"
             ) from error
         self._tasks |= {task.data.idx: task for task in tasks}
+        self._classes |= {type(task) for task in tasks}
         return [_row(task) for task in tasks]
 
     def _task(self, row: Mapping[str, Any]) -> Any:
@@ -173,6 +190,7 @@ class Verifiers(Environment):
         except Exception as error:
             if ready.done():
                 raise
+            self._ready = None  # the next rollout tries anew
             ready.set_exception(EpisodeError(f"Env.serving(): {type(error).__name__}: {error}"))
 
     async def close(self) -> None:
@@ -227,6 +245,7 @@ def _loaded(env: Any, config: Mapping[str, Any]) -> Any:
             f"environments of verifiers need verifiers 0.4, which does not import ({error}): "
             f"{pip_install('verifiers')}"
         ) from error
+    _remove_port_files()
     if isinstance(env, v1.Env):
         if config:
             raise ConfigError(f"the environment is made already: leave out {', '.join(config)}")
@@ -247,6 +266,26 @@ def _loaded(env: Any, config: Mapping[str, Any]) -> Any:
             f"verifiers cannot load the environment {env or dict(config)!r:.200}: "
             f"{type(error).__name__}: {error}"
         ) from error
+
+
+def _remove_port_files() -> None:
+    """Let no file be left in `/tmp` by which a server of tools on this machine said its port."""
+    from verifiers.v1.mcp import launch
+
+    read = launch._read_back_port
+    if read.__module__ != launch.__name__:
+        return  # it is so already
+
+    async def read_and_removed(runtime: Any, path: str) -> int:
+        try:
+            port: int = await read(runtime, path)
+            return port
+        finally:
+            if runtime.type == "subprocess":
+                with suppress(FileNotFoundError):
+                    os.unlink(path)
+
+    launch._read_back_port = read_and_removed
 
 
 def _only_seat(config: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import os
 import shutil
 import subprocess
@@ -26,18 +27,30 @@ class Workspaces:
     """Makes folders out of templates, and removes them.
 
     A template is read once: what becomes of it while the run goes on changes nothing.
+
+    Args:
+        within: Where they are, if that is a folder of this machine. None: in a temporary one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, within: Path | None = None) -> None:
+        self._within = within
         self._lock = threading.Lock()
         self._root: Path | None = None
         self._templates: dict[tuple[str, str | None], Path] = {}
         self._numbers = count(1)
         self._remover = ThreadPoolExecutor(1, thread_name_prefix="tuner-folders")
 
-    def __reduce__(self) -> tuple[type[Workspaces], tuple[()]]:
-        """In another process it has folders of its own."""
-        return Workspaces, ()
+    def __reduce__(self) -> tuple[type[Workspaces], tuple[Path]]:
+        """In another process it has folders of its own, within ours: it may be killed."""
+        with self._lock:
+            return Workspaces, (self._made(),)
+
+    def _made(self) -> Path:
+        if self._root is None:
+            within = self._within if self._within is not None and self._within.is_dir() else None
+            self._root = Path(tempfile.mkdtemp(prefix="tuner-program-", dir=within))
+            weakref.finalize(self, remove, self._root)
+        return self._root
 
     def new(self, template: str | None, commit: str | None) -> tuple[Path, Path | None]:
         """A folder of its own for one rollout, and what it was made from.
@@ -50,10 +63,7 @@ class Workspaces:
             ConfigError: There is no such template.
         """
         with self._lock:
-            if self._root is None:
-                self._root = Path(tempfile.mkdtemp(prefix="tuner-program-"))
-                weakref.finalize(self, remove, self._root)
-            folder = self._root / f"{next(self._numbers):06d}"
+            folder = self._made() / f"{next(self._numbers):06d}"
             before = None if template is None else self._read(template, commit)
         if before is None:
             folder.mkdir()
@@ -164,13 +174,24 @@ def difference(before: Path | None, given: Mapping[str, str], after: Path) -> st
     new = {name: after / name for name in files_in(after)}
     compared = []
     for name in sorted({*old, *new, *given}):
-        was = given[name].encode() if name in given else _bytes_of(old.get(name))
+        was = _short(given[name].encode()) if name in given else _bytes_of(old.get(name))
         compared.append(_compared(name, was, _bytes_of(new.get(name))))
     return "".join(compared)
 
 
+def _short(text: bytes) -> bytes:
+    return text if len(text) <= _SHOWN_BYTES else b"\0" + hashlib.sha256(text).digest()
+
+
 def _bytes_of(path: Path | None) -> bytes | None:
-    return None if path is None else path.read_bytes()
+    """What is in a file; of a large one something binary that is another's only if that is alike:
+    it may have all that a program may put on the disk."""
+    if path is None:
+        return None
+    if path.stat().st_size <= _SHOWN_BYTES:
+        return path.read_bytes()
+    with path.open("rb") as file:
+        return b"\0" + hashlib.file_digest(file, "sha256").digest()
 
 
 def _compared(name: str, old: bytes | None, new: bytes | None) -> str:
@@ -182,7 +203,7 @@ def _compared(name: str, old: bytes | None, new: bytes | None) -> str:
     )
     both = [old or b"", new or b""]
     try:
-        if max(map(len, both)) > _SHOWN_BYTES or any(b"\0" in text for text in both):
+        if any(b"\0" in text for text in both):
             raise ValueError("it is no text")
         was, now = (text.decode().splitlines(keepends=True) for text in both)
     except ValueError:

@@ -8,12 +8,19 @@ from collections import Counter
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
+# A sign, a point, a stroke of a fraction: without it there is another number.
+_IN_NUMBERS = re.compile(r"(?<![\w.])-(?=\.?\d)|(?<![^\W\d])[./:](?=\d)")
+_KEPT = {"-": "\ue000", ".": "\ue001", "/": "\ue002", ":": "\ue003"}
+_BACK = str.maketrans({kept: sign for sign, kept in _KEPT.items()})
 
 
 def normalized(text: str) -> str:
     """The text in lower case without punctuation, articles and further spaces, as SQuAD's
-    evaluation compares answers (arXiv 1606.05250)."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+    evaluation compares answers (arXiv 1606.05250); but a number keeps its sign and its point, and a
+    text of articles alone, as the answer "A", is left as it is."""
+    said = _IN_NUMBERS.sub(lambda found: _KEPT[found[0]], text.lower())
+    said = said.translate(_PUNCTUATION).translate(_BACK)
+    return " ".join(_ARTICLES.sub(" ", said).split() or said.split())
 
 
 def exact_match(answer: str, truth: str) -> float:

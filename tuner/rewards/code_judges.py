@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 from xml.etree import ElementTree
 
-from tuner.errors import MissingDependencyError, RewardError, pip_install
+from tuner.errors import MissingDependencyError, RewardError, SandboxError, pip_install
 from tuner.functions.outputs import JudgeOutput, JudgeType, TaskRow, response_text, shown
 from tuner.rewards.sandbox import Finished, Limits, remove, run
 
@@ -116,7 +116,11 @@ def pytest_judge(
     if not module.isidentifier() or module == "test_of_it":
         raise ValueError(f"module is {module!r}: it must be a name of a module")
 
+    runs = False
+
     async def judge(task: Mapping[str, Any], response: Any) -> JudgeOutput:
+        nonlocal runs
+        runs = runs or await _pytest_runs(limits, isolation)
         files = {f"{module}.py": code_in(response_text(response)), _TESTS: _tests(task, field)}
         async with _folder(files) as folder:
             finished = await run(
@@ -134,6 +138,19 @@ def pytest_judge(
         return _verdict(report.failures, report.total, partial, of="tests")
 
     return judge
+
+
+async def _pytest_runs(limits: Limits, isolation: Isolation) -> bool:
+    """
+    Raises:
+        SandboxError: It does not, so that what it says of a program would say nothing.
+    """
+    async with _folder({_TESTS: "def test_it():\n    pass\n"}) as folder:
+        finished = await run(_PYTEST, folder=folder, limits=limits, isolation=isolation)
+    if finished.ended != "exited" or finished.status != 0:
+        said = _short((finished.stdout + finished.stderr).strip())
+        raise SandboxError(f"pytest does not run here: {_ending(finished, limits)}. {said}")
+    return True
 
 
 _TESTS, _REPORT = "test_of_it.py", "report.xml"

@@ -77,45 +77,32 @@ class Here:
 
     async def workflow(self, task: Mapping[str, Any], feedback: str | None) -> WorkflowOutput:
         model = self.make_model(self.session)
-        work = call_workflow(
-            self.workflow_func,
-            task=dict(task),
-            model=model,
-            auxiliary_models=self.auxiliary,
-            logger=logger,
-            feedback=feedback,
-            apart=self.watchdog.apart,
-        )
+        work = self._of(call_workflow, self.workflow_func, task, model=model, feedback=feedback)
         output = await self._looked_after("workflow", work)
         if hasattr(model, "workflow_ended"):  # frameworks whose agents can stop half-way
             model.workflow_ended()
         return output
 
     async def judge(self, task: Mapping[str, Any], response: Any) -> JudgeOutput:
-        assert self.judge_func is not None
-        work = call_judge(
-            self.judge_func,
-            task=dict(task),
-            response=response,
-            auxiliary_models=self.auxiliary,
-            logger=logger,
-            apart=self.watchdog.apart,
-        )
+        work = self._of(call_judge, self.judge_func, task, response=response)
         return await self._looked_after("judge", work)
 
     async def group_judge(
         self, task: Mapping[str, Any], responses: Sequence[Any]
     ) -> list[JudgeOutput]:
-        assert self.judge_func is not None
-        work = call_group_judge(
-            self.judge_func,
-            task=dict(task),
-            responses=responses,
-            auxiliary_models=self.auxiliary,
-            logger=logger,
-            apart=self.watchdog.apart,
-        )
+        work = self._of(call_group_judge, self.judge_func, task, responses=responses)
         return await self._looked_after("judge", work)
+
+    def _of(
+        self,
+        call: Callable[..., Coroutine[Any, Any, T]],
+        func: Callable[..., Any] | None,
+        task: Mapping[str, Any],
+        **own: Any,
+    ) -> Coroutine[Any, Any, T]:
+        """A call of a function with what all of them get, and what is its own."""
+        shared = {"auxiliary_models": self.auxiliary, "logger": logger}
+        return call(func, task=dict(task), **shared, **own, apart=self.watchdog.apart)
 
     async def _looked_after(self, role: str, work: Coroutine[Any, Any, T]) -> T:
         others = (getattr(model, "session", None) for model in self.auxiliary.values())

@@ -12,24 +12,16 @@ import pytest
 from gymnasium.spaces import Box, Discrete, Text
 from typer.testing import CliRunner
 
+from tests.environments.training import trained
 from tests.examples.conftest import main
-from tuner import TunerModelConfig, WorkflowOutput, tune
+from tuner import WorkflowOutput, tune
 from tuner.cli import app
 from tuner.environments import Gymnasium
 from tuner.environments.seam import brought
 from tuner.errors import ConfigError
-from tuner.traces import TraceStore
 
 __all__ = ["main"]
 EXAMPLE = Path(__file__).parents[3] / "examples" / "gymnasium"
-SETTINGS = (
-    "algorithm.repeat_times=2",
-    "buffer.batch_size=2",
-    "buffer.total_steps=1",
-    "explorer.max_retry_times=0",
-    "model.max_response_tokens=6",
-    "tuner.signal_patience=9",
-)
 
 
 class Talk(gymnasium.Env):
@@ -77,14 +69,9 @@ def counted(monkeypatch):
 def train(random_model_path, tmp_path):
     def train(environment, *overrides, **given):
         environment.eval_dataset = None
-        result = tune(
-            environment=environment,
-            model=TunerModelConfig(model_path=str(random_model_path), max_model_len=250),
-            experiment_name="run",
-            overrides=[*SETTINGS, f"checkpoint_root_dir={tmp_path}", *overrides],
-            **given,
+        return trained(
+            environment, random_model_path, tmp_path, "buffer.batch_size=2", *overrides, **given
         )
-        return TraceStore(result.run_dir / "traces").read("train", 1)
 
     return train
 
@@ -147,7 +134,7 @@ def test_a_discrete_action_is_the_last_number(train):
 
     environment = Gymnasium(Count, no_action=-3.0)
     assert environment._action("first 3, then 12.") == 12
-    for text in ("no number", "15", ""):
+    for text in ("no number", "15", "", "9" * 30):
         with pytest.raises(ValueError, match=r"number|is not in"):
             environment._action(text)
     for trace in train(environment):  # a random model writes none

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -112,7 +113,7 @@ class Calculator(MCPEnvironment):
         return Observation()
 
     def _step_impl(self, action, timeout_s=None, **kwargs):
-        raise NotImplementedError
+        raise AssertionError("it has tools, and no other actions")
 
     def step(self, action, timeout_s=None, **kwargs):
         found = super().step(action, timeout_s=timeout_s, **kwargs)
@@ -270,16 +271,20 @@ async def test_an_action_of_several_fields_is_a_call_of_a_tool():
 
     with served(Board, Move) as url:
         output, calls = await output_of(
-            OpenEnv(url), {"seed": 5}, call(x="no"), call(x=1), call(x=2, y=3)
+            OpenEnv(url), {"seed": 5}, call(x="no"), drift.CALL, call(x=1), call(x=2, y=3)
         )
     (tool,) = calls[0].tools
     assert tool["function"]["name"] == "act"
     assert list(tool["function"]["parameters"]["properties"]) == ["x", "y"]
     assert calls[0].messages[-1]["content"] == '{"text": "Go.", "seed": 5}'
     told = [one["content"] for one in calls[-1].messages if one["role"] == "tool"]
-    assert told == ["no valid action; it has the fields x, y", '{"text": "at 1, 0", "seed": 7}']
+    assert told == [
+        "no valid action; it has the fields x, y",
+        "no such tool; there is act",
+        '{"text": "at 1, 0", "seed": 7}',
+    ]
     assert output.reward == 0.5
-    assert output.metrics == {"turns": 3.0, "done": 1.0, "refused_actions": 1.0, "out_of_room": 0.0}
+    assert output.metrics == {"turns": 4.0, "done": 1.0, "refused_actions": 2.0, "out_of_room": 0.0}
 
 
 @pytest.mark.parametrize("client", [None, MCPToolClient])
@@ -512,11 +517,34 @@ async def test_a_server_is_ended_with_its_children(tmp_path):
     environment = OpenEnv(command=[sys.executable, str(script), "{port}"])
     with pytest.raises(ConnectionError):  # it is no OpenEnv server
         await output_of(environment, {}, "42")
-    (process, child) = sorted(psutil.Process().children(recursive=True), key=lambda one: one.pid)
+    process = next(one for one in psutil.Process().children() if str(script) in one.cmdline())
+    below = process.children(recursive=True)
+    assert ["sleep", "600"] in [one.cmdline() for one in below]
     os.kill(process.pid, signal.SIGSTOP)  # nor does it listen to SIGTERM
     await environment.close()
     assert not process.is_running()
-    assert psutil.wait_procs([child], timeout=20)[1] == []
+    assert psutil.wait_procs(below, timeout=20)[1] == []
+
+
+def test_a_server_ends_with_the_process_that_started_it_however_that_ended(tmp_path):
+    script = tmp_path / "starts.py"
+    script.write_text(
+        "import os, signal, subprocess, sys\n"
+        "from tuner.environments.server_process import ServerProcess\n"
+        "server = ServerProcess([sys.executable, '-m', 'http.server', '{port}'])\n"
+        "server.address()\n"
+        "print(server._process.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL
+    left = [one for one in psutil.process_iter() if _group(one) == int(done.stdout)]
+    assert psutil.wait_procs(left, timeout=20)[1] == []
+
+
+def _group(process):
+    with contextlib.suppress(OSError):
+        return os.getpgid(process.pid)
 
 
 # Training

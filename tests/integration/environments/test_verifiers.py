@@ -12,24 +12,17 @@ import pytest
 import verifiers.v1 as vf
 from verifiers.v1.utils.paths import CACHE_DIR
 
+from tests.environments.training import trained
 from tests.examples.conftest import main
-from tuner import TunerModelConfig, tune
+from tuner import tune
 from tuner.environments import Verifiers
 from tuner.environments.seam import brought, from_settings
 from tuner.errors import ConfigError
-from tuner.traces import TraceStore
+from tuner.tune import prepare
 
 __all__ = ["main"]
 EXAMPLE = Path(__file__).parents[3] / "examples" / "verifiers"
 HERE = {"agent": {"runtime": {"type": "subprocess"}}, "taskset": {"id": "vf_cases"}}
-SETTINGS = (
-    "algorithm.repeat_times=2",
-    "buffer.batch_size=1",
-    "buffer.total_steps=1",
-    "explorer.max_retry_times=0",
-    "model.max_response_tokens=6",
-    "tuner.signal_patience=9",
-)
 
 
 @pytest.fixture(autouse=True)
@@ -40,14 +33,9 @@ def cases_are_importable(monkeypatch):
 @pytest.fixture
 def train(random_model_path, tmp_path):
     def train(environment, *overrides, **given):
-        result = tune(
-            environment=environment,
-            model=TunerModelConfig(model_path=str(random_model_path), max_model_len=250),
-            experiment_name="run",
-            overrides=[*SETTINGS, f"checkpoint_root_dir={tmp_path}", *overrides],
-            **given,
+        return trained(
+            environment, random_model_path, tmp_path, "buffer.batch_size=1", *overrides, **given
         )
-        return TraceStore(result.run_dir / "traces").read("train", 1)
 
     return train
 
@@ -139,6 +127,7 @@ def test_servers_of_tools_are_shared_or_the_rollouts_own_and_end(train, monkeypa
     # Servers are processes, which import what is installed.
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     config = vf.resolve_env_config({**HERE, "taskset": {"id": "vf_tools"}})
+    files = {*Path("/tmp").glob("vf-port-*")}
     traces = train(vf.load_environment(config), "buffer.batch_size=2")
     assert [trace.outcome for trace in traces] == ["completed"] * 4, traces[0].error
     found = [json.loads(trace.feedback.partition("info: ")[2]) for trace in traces]
@@ -146,6 +135,25 @@ def test_servers_of_tools_are_shared_or_the_rollouts_own_and_end(train, monkeypa
     assert len({one["own_process"] for one in found}) == 4
     for process in {number for one in found for number in one.values()}:
         assert not psutil.pid_exists(process)
+    assert {*Path("/tmp").glob("vf-port-*")} <= files
+
+
+def test_what_all_share_is_begun_anew_where_it_failed(train, monkeypatch):
+    given = environment()
+    begin, began = given.serving, []
+
+    def serving():
+        began.append(1)
+        if len(began) == 1:
+            raise OSError("no port is free")
+        return begin()
+
+    monkeypatch.setattr(given, "serving", serving)
+    row = {"idx": 0, "prompt": "case"}
+    found = train(given, "explorer.max_retry_times=1", train_dataset=[row])
+    assert {trace.outcome for trace in found if trace.final} == {"completed"}
+    assert "OSError: no port is free" in next(one.error for one in found if not one.final)
+    assert len(began) == 2
 
 
 def test_tasks_are_selected_with_their_own_words():
@@ -173,6 +181,18 @@ def test_it_is_made_again_where_it_travels_to():
     back = pickle.loads(pickle.dumps(found.workflow)).__self__
     assert back._env.config == found._env.config
     assert back._task(found.train_dataset[3]).data.prompt == "case 3"
+
+
+def test_tasks_of_several_classes_stay_in_this_process(random_model_path, monkeypatch):
+    given = environment()
+    task = type(next(iter(given.taskset.load())))
+    other = type("Harder", (task,), {})
+    both = [kind(kind.data_type()(prompt="x"), given.taskset.config.task) for kind in (task, other)]
+    monkeypatch.setattr(type(given.taskset), "load", lambda self: both)
+    settings = ["buffer.batch_size=1", f"model.model_path={random_model_path}"]
+    assert len(prepare(environment=Verifiers(given), overrides=settings).train_tasks) == 2
+    with pytest.raises(ConfigError, match=r"tuner\.workers is 2, and .* Harder beside CaseTask"):
+        prepare(environment=Verifiers(given), overrides=[*settings, "tuner.workers=2"])
 
 
 RETRY = {"max_retries": 1}

@@ -1,0 +1,95 @@
+"""Environments of libraries in workers, where a run leaves the traces that it leaves without."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import verifiers.v1 as vf
+
+from tests.environments.test_in_workers import left_by_workers
+from tests.integration.environments.test_openenv import Answer, Letters, children, served
+from tests.integration.environments.test_verifiers import cases_are_importable, environment, left
+from tuner.environments import Gymnasium, Mixture, OpenEnv, Verifiers
+from tuner.environments.seam import from_settings
+from tuner.errors import ConfigError
+from tuner.functions.loading import import_module_or_file
+from tuner.tune import prepare
+
+__all__ = ["cases_are_importable", "left_by_workers"]
+EXAMPLES = Path(__file__).parents[3] / "examples"
+ARITHMETIC = {"kind": "gymnasium", "id": "Arithmetic-v0", "train_tasks": 4, "eval_tasks": 0}
+
+
+def arithmetic():
+    """An environment that a file of the user's registers, as `tuner.imports` loads it."""
+    import_module_or_file(str(EXAMPLES / "gymnasium" / "arithmetic_env.py"), setting="here")
+    return from_settings(ARITHMETIC, "tuner.environment")
+
+
+def of_verifiers():
+    return Verifiers(environment(), train={"limit": 4})
+
+
+def test_gymnasium(left_by_workers):
+    assert isinstance(arithmetic(), Gymnasium)
+    left_by_workers(arithmetic)
+
+
+def test_verifiers(left_by_workers):
+    before = left()
+    left_by_workers(of_verifiers)
+    assert left() == before
+
+
+def test_verifiers_with_servers_of_tools(left_by_workers, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    config = vf.resolve_env_config(
+        {"agent": {"runtime": {"type": "subprocess"}}, "taskset": {"id": "vf_tools"}}
+    )
+    left_by_workers(lambda: vf.load_environment(config), feedback=False)  # numbers of processes
+
+
+def test_openenv(left_by_workers):
+    with served(Letters, Answer) as url:
+        left_by_workers(lambda: OpenEnv(url, max_turns=2, train_tasks=4, eval_tasks=0))
+
+
+SERVER = """
+import sys
+sys.path.insert(0, {root!r})
+import uvicorn
+from openenv.core.env_server import create_app
+from tests.integration.environments.test_openenv import Answer, Letters, Said
+
+app = create_app(Letters, Answer, Said, max_concurrent_envs=16)
+uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error")
+"""
+
+
+def test_openenv_starts_a_server_for_each_worker(left_by_workers, tmp_path):
+    script = tmp_path / "server.py"
+    script.write_text(SERVER.format(root=str(EXAMPLES.parent)))
+    command = [sys.executable, str(script), "{port}"]
+    left_by_workers(lambda: OpenEnv(command=command, max_turns=2, train_tasks=4, eval_tasks=0))
+    assert children() == []
+
+
+def test_a_server_at_one_place_is_not_started_by_each_worker():
+    environment = OpenEnv("http://127.0.0.1:9", command=["server"])
+    with pytest.raises(ConfigError, match=r"tuner\.workers is 2, and each.*leave url out"):
+        prepare(environment=environment, overrides=["tuner.workers=2"])
+
+
+def test_a_mixture_of_them(left_by_workers):
+    with served(Letters, Answer) as url:
+        left_by_workers(
+            lambda: Mixture(
+                {
+                    "arithmetic": arithmetic(),
+                    "cases": of_verifiers(),
+                    "letters": OpenEnv(url, max_turns=2, train_tasks=4, eval_tasks=0),
+                }
+            )
+        )
