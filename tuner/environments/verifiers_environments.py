@@ -272,9 +272,9 @@ def _remove_port_files() -> None:
     """Let no file be left in `/tmp` by which a server of tools on this machine said its port."""
     from verifiers.v1.mcp import launch
 
-    read = launch._read_back_port
-    if read.__module__ != launch.__name__:
-        return  # it is so already
+    read: Any = getattr(launch, "_read_back_port", None)  # its own, and may go
+    if read is None or read.__module__ != launch.__name__:
+        return  # or it is so already
 
     async def read_and_removed(runtime: Any, path: str) -> int:
         try:
