@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import socket
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from tuner.gateway.request_error import RequestError, shown
@@ -27,6 +29,8 @@ MAX_CONNECTIONS = 16384
 # Who asks under another name was sent here by that name's DNS (DNS rebinding): a web page.
 _LOOPBACK = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d*)?", re.IGNORECASE)
 _PORT = re.compile(r":\d*$")
+# As uvicorn has it: the proxies that may say who asks, and how.
+_PROXIES = os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1,::1")
 _CONNECTION = "tuner.connection"  # under which the state of a scope has it
 
 
@@ -88,6 +92,7 @@ class HttpDoor:
             lifespan="off",
             log_config=None,
             access_log=False,
+            proxy_headers=False,  # of which only what is beside reads anything
             timeout_graceful_shutdown=opening.patience,
             # uvicorn's 5 s are httpx's too: what a client sends as both let go is lost.
             timeout_keep_alive=STALLED_SECONDS,
@@ -218,7 +223,8 @@ class _Endpoint:
 
     def __init__(self, gateway: Answers, opening: Opening | None = None) -> None:
         self._gateway = gateway
-        self._opening = opening or Opening()
+        self._opening = opening = opening or Opening()
+        self._beside = opening.beside and ProxyHeadersMiddleware(opening.beside, _PROXIES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {
@@ -238,8 +244,8 @@ class _Endpoint:
             return
         if body is None:
             return
-        if self._opening.beside is not None and not scope["path"].startswith("/v1/"):
-            await self._opening.beside(scope, _received(body, receive), send)
+        if self._beside is not None and not scope["path"].startswith("/v1/"):
+            await self._beside(scope, _received(body, receive), send)
             return
         task = asyncio.current_task()
         if connection is not None:

@@ -305,6 +305,8 @@ class ChatRenderer:
         Raises:
             RequestError: 400: a schema cannot be made a grammar, or the family's form has none.
         """
+        if constraints.path is None:
+            return ""
         return grammar_of(
             constraints,
             tool_call_parser=self._tool_call_parser,
