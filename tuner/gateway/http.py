@@ -224,7 +224,8 @@ class _Endpoint:
     def __init__(self, gateway: Answers, opening: Opening | None = None) -> None:
         self._gateway = gateway
         self._opening = opening = opening or Opening()
-        self._beside = opening.beside and ProxyHeadersMiddleware(opening.beside, _PROXIES)
+        beside: Any = opening.beside
+        self._beside: ASGIApp | None = beside and ProxyHeadersMiddleware(beside, _PROXIES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {

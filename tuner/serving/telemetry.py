@@ -118,7 +118,7 @@ def log_request(
         said = {"method": method, "path": path, "status": status, "ms": round(1000 * seconds, 2)}
         # Made here: a logger looks for who called it, and this is always the same.
         record = logging.LogRecord(_log.name, logging.INFO, __file__, 0, "request", None, None)
-        record.said = {**said, "session": session, "who": who}
+        record.__dict__["said"] = {**said, "session": session, "who": who}
         _log.handle(record)
 
 
