@@ -10,13 +10,15 @@ import pytest
 
 from tests.loop import runs
 from tuner import cli
+from tuner.config.load import load_config
 from tuner.errors import ConfigError, TunerError
 from tuner.loop import run_local
 from tuner.planning import gpus
 from tuner.planning.fitting import GATEWAY, _solved, fit
-from tuner.planning.measured import MeasuredRun, MeasuredStep, read_measured
+from tuner.planning.measured import MeasuredRun, MeasuredStep, place_of, read_measured
 from tuner.planning.plan import plan_file
 from tuner.planning.step_model import Costs, Place, Work, predict
+from tuner.run.continuation import leaves
 from tuner.traces import read_traces
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -234,6 +236,16 @@ def test_a_run_tells_what_its_rollouts_come_to(ran):
     assert run.work.unique(2, 3) == pytest.approx(unique, rel=0.01)
     # It was evaluated after its last step, which is no part of a step.
     assert run.steps[-1].rest == 0
+
+
+@pytest.mark.parametrize(
+    ("workers", "many"), [("auto", 4), ("ray", 4), ("6", 6), ("ray tuner.ray.workers=9", 9)]
+)
+def test_workers_are_as_many_as_the_file_says(workers, many):
+    cluster = ["cluster.ray_address=10.0.0.1:6379", "tuner.ray.gateway=10.0.0.1"]
+    config = load_config(None, overrides=[*cluster, *f"tuner.workers={workers}".split()])
+    settings = dict(leaves(config.model_dump(mode="json"), lists=True))
+    assert place_of(settings, cores=4).workers == many
 
 
 def test_a_plan_says_of_each_number_where_it_is_from(file, ran):

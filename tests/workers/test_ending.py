@@ -17,7 +17,7 @@ from tests.workers.conftest import pool_of
 from tests.workers.functions import hanging
 from tuner.gateway import SamplingDefaults
 from tuner.traces import Outcome, RolloutId
-from tuner.workers import worker
+from tuner.workers import any_worker
 
 DEFAULTS = SamplingDefaults(max_tokens=4)
 ID = RolloutId(1, 0, 0)
@@ -65,7 +65,7 @@ async def test_a_call_that_comes_too_late_is_refused(make_runner, tmp_path):
 async def test_a_worker_that_hears_nothing_is_killed_and_others_in_it_can_try_again(
     make_runner, monkeypatch, caplog
 ):
-    monkeypatch.setattr(worker, "PATIENCE", 0.1)
+    monkeypatch.setattr(any_worker, "PATIENCE", 0.1)
     async with pool_of(1, hanging) as pool:
         (pid,) = await started(pool)
         runner = jumping(make_runner(hanging, workers=pool, timeout=LIMIT), after=2)

@@ -1,6 +1,8 @@
 """What comes of a rollout is the same, whoever calls the functions: this process, or workers."""
 
 import asyncio
+import importlib
+import sys
 from dataclasses import replace
 
 import pytest
@@ -10,6 +12,7 @@ from tests.workers.conftest import ByHttp, pool_of
 from tests.workers.functions import DOES, OUTCOMES, judge, workflow
 from tuner.assembly.auxiliary import AuxiliaryModels
 from tuner.errors import FunctionError, MissingDependencyError
+from tuner.functions.shipping import PICKLE, ship
 from tuner.gateway import SamplingDefaults
 from tuner.rollout.attempt import Again
 from tuner.rollout.panel import Panel
@@ -214,3 +217,23 @@ async def test_an_agent_of_agentscope_runs_in_a_worker(make_runner):
         (trace,) = await runner.run({}, ID, DEFAULTS)
     assert trace.outcome is Outcome.COMPLETED
     assert trace.calls
+
+
+def test_a_package_beside_the_script_travels_though_an_installed_one_has_its_name(
+    tmp_path, monkeypatch
+):
+    package = tmp_path / "nbclient"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "agent.py").write_text(
+        "async def workflow(task, model):\n    raise NotImplementedError\n"
+    )
+    assert importlib.util.find_spec("nbclient") is not None
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("nbclient", "nbclient.agent"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    mine = importlib.import_module("nbclient.agent")
+    assert mine.__file__.startswith(str(tmp_path))
+    assert ship(mine.workflow, role="workflow").startswith(PICKLE)
+    for name in ("nbclient", "nbclient.agent"):
+        monkeypatch.delitem(sys.modules, name)

@@ -8,6 +8,7 @@ from tests.loop.runs import EVAL, TRAIN, config, judge, workflow
 from tests.workers.functions import group_judge, scored, synchronous
 from tuner.areal import shared_run
 from tuner.areal.token_workflow import TokenWorkflow
+from tuner.config.explorer import RaySection
 from tuner.config.load import load_config
 from tuner.errors import ConfigError
 from tuner.loop import run_local
@@ -15,6 +16,7 @@ from tuner.prompts import contenders
 from tuner.serving.hosting import serve
 from tuner.trinity.refusals import tuner_section
 from tuner.workers.pool import count_for
+from tuner.workers.ray_worker import Placing
 
 
 def trained(model, root, *overrides, workflow=workflow, judge=judge):
@@ -99,6 +101,39 @@ def test_auto_goes_by_the_cores_that_functions_keep_busy(used, count):
 def test_what_cannot_be_had_is_refused_by_name(value, message):
     with pytest.raises(ConfigError, match=message):
         load_config(None, overrides=[f"tuner.workers={value}"])
+
+
+ON_RAY = {
+    "cluster": {"ray_address": "10.0.0.1:6379"},
+    "tuner": {"workers": "ray", "ray": {"gateway": "10.0.0.1:8700"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("cluster.ray_address=auto", "is auto: write the cluster's address"),
+        ("tuner.ray.gateway=http://10.0.0.1", r"tuner\.ray\.gateway"),
+        ("tuner.ray.gateway=0.0.0.0:8700", "which is no address to be reached at"),
+        ("tuner.ray.base_url=https://10.0.0.1", r"tuner\.ray\.base_url"),
+        ("tuner.ray.cpus=0", r"tuner\.ray\.cpus"),
+    ],
+)
+def test_what_workers_on_a_cluster_cannot_have_is_refused_by_name(setting, message):
+    assert load_config(None, settings=ON_RAY).tuner.ray.gateway == "10.0.0.1:8700"
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, settings=ON_RAY, overrides=[setting])
+
+
+def test_a_gateway_listens_where_the_file_says_and_knows_the_names_of_its_proxy():
+    section = RaySection(gateway="127.0.0.1:8700", base_url="https://trainer.example/v1")
+    placing = Placing("10.0.0.1:6379", section)
+    opening = placing.opening(2)
+    assert (opening.host, opening.port) == ("127.0.0.1", 8702)
+    assert {"127.0.0.1", "trainer.example"} <= opening.names
+    assert placing.reached("http://127.0.0.1:8700/v1") == "https://trainer.example/v1"
+    with pytest.raises(ConfigError, match=r"tuner\.ray\.gateway is a\.\.b, where this"):
+        Placing("", RaySection(gateway="a..b")).opening()
 
 
 def test_a_share_of_requests_to_a_remote_model_is_at_least_one():

@@ -36,17 +36,14 @@ from tuner.engines.transformers.kv_cache import length_limit
 from tuner.errors import ConfigError
 from tuner.functions.calling import end_run
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults
-from tuner.gateway.http import Opening
 from tuner.gateway.model.system_prompt import SystemPrompt
 from tuner.rollout import RolloutRunner
 from tuner.training import PolicyTrainer, TeacherPrompt
 from tuner.training.batch import own_prompt
 from tuner.training.references import Reference
-from tuner.workers.pool import Pool, pool_of
+from tuner.workers.pool import Pool, opening_of, pool_of
 
 _log = logging.getLogger(__name__)
-# Where the door of the gateway with this number is, if not on loopback; the policy's is 0.
-Openings = Callable[[int], Opening | None]
 
 
 @dataclass
@@ -188,8 +185,7 @@ def build_stack(
     tokenizer = load_tokenizer(path)
     settings = trainer_settings(config, 1, 1)
     auxiliary = AuxiliaryModels(kind)
-    openings = _openings(workers)
-    loaded = add_auxiliary_models(auxiliary, config, model.device, model.dtype, openings)
+    loaded = add_auxiliary_models(auxiliary, config, model.device, model.dtype, workers)
     context = context_length(config.model.max_model_len, model.config, "model.max_model_len")
     longest = config.model.max_response_tokens
     if longest is not None and longest >= context:
@@ -229,7 +225,7 @@ def build_stack(
         renderer,
         model_name=path,
         reasoning=config.tuner.reasoning,
-        opening=openings(0),
+        opening=opening_of(workers),
     )
     teacher = None
     if config.algorithm.advantage_fn == "on_policy_distill":
@@ -318,18 +314,12 @@ def chat_renderer(config: RunConfig, tokenizer: Any) -> ChatRenderer:
     )
 
 
-def _openings(workers: Pool | None) -> Openings:
-    if workers is None or workers.placing is None:
-        return lambda number: None
-    return workers.placing.opening
-
-
 def add_auxiliary_models(
     auxiliary: AuxiliaryModels,
     config: RunConfig,
     device: torch.device,
     dtype: torch.dtype,
-    openings: Openings = lambda number: None,
+    workers: Pool | None = None,
 ) -> dict[str, tuple[PreTrainedModel, Any]]:
     """Load and serve them, on the policy's device and in its type.
 
@@ -364,9 +354,10 @@ def add_auxiliary_models(
             tool_call_parser=settings.tool_call_parser,
             reasoning_parser=settings.reasoning_parser,
         )
+        opening = opening_of(workers, index + 1)
         auxiliary.add_local(
             settings.name,
-            Gateway(engine, renderer, model_name=settings.model_path, opening=openings(index + 1)),
+            Gateway(engine, renderer, model_name=settings.model_path, opening=opening),
             SamplingDefaults(
                 temperature=settings.temperature,
                 top_p=settings.top_p,

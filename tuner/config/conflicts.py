@@ -166,30 +166,6 @@ def _sampling(config: RunConfig) -> Iterator[str]:
             )
 
 
-def _ray(config: RunConfig) -> Iterator[str]:
-    section = config.tuner.ray
-    if config.cluster.ray_address in (None, "auto", "local"):
-        yield (
-            f"tuner.workers is ray, and cluster.ray_address is {config.cluster.ray_address}: write "
-            "the cluster's address, host:port"
-        )
-    if section.gateway is None:
-        yield (
-            "tuner.workers is ray, and tuner.ray.gateway is not set: write an address of this "
-            "machine that the workers' machines reach"
-        )
-    elif section.gateway.partition(":")[0] == "0.0.0.0" and section.base_url is None:
-        yield (
-            f"tuner.ray.gateway is {section.gateway}, which is no address to be reached at: write "
-            "this machine's, or what the workers ask as tuner.ray.base_url"
-        )
-    if section.base_url is not None and config.explorer.auxiliary_models:
-        yield (
-            "tuner.ray.base_url is set, but explorer.auxiliary_models each have a door of their "
-            "own: remove it, or serve them elsewhere (tuner.auxiliary_models)"
-        )
-
-
 def _agents(config: RunConfig) -> Iterator[str]:
     tuner = config.tuner
     if tuner.agent is not None and tuner.workflow is not None:
@@ -198,7 +174,9 @@ def _agents(config: RunConfig) -> Iterator[str]:
             "one of them"
         )
     if tuner.workers == "ray":
-        yield from _ray(config)
+        yield from tuner.ray.problems(
+            config.cluster.ray_address, own_models=bool(config.explorer.auxiliary_models)
+        )
     for name, model in tuner.auxiliary_models.items():
         most = model.max_concurrent
         if most is not None and isinstance(tuner.workers, int) and most < tuner.workers:

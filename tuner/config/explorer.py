@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -174,6 +175,34 @@ class RaySection(Section):
         description="What the workers ask instead, where a proxy is before the gateway "
         "(`https://trainer.example/v1`).",
     )
+
+    def problems(self, address: str | None, *, own_models: bool) -> Iterator[str]:
+        """What lacks or does not go together where `tuner.workers` is `ray`.
+
+        Args:
+            address: `cluster.ray_address`.
+            own_models: Whether frozen models are served here.
+        """
+        if address in (None, "auto", "local"):
+            yield (
+                f"tuner.workers is ray, and cluster.ray_address is {address}: write the cluster's "
+                "address, host:port"
+            )
+        if self.gateway is None:
+            yield (
+                "tuner.workers is ray, and tuner.ray.gateway is not set: write an address of this "
+                "machine that the workers' machines reach"
+            )
+        elif self.gateway.partition(":")[0] == "0.0.0.0" and self.base_url is None:
+            yield (
+                f"tuner.ray.gateway is {self.gateway}, which is no address to be reached at: write "
+                "this machine's, or what the workers ask as tuner.ray.base_url"
+            )
+        if self.base_url is not None and own_models:
+            yield (
+                "tuner.ray.base_url is set, but explorer.auxiliary_models each have a door of "
+                "their own: remove it, or serve them elsewhere (tuner.auxiliary_models)"
+            )
 
 
 class EngineSection(Section):

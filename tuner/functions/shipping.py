@@ -37,7 +37,9 @@ LARGEST = 8 * 2**20
 _READ_BACK = "import sys, cloudpickle; cloudpickle.loads(sys.stdin.buffer.read())"
 _FIND = (
     "import sys, importlib.util as u; "
-    "sys.exit(0 if u.find_spec(sys.argv[1].partition('.')[0]) and u.find_spec(sys.argv[1]) else 1)"
+    "found = u.find_spec(sys.argv[1].partition('.')[0]) and u.find_spec(sys.argv[1]); "
+    "found or sys.exit(1); "
+    "print(*(found.submodule_search_locations or [found.origin]), sep='\\n')"
 )
 
 
@@ -113,10 +115,16 @@ def _reference(func: Callable[..., Any]) -> str | None:
     return f"{module}:{name}"
 
 
-@cache
 def _is_installed(module: str) -> bool:
+    return bool(_places(module))
+
+
+@cache
+def _places(module: str) -> tuple[Path, ...]:
+    """The folders of an installed package, or the file of an installed module."""
     command = [sys.executable, "-I", "-c", _FIND, module]
-    return subprocess.run(command, cwd=os.sep, capture_output=True, check=False).returncode == 0
+    done = subprocess.run(command, cwd=os.sep, capture_output=True, text=True, check=False)
+    return tuple(Path(line).resolve() for line in done.stdout.splitlines())
 
 
 def _by_value(func: Callable[..., Any], role: str, read_back: bool) -> str:
@@ -192,9 +200,9 @@ def _own_modules() -> Iterator[ModuleType]:
         if file is None or name == "__main__" or module.__name__ != name:
             continue
         path = Path(file).resolve()
-        if not any(path.is_relative_to(folder) for folder in elsewhere) and not _is_installed(
-            name.partition(".")[0]
-        ):
+        # An installed package may have the name of another one beside the script.
+        installed = [*elsewhere, *_places(name.partition(".")[0])]
+        if not any(path.is_relative_to(folder) for folder in installed):
             yield module
 
 

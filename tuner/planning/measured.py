@@ -122,6 +122,12 @@ def place_of(settings: Mapping[str, Any], *, cores: int | None = None) -> Place:
         has_affinity = hasattr(os, "sched_getaffinity")
         cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     kind = settings.get("explorer.rollout_model.engine_type") or "auto"
+    running = int(settings.get("explorer.runner_per_model") or 8)
+    # On a cluster as in the file, or at most as many; its cores are among `cores` then.
+    many: dict[Any, Any] = {
+        "auto": cores,
+        "ray": settings.get("tuner.ray.workers") or min(running, cores),
+    }
     workers = settings.get("tuner.workers") or 0
     beside = kind in ("vllm", "sglang") or settings.get("tuner.placement") == "separate"
     repeat = int(settings.get("algorithm.repeat_times") or 1)
@@ -130,13 +136,13 @@ def place_of(settings: Mapping[str, Any], *, cores: int | None = None) -> Place:
     return Place(
         groups=int(settings.get("buffer.batch_size") or 1),
         repeat=repeat,
-        running=int(settings.get("explorer.runner_per_model") or 8),
+        running=running,
         slots=int(settings.get("tuner.max_slots") or 64),
         ahead=int(settings.get("synchronizer.sync_offset") or 0),
         reference=kl not in (None, "none") and coefficient != 0,
         engines=int(settings.get("explorer.rollout_model.engine_num") or 1),
         in_process=not beside,
-        workers=cores if workers == "auto" else int(workers),
+        workers=int(many.get(workers, workers)),
         cores=cores,
     )
 

@@ -34,6 +34,7 @@ MAY_CHANGE = (
 )
 MAY_CHANGE_HERE = (  # on the local backend
     *MAY_CHANGE,
+    "cluster.ray_address",
     "explorer.max_retry_times",
     "explorer.over_rollout",
     "explorer.rollout_model.enforce_eager",

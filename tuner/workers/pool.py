@@ -21,12 +21,13 @@ from tuner.errors import ConfigError, FunctionError, TunerError, WorkerError
 from tuner.functions.calling import judges_groups
 from tuner.functions.shipping import ship_together
 from tuner.gateway import Gateway, Session
+from tuner.gateway.http import Opening
 from tuner.gateway.service import Door
 from tuner.rollout.failures import Elsewhere
 from tuner.traces import RolloutId
+from tuner.workers.any_worker import There, Worker
 from tuner.workers.messages import Open, Opened, Remote, Setup
 from tuner.workers.ray_worker import Placing
-from tuner.workers.worker import There, Worker
 from tuner.workers.worker_process import WorkerProcess
 
 logger = logging.getLogger("tuner.rollout")
@@ -74,6 +75,7 @@ class Pool:
     _ending: set[asyncio.Task[None]] = field(default_factory=set, init=False)
     _closed: bool = field(default=False, init=False)
     _spent: float = field(default=0.0, init=False)
+    _told: bool = field(default=False, init=False)
     _started_at: float = field(default=0.0, init=False)
     _joined: ExitStack = field(default_factory=ExitStack, init=False)
 
@@ -252,7 +254,16 @@ class Pool:
         self.start()
         if starting := [one.ready for one in self._begun if not one.ready.done()]:
             # Else the first one that is there gets all.
-            await asyncio.wait(starting, timeout=self._left(self._started_at + _PLACED))
+            _, late = await asyncio.wait(starting, timeout=self._left(self._started_at + _PLACED))
+            if late and self.placing is not None and not self._told:
+                self._told = True
+                logger.warning(
+                    "%d of %d workers have begun %s; the others do as soon as there is room: %s",
+                    self.count - len(late),
+                    self.count,
+                    self.placing,
+                    self.placing.offers(),
+                )
         deadline = time.monotonic() + _FOUND
         while True:
             if self._failure is not None:
@@ -290,6 +301,13 @@ class Pool:
         with self._joined:
             ended = (worker.aclose() for worker in list(self._workers))
             await asyncio.gather(*ended, *self._ending)
+
+
+def opening_of(workers: Pool | None, number: int = 0) -> Opening | None:
+    """Where the door of the gateway with this number is, for workers; None: on loopback."""
+    if workers is None or workers.placing is None:
+        return None
+    return workers.placing.opening(number)
 
 
 def pool_of(

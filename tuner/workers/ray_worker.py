@@ -24,8 +24,8 @@ from tuner.functions.shipping import worker_path
 from tuner.gateway import Gateway
 from tuner.gateway.http import Opening
 from tuner.gateway.service import Door
+from tuner.workers.any_worker import Worker
 from tuner.workers.messages import Setup, framed
-from tuner.workers.worker import Worker
 from tuner.workers.worker_process import ChildProcess, print_here
 
 PACKAGE = "agentscope-tuner"
@@ -208,13 +208,13 @@ class Placing:
         where = urlsplit(f"//{self.section.gateway}")
         host = where.hostname or ""
         try:
-            found = {str(one[4][0]) for one in socket.getaddrinfo(host, None)}
-        except OSError as error:
+            port = 0 if where.port is None else where.port + number
+            found = {str(one[4][0]) for one in socket.getaddrinfo(host, port)}
+        except (OSError, ValueError) as error:  # a name of another form is a ValueError
             raise self._not_here(error) from error
         names = {host, *found, *(f"[{address}]" for address in found)}
         if self.section.base_url is not None:
             names.add(urlsplit(self.section.base_url).hostname or "")
-        port = 0 if where.port is None else where.port + number
         return Opening(host, port, names=frozenset(names))
 
     def open(self, gateway: Gateway) -> None:
@@ -228,10 +228,10 @@ class Placing:
         except OSError as error:
             raise self._not_here(error) from error
 
-    def _not_here(self, error: OSError) -> ConfigError:
+    def _not_here(self, error: Exception) -> ConfigError:
         return ConfigError(
             f"tuner.ray.gateway is {self.section.gateway}, where this machine cannot listen: "
-            f"{error.strerror or error}"
+            f"{getattr(error, 'strerror', None) or error}"
         )
 
     def reached(self, base_url: str) -> str:

@@ -16,8 +16,8 @@ from typing import IO, Any
 
 from tuner.functions.shipping import worker_path
 from tuner.gateway.service import Door
+from tuner.workers.any_worker import Worker
 from tuner.workers.messages import Setup, framed
-from tuner.workers.worker import Worker
 
 _LINES = 200
 _WORDS = 600

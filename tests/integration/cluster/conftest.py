@@ -70,9 +70,12 @@ class Cluster:
             "--dashboard-agent-listen-port=7103", "--metrics-export-port=7104", *more,
         ]  # fmt: skip
 
-    def add(self, number: int, *, gpus: int = 1, shares: bool = True, hidden=()) -> hosts.Host:
+    def add(
+        self, number: int, *, gpus: int = 1, shares: bool = True, hidden=(), resources="{}"
+    ) -> hosts.Host:
         """A further machine, on which nothing of this one's tests and /tmp is there."""
-        ray = shlex.join(self._ray(number, gpus, f"--address={self.address}"))
+        more = f"--address={self.address}", f"--resources={resources}"
+        ray = shlex.join(self._ray(number, gpus, *more))
         host = hosts.Host(
             number,
             ["sh", "-c", "; ".join([ray] * STARTS)],

@@ -78,6 +78,7 @@ def test_a_cluster_trains_the_same_weights_bit_for_bit(cluster, random_model_pat
         f"cluster.ray_address={cluster.address}",
         f"tuner.ray.gateway={HERE}",
         "tuner.ray.cpus=0.5",
+        "tuner.ray.workers=2",
     )
     _, others = trained(random_model_path, tmp_path / "there", *few, *there)
     assert others == weights
