@@ -305,13 +305,11 @@ class ChatRenderer:
         Raises:
             RequestError: 400: a schema cannot be made a grammar, or the family's form has none.
         """
-        if constraints.path is None:
-            return ""
         return grammar_of(
             constraints,
             tool_call_parser=self._tool_call_parser,
             reasoning_parser=self._reasoning_parser,
-            opened=self.opened_reasoning(prompt_ids),
+            opened=constraints.path is not None and self.opened_reasoning(prompt_ids),
             token_id=self._added_tokens.get,
         )
 
