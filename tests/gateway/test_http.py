@@ -264,6 +264,39 @@ async def test_client_that_goes_away_frees_its_slot() -> None:
         assert session.calls == ()
 
 
+async def test_client_that_goes_away_with_another_request_behind_frees_its_slot() -> None:
+    engine = StubEngine()
+    engine.gate.clear()
+    async with gateway_of(engine) as gateway:
+        session = gateway.open_session("r")
+        url = httpx.URL(session.base_url)
+        body = json.dumps({"model": "tiny", "messages": USER}).encode()
+        head = (
+            "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
+            f"authorization: Bearer {session.key}\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        _, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(2 * (head.encode() + body))
+        await engine.until_waiting()
+        writer.transport.abort()
+        await until(lambda: engine.cancelled == 1)
+        assert session.calls == ()
+
+
+async def test_head_and_body_of_an_answer_are_one_packet() -> None:
+    written: list[bytes] = []
+
+    class Transport:
+        def write(self, data: bytes) -> None:
+            written.append(data)
+
+    joined = door._Joined(Transport())
+    joined.more_comes = True
+    for data in (b"head", b"body", b"other"):
+        joined.write(data)
+    assert written == [b"headbody", b"other"]
+
+
 async def test_idle_connections_live_longer_than_those_of_clients() -> None:
     """A request that is sent while both ends let go of a connection is lost."""
     async with gateway_of(StubEngine()) as gateway:

@@ -15,6 +15,7 @@ from tests.engines.models import until
 from tests.gateway.toy import StubEngine, gateway_of, text_of
 from tests.rollout.clock import jump
 from tuner.gateway import Gateway, Session, routes
+from tuner.gateway.in_flight import CutOff, InFlight
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -283,3 +284,59 @@ def test_gateway_without_a_loop_says_so() -> None:
     with pytest.raises(RuntimeError, match="event loop"):
         _ = gateway.base_url
     assert threading.active_count() >= 1
+
+
+async def test_what_is_cut_off_ends_and_its_task_goes_on() -> None:
+    in_flight, never = InFlight(), asyncio.Event()
+
+    async def asking() -> str:
+        with pytest.raises(CutOff):
+            await in_flight.run(never.wait())
+        await asyncio.sleep(0)  # nothing is asked of the task any more
+        task = asyncio.current_task()
+        return "told" if task and not task.cancelling() and not in_flight.tasks else "cancelled"
+
+    task = asyncio.ensure_future(asking())
+    await until(lambda: len(in_flight.tasks) == 1)
+    in_flight.cancel()
+    assert await task == "told"
+
+
+async def test_what_has_just_ended_is_not_cut_off() -> None:
+    in_flight, ready = InFlight(), asyncio.Event()
+
+    async def asking() -> str:
+        await in_flight.run(ready.wait())
+        await asyncio.sleep(0.05)
+        return "answered"
+
+    task = asyncio.ensure_future(asking())
+    await until(lambda: len(in_flight.tasks) == 1)
+    ready.set()
+    asyncio.get_running_loop().call_soon(in_flight.cancel)  # comes when it has gone on
+    assert await task == "answered"
+
+
+async def test_who_generates_around_it_is_cut_off_whole() -> None:
+    in_flight, never = InFlight(), asyncio.Event()
+
+    async def asking() -> None:
+        with in_flight.here():
+            await in_flight.run(never.wait())
+
+    task = asyncio.ensure_future(asking())
+    await until(lambda: len(in_flight.tasks) == 2)
+    in_flight.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not in_flight.tasks
+
+
+async def test_who_is_cancelled_as_well_is_cancelled() -> None:
+    in_flight, never = InFlight(), asyncio.Event()
+    task = asyncio.ensure_future(in_flight.run(never.wait()))
+    await until(lambda: len(in_flight.tasks) == 1)
+    in_flight.cancel()
+    asyncio.get_running_loop().call_soon(task.cancel)  # before it hears of the other
+    with pytest.raises(asyncio.CancelledError):
+        await task

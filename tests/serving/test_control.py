@@ -145,6 +145,7 @@ async def test_an_application_that_is_deleted_has_no_key(asking):
     assert (again.status_code, again.json()["error"]["code"]) == (409, "application_exists")
     listed = (await asking.control("GET", "/applications")).json()["applications"]
     assert [one["name"] for one in listed] == ["shop"]
+    assert (await asking.control("POST", "/sessions", key, json={})).status_code == 201  # known
     assert (await asking.control("DELETE", "/applications/shop")).status_code == 204
     assert (await asking.control("DELETE", "/applications/shop")).status_code == 404
     assert (await asking.control("POST", "/sessions", key, json={})).status_code == 401

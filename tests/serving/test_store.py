@@ -274,6 +274,19 @@ def test_a_file_of_something_else_is_refused(path):
         ServingStore(path)
 
 
+def test_a_file_with_the_earlier_index_of_open_sessions_gets_the_new_one(store, path):
+    opened(store, "s-1")
+    store.change("DROP INDEX not_ended")
+    store.change("CREATE INDEX open_sessions ON sessions (last_call) WHERE ended IS NULL")
+    store.close()
+    again = ServingStore(path)
+    indexes = {name for (name,) in again.ask("SELECT name FROM sqlite_master WHERE type='index'")}
+    assert "not_ended" in indexes
+    assert "open_sessions" not in indexes
+    assert again.session("s-1").id == "s-1"
+    again.close()
+
+
 def test_what_was_committed_outlives_a_process_that_is_killed(path):
     script = (
         "import os, signal, sys\n"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Literal, Protocol
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from tuner.errors import TunerError
 
@@ -88,8 +89,14 @@ class SamplingParams:
     @property
     def rare(self) -> tuple[str, ...]:
         """The settings in force that only an engine with `every_setting` honours, by name."""
-        rare = fields(self)[[f.name for f in fields(self)].index("min_p") :]
-        return tuple(f.name for f in rare if getattr(self, f.name) != f.default)
+        return tuple(name for name, none in _rare() if getattr(self, name) != none)
+
+
+@cache
+def _rare() -> list[tuple[str, Any]]:
+    """The settings that not every engine honours, with what changes nothing."""
+    names = [field.name for field in fields(SamplingParams)]
+    return [(f.name, f.default) for f in fields(SamplingParams)[names.index("min_p") :]]
 
 
 @dataclass(frozen=True)

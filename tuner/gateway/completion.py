@@ -92,12 +92,13 @@ class Completion:
         prompts = [prompt.ids for prompt, _, _ in prepared]
         id_, budget, seeds = self.session.admit(prompts, request.n)
         self.id = self._prefix + id_
+        wake = self._wake if request.stream else None
         for prompt, room, grammar in prepared:
             room = room if budget is None else min(room, budget)
             for choice in range(request.n):
                 seed = seeds[len(self._sampled)]
                 sampling = self._sampling(room, seed, choice, grammar)
-                self._sampled.append(Pending(prompt, sampling, self._wake))
+                self._sampled.append(Pending(prompt, sampling, wake))
         if self.session.script is not None:
             self._follow(self.session.script)
 
@@ -192,8 +193,6 @@ class Completion:
         return sum(len(sampled.prompt.ids) for sampled in self._sampled)
 
     def _wake(self) -> None:
-        if not self.request.stream:
-            return
         if threading.get_ident() == self._thread:
             self._arrived.set()
         else:

@@ -21,7 +21,7 @@ from tuner.gateway.fields import (
     string,
 )
 from tuner.gateway.model.grammars import AUTO, AnswerSchema, Constraints, ToolChoice
-from tuner.gateway.model.lengths import is_long
+from tuner.gateway.model.lengths import LONG, is_long
 from tuner.gateway.model.parsing import ParsedMessage
 from tuner.gateway.model.parsing.json_text import refuse_constant
 from tuner.gateway.model.template import Message
@@ -42,6 +42,7 @@ class CompletionRequest:
         response_format: The JSON that an answer must be; None for any text.
         constraints: What all of this demands of a completion's form.
         long: Whether its prompts are made beside the event loop.
+        body_bytes: Of the body, where all that it asks for was in it.
         stream: Whether the answer is a stream of server-sent events.
         include_usage: Whether a stream of chunks ends with the token counts.
     """
@@ -73,6 +74,7 @@ class CompletionRequest:
     return_token_ids: bool = False
     stream: bool = False
     include_usage: bool = False
+    body_bytes: int | None = field(default=None, compare=False)
 
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
@@ -86,6 +88,8 @@ class CompletionRequest:
 
     @property
     def long(self) -> bool:
+        if self.body_bytes is not None and self.body_bytes <= LONG:
+            return False
         texts: list[Any] = self.messages
         if self.prompts is not None:  # token ids need no work
             texts = [prompt for prompt in self.prompts if isinstance(prompt, str)]

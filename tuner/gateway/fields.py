@@ -170,7 +170,9 @@ def check_settings(sampling: SamplingParams, capabilities: EngineCapabilities, i
     Raises:
         RequestError: 400.
     """
-    if sampling.rare and not capabilities.every_setting:
+    if not sampling.rare:
+        return
+    if not capabilities.every_setting:
         raise wrong((sampling.rare[0],), "is not honoured by this engine: leave it out")
     sizes = {
         "logit_bias": len(sampling.logit_bias),

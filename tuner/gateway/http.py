@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import socket
 import threading
@@ -12,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from tuner.gateway.request_error import RequestError, shown
@@ -28,6 +29,9 @@ MAX_CONNECTIONS = 16384
 # Who asks under another name was sent here by that name's DNS (DNS rebinding): a web page.
 _LOOPBACK = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d*)?", re.IGNORECASE)
 _PORT = re.compile(r":\d*$")
+# As uvicorn has it: the proxies that may say who asks, and how.
+_PROXIES = os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1,::1")
+_CONNECTION = "tuner.connection"  # under which the state of a scope has it
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,7 @@ class HttpDoor:
             lifespan="off",
             log_config=None,
             access_log=False,
+            proxy_headers=False,  # of which only what is beside reads anything
             timeout_graceful_shutdown=opening.patience,
             # uvicorn's 5 s are httpx's too: what a client sends as both let go is lost.
             timeout_keep_alive=STALLED_SECONDS,
@@ -139,9 +144,13 @@ class _Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # h11 or
     first byte; its `limit_concurrency` leaves the connections open."""
 
     _deadline: asyncio.TimerHandle | None = None
+    answering: asyncio.Task[Any] | None = None
+    """What answers its request, and is cancelled when the client goes away."""
+    gone = False
 
     def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
+        super().connection_made(_Joined(transport))
+        self.app_state = {**self.app_state, _CONNECTION: self}  # which becomes the scope's
         limit = _most_connections()
         if len(self.connections) > limit:
             error = RequestError(f"{limit} connections are open: close some", status=503)
@@ -161,6 +170,14 @@ class _Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # h11 or
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         super().connection_lost(exc)
+        self.gone = True
+        if self.answering is not None:
+            self.answering.cancel()
+
+    @property
+    def read_whole(self) -> bool:
+        """Whether the body of the request that is answered is there."""
+        return not self.cycle.more_body
 
     def _wait_for_headers(self) -> None:
         self._deadline = self.loop.call_later(STALLED_SECONDS, self.transport.close)
@@ -169,6 +186,27 @@ class _Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # h11 or
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+
+class _Joined:
+    """A transport that sends the head of an answer with its body, which is one packet then."""
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+        self._head: bytes | None = None
+        self.more_comes = False
+        """Whether the next that is written waits for what is written after it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if self.more_comes:
+            self._head, self.more_comes = data, False
+            return
+        if self._head is not None:
+            data, self._head = self._head + data, None
+        self._transport.write(data)
 
 
 def _most_connections() -> int:
@@ -185,42 +223,46 @@ class _Endpoint:
 
     def __init__(self, gateway: Answers, opening: Opening | None = None) -> None:
         self._gateway = gateway
-        self._opening = opening or Opening()
+        self._opening = opening = opening or Opening()
+        beside: Any = opening.beside
+        self._beside: ASGIApp | None = beside and ProxyHeadersMiddleware(beside, _PROXIES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {
             name.decode("latin-1").lower(): value.decode("latin-1")
             for name, value in scope["headers"]
         }
+        connection: _Connection | None = scope.get("state", {}).get(_CONNECTION)
         try:
             _check_door(headers, self._opening.names)
-            body = await _body(receive, self._opening.max_body_bytes or MAX_BODY_BYTES)
+            there = connection is not None and connection.read_whole
+            limit = self._opening.max_body_bytes or MAX_BODY_BYTES
+            body = await _body(receive, limit, None if there else STALLED_SECONDS)
             self._gateway.check_not_stuck(headers)
         except RequestError as error:
-            await _send(self._gateway.refusal(scope["path"], headers, error), scope, receive, send)
+            refusal = self._gateway.refusal(scope["path"], headers, error)
+            await _send(refusal, send, connection)
             return
         if body is None:
             return
-        if self._opening.beside is not None and not scope["path"].startswith("/v1/"):
-            await self._opening.beside(scope, _received(body, receive), send)
+        if self._beside is not None and not scope["path"].startswith("/v1/"):
+            await self._beside(scope, _received(body, receive), send)
             return
-        answer = asyncio.ensure_future(
-            self._gateway.handle(scope["method"], scope["path"], headers, body)
-        )
-        gone = asyncio.ensure_future(_disconnected(receive))
-        gone.add_done_callback(lambda _: answer.cancel())
+        task = asyncio.current_task()
+        if connection is not None:
+            connection.answering = task
         try:
-            reply = await answer
+            reply = await self._gateway.handle(scope["method"], scope["path"], headers, body)
             if isinstance(reply, StreamReply):
-                await _send_events(reply, gone, send)
+                await _send_events(reply, send)
             else:
-                await _send(reply, scope, receive, send)
+                await _send(reply, send, connection)
         except asyncio.CancelledError:
-            if not gone.done():  # it is this request that is broken off
-                raise
+            if connection is None or not connection.gone or (task and task.uncancel()):
+                raise  # it is this request that is broken off
         finally:
-            answer.cancel()
-            gone.cancel()
+            if connection is not None:
+                connection.answering = None
 
 
 def _check_door(headers: Mapping[str, str], names: frozenset[str]) -> None:
@@ -243,14 +285,18 @@ def _received(body: bytes, receive: Receive) -> Receive:
     return next_event
 
 
-async def _body(receive: Receive, limit: int) -> bytes | None:
-    """The request's body, or None if the client left before its end."""
+async def _body(receive: Receive, limit: int, patience: float | None) -> bytes | None:
+    """The request's body, or None if the client left before its end.
+
+    Args:
+        limit: Of its bytes.
+        patience: Seconds that the next part of it may take; None where all of it is there.
+    """
     chunks: list[bytes] = []
     size = 0
     while True:
         try:
-            async with asyncio.timeout(STALLED_SECONDS):
-                event = await receive()
+            event = await receive() if patience is None else await _in_time(receive, patience)
         except TimeoutError:
             raise RequestError(
                 f"nothing came for {STALLED_SECONDS} s while the body was read: send it at once",
@@ -270,20 +316,29 @@ async def _body(receive: Receive, limit: int) -> bytes | None:
             return b"".join(chunks)
 
 
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def _in_time(receive: Receive, patience: float) -> Message:
+    async with asyncio.timeout(patience):
+        return await receive()
 
 
-async def _send(reply: Reply, scope: Scope, receive: Receive, send: Send) -> None:
-    response = Response(
-        reply.body, reply.status, dict(reply.headers), media_type=reply.content_type
+async def _send(reply: Reply, send: Send, connection: _Connection | None) -> None:
+    kind = reply.content_type
+    own = (
+        ("content-length", str(len(reply.body))),
+        ("content-type", f"{kind}; charset=utf-8" if kind.startswith("text/") else kind),
     )
-    await response(scope, receive, send)
+    headers = [
+        (name.lower().encode("latin-1"), value.encode("latin-1"))
+        for name, value in (*reply.headers, *own)
+    ]
+    if connection is not None:
+        connection.transport.more_comes = True
+    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+    await send({"type": "http.response.body", "body": reply.body})
 
 
-async def _send_events(reply: StreamReply, gone: asyncio.Future[None], send: Send) -> None:
-    """Send a stream's events; a client that goes away, or stops reading, ends it.
+async def _send_events(reply: StreamReply, send: Send) -> None:
+    """Send a stream's events; a client that stops reading ends it.
 
     Generation does not wait for the client: only what is written does.
     """
@@ -293,17 +348,7 @@ async def _send_events(reply: StreamReply, gone: asyncio.Future[None], send: Sen
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     try:
         while True:
-            coming = asyncio.ensure_future(anext(events, None))
-            both: set[asyncio.Future[Any]] = {coming, gone}
-            try:
-                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                if not coming.done():
-                    coming.cancel()
-                    await asyncio.wait({coming})
-            if gone.done():
-                return
-            event = coming.result()
+            event = await anext(events, None)
             async with asyncio.timeout(STALLED_SECONDS):
                 body = {"body": event or b"", "more_body": event is not None}
                 await send({"type": "http.response.body", **body})

@@ -17,14 +17,16 @@ class Pending:
     Args:
         prompt: What it follows.
         sampling: Its settings.
-        wake: Called at each token.
+        wake: Called at each token, where somebody waits for it.
 
     Attributes:
         given: What its session's script gives of it, or None.
         tokens: Every token so far, with its log-prob and version.
     """
 
-    def __init__(self, prompt: Prompt, sampling: SamplingParams, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, prompt: Prompt, sampling: SamplingParams, wake: Callable[[], None] | None
+    ) -> None:
         self.prompt = prompt
         self.sampling = sampling
         self.given: Given | None = None
@@ -44,7 +46,8 @@ class Pending:
             if self._closed:
                 return False
             self.tokens.append((token_id, logprob, version))
-        self._wake()
+        if self._wake is not None:
+            self._wake()
         return True
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from tuner.gateway.access import Access
 from tuner.gateway.conversations import Conversations
 from tuner.gateway.credit import Credits, RecordedCall
-from tuner.gateway.in_flight import InFlight
+from tuner.gateway.in_flight import CutOff, InFlight
 from tuner.gateway.model.template import Message
 from tuner.gateway.request_error import RequestError, has_ended, over_limit
 from tuner.gateway.results import Results
@@ -346,12 +346,8 @@ class Session(Access):
             raise has_ended(self.id)
         try:
             return await self.in_flight.run(work())
-        except asyncio.CancelledError:
-            caller = asyncio.current_task()
-            # Only the task inside was cancelled, and not the one that waits for it.
-            if self.sealed and not (caller and caller.cancelling()):
-                raise has_ended(self.id) from None
-            raise
+        except CutOff:
+            raise has_ended(self.id) from None
 
     def commit(self, calls: list[Call], request: str | None = None) -> None:
         """Add completed calls to the trace, all or none; `request` is their idempotency key.

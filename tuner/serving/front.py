@@ -91,6 +91,9 @@ class Keys:
     def __init__(self, store: ServingStore, admin: str) -> None:
         self._store = store
         self._admin = digest(admin)
+        # Whose keys the store knew, by their digests, and when: see `ServingStore.owners`.
+        self._known: dict[bytes, tuple[str | None, str | None]] = {}
+        self._as_of = store.owners
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
         """Who sent a request with these headers, by lower-case name.
@@ -104,11 +107,26 @@ class Keys:
         known = digest(key)
         if hmac.compare_digest(known, self._admin):
             return Caller("admin", key)
-        if (application := self._store.application_of_key(known)) is not None:
+        application, session = self._owner(known)
+        if application is not None:
             return Caller("application", key, application=application)
-        if (session := self._store.id_of_key(known)) is not None:
+        if session is not None:
             return Caller("session", key, session=session)
         raise unknown_key()
+
+    def _owner(self, key: bytes) -> tuple[str | None, str | None]:
+        """The application, or the session, whose key has this digest; of the last keys that were
+        found, the store is not asked again."""
+        if self._as_of != self._store.owners or len(self._known) > _REMEMBERED:
+            self._known.clear()
+            self._as_of = self._store.owners
+        found = self._known.get(key)
+        if found is None:
+            application = self._store.application_of_key(key)
+            found = application, None if application else self._store.id_of_key(key)
+            if found != (None, None):
+                self._known[key] = found
+        return found
 
 
 class Rates:
@@ -197,12 +215,19 @@ class Front:
             reply = self.refusal(path, headers, failed)
             status = reply.status
         finally:
+            # Once the answer is sent, which waits for none of this.
+            of = None if session is None or session is self._live.reader else session.id
             seconds = time.perf_counter() - begun
-            self._metrics.request(served_path(path), status, seconds)
-            if self._log:
-                of = None if session is None or session is self._live.reader else session.id
-                log_request(method, path, status, seconds, session=of, who=who)
+            loop = asyncio.get_running_loop()
+            loop.call_soon(self._answered, method, path, status, seconds, of, who)
         return reply
+
+    def _answered(
+        self, method: str, path: str, status: int, seconds: float, session: str | None, who: str
+    ) -> None:
+        self._metrics.request(served_path(path), status, seconds)
+        if self._log:
+            log_request(method, path, status, seconds, session=session, who=who)
 
     def refusal(self, path: str, headers: Mapping[str, str], error: RequestError) -> Reply:
         """As `Gateway.refusal`; the control API's errors are OpenAI's."""

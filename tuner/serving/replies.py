@@ -11,7 +11,12 @@ class Replies(Tables):
     """Replies by their idempotency keys, responses and conversations that go on, applications.
 
     What is asked for a session raises LookupError where there is none of that id.
+
+    Attributes:
+        owners: Changes where a key may have got another owner, or none.
     """
+
+    owners = 0
 
     def number_of(self, id_: str) -> int:
         """The row of a session.
@@ -136,6 +141,7 @@ class Replies(Tables):
         Args:
             key: Digest of its key.
         """
+        self.owners += 1
         query = "INSERT OR IGNORE INTO applications (name, key, made) VALUES (?, ?, ?)"
         return self.change(query, name, key, time.time()).rowcount > 0
 
@@ -150,4 +156,5 @@ class Replies(Tables):
 
     def delete_application(self, name: str) -> bool:
         """Take an application's key out of service; its sessions stay. Whether it was there."""
+        self.owners += 1
         return self.change("DELETE FROM applications WHERE name = ?", name).rowcount > 0

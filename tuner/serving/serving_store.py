@@ -38,7 +38,7 @@ class ServingStore(Replies):
 
     def __init__(self, path: Path, *, readonly: bool = False) -> None:
         super().__init__(path, readonly=readonly)
-        self._packers: OrderedDict[int, Packer] = OrderedDict()
+        self._packers: OrderedDict[str, tuple[int, Packer]] = OrderedDict()  # and their rows
 
     def _rolled_back(self) -> None:
         self._packers.clear()  # what was packed refers to calls that are not there
@@ -199,11 +199,9 @@ class ServingStore(Replies):
 
     def delete(self, id_: str) -> bool:
         """Delete a session with all that belongs to it; whether it was there."""
-        found = self.ask("SELECT number FROM sessions WHERE id = ?", id_)
-        for (number,) in found:
-            self.change("DELETE FROM sessions WHERE number = ?", number)
-            self._packers.pop(number, None)
-        return bool(found)
+        self.owners += 1
+        self._packers.pop(id_, None)
+        return self.change("DELETE FROM sessions WHERE id = ?", id_).rowcount > 0
 
     def add_calls(
         self,
@@ -223,8 +221,7 @@ class ServingStore(Replies):
             talks: For each the digest of the conversation that it ends, or None.
         """
         with self.writing():
-            number = self.number_of(id_)
-            packer = self._packer(number)
+            number, packer = self._packer(id_)
             for place, call in enumerate(calls):
                 talk = talks[place] if place < len(talks) else None
                 self._insert(number, call, packer, request, redacted, talk)
@@ -266,16 +263,17 @@ class ServingStore(Replies):
             number,
         )
 
-    def _packer(self, number: int) -> Packer:
-        packer = self._packers.get(number)
-        if packer is None:
-            packer = self._packers[number] = call_packer()
-            for call in self._plain_calls(number):
-                packer.call(call)
+    def _packer(self, id_: str) -> tuple[int, Packer]:
+        """The row of a session, and what packs its calls."""
+        found = self._packers.get(id_)
+        if found is None:
+            found = self._packers[id_] = self.number_of(id_), call_packer()
+            for call in self._plain_calls(found[0]):
+                found[1].call(call)
             if len(self._packers) > _PACKERS:
                 self._packers.popitem(last=False)
-        self._packers.move_to_end(number)
-        return packer
+        self._packers.move_to_end(id_)
+        return found
 
     def _plain_calls(self, number: int) -> list[dict[str, Any]]:
         """The calls of a session in format 1, in order of commitment."""

@@ -47,7 +47,6 @@ CREATE INDEX of_group ON sessions ("group", application);
 CREATE INDEX of_application ON sessions (application, id);
 CREATE INDEX unjudged ON sessions (id) WHERE NOT judged;
 CREATE INDEX untrained ON sessions (id) WHERE judged AND trained IS NULL;
-CREATE INDEX open_sessions ON sessions (last_call) WHERE ended IS NULL;
 CREATE INDEX ended_sessions ON sessions (ended) WHERE ended IS NOT NULL;
 CREATE TABLE calls (
     number INTEGER PRIMARY KEY, session INTEGER NOT NULL REFERENCES sessions ON DELETE CASCADE,
@@ -223,6 +222,9 @@ class Tables:
                 f"{self.path} is of version {found}, and this is version {VERSION} of the store: "
                 "use the tuner that wrote it, or give the run another `name`"
             )
+        if not readonly:
+            execute("DROP INDEX IF EXISTS open_sessions")  # by their last calls: each changed it
+            execute("CREATE INDEX IF NOT EXISTS not_ended ON sessions (id) WHERE ended IS NULL")
 
     def close(self) -> None:
         self._connection.close()
@@ -273,5 +275,7 @@ class Tables:
 
     def change(self, statement: str, *values: Any) -> sqlite3.Cursor:
         """Change something, in a transaction of its own if there is none."""
+        if self._writing:
+            return self._connection.execute(statement, values)
         with self.writing():
             return self._connection.execute(statement, values)

@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -58,6 +59,7 @@ class Metrics:
         self._bytes = gauge("store_bytes", "Size of the store's file.")
         gauge("sessions_in_memory", "Sessions in memory.").set_function(live)
         self._gauge = gauge
+        self._of_request = cache(self._labelled)
         gauge("weights_version", "Version of the weights that serve.").set_function(version)
 
     def learns(self, updates: Callable[[], int], failed: Callable[[], bool]) -> None:
@@ -72,9 +74,12 @@ class Metrics:
 
     def request(self, path: str, status: int, seconds: float) -> None:
         """A request to the gateway has got an answer, or its stream has begun."""
-        shown = path if path in _KNOWN else "other"
-        self.requests.labels(shown, str(status)).inc()
-        self.seconds.labels(shown).observe(seconds)
+        requests, spent = self._of_request(path if path in _KNOWN else "other", status)
+        requests.inc()
+        spent.observe(seconds)
+
+    def _labelled(self, path: str, status: int) -> tuple[Counter, Histogram]:
+        return self.requests.labels(path, str(status)), self.seconds.labels(path)
 
     def noted(self, noted: Noted) -> None:
         """Calls were recorded."""
@@ -109,8 +114,12 @@ def log_request(
         session: Its id, where one is known.
         who: Whose key it came with.
     """
-    said = {"method": method, "path": path, "status": status, "ms": round(1000 * seconds, 2)}
-    _log.info("request", extra={"said": {**said, "session": session, "who": who}})
+    if _log.isEnabledFor(logging.INFO):
+        said = {"method": method, "path": path, "status": status, "ms": round(1000 * seconds, 2)}
+        # Made here: a logger looks for who called it, and this is always the same.
+        record = logging.LogRecord(_log.name, logging.INFO, __file__, 0, "request", None, None)
+        record.__dict__["said"] = {**said, "session": session, "who": who}
+        _log.handle(record)
 
 
 class JsonLines(logging.Formatter):

@@ -164,7 +164,7 @@ class _Earlier:
         candidates = [(_shared(begin, self._sequences[i]), self._calls[i]) for i in near]
         shared, call = max(candidates, default=(0, 0))
         whole = begin + end
-        at = bisect(self._sequences, whole)
+        at = bisect(self._sequences, whole, at)
         self._sequences.insert(at, whole)
         self._calls.insert(at, len(self._calls))
         return (call, shared, begin[shared:]) if shared else (0, 0, begin)

@@ -69,7 +69,7 @@ def read_chat_request(body: bytes, capabilities: EngineCapabilities) -> Completi
         )
     values["max_tokens"] = limits[0] if limits[1] is None else limits[1]
     values["include_usage"] = with_usage(values)
-    request = CompletionRequest(**values)
+    request = CompletionRequest(**values, body_bytes=len(body))
     at = ("top_logprobs",)
     if request.top_logprobs and not request.logprobs:
         raise wrong(at, f"is {request.top_logprobs} without logprobs: send logprobs: true too")

@@ -11,7 +11,7 @@ from tuner.gateway.request_error import too_long
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_LONG = 16_384
+LONG = 16_384
 """Characters; to tokenise so many takes milliseconds, to do it in another thread a tenth of one."""
 
 # Pre-tokenizers that lose no character, unless a split is told to remove what it finds.
@@ -23,7 +23,7 @@ def is_long(*values: Any) -> bool:
     size, waiting = 0, list(values)
     for value in waiting:  # which grows by what is found in it
         size += len(value) if isinstance(value, str) else 1
-        if size > _LONG:
+        if size > LONG:
             return True
         if isinstance(value, dict):
             waiting += [*value, *value.values()]
@@ -56,7 +56,7 @@ class LengthBound:
         Raises:
             RequestError: 400: the text fills the context.
         """
-        if limit is None or len(text) <= _LONG:
+        if limit is None or len(text) <= LONG:
             return
         fewest = self.fewest_tokens(text)
         if fewest >= limit:

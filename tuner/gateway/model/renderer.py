@@ -309,7 +309,7 @@ class ChatRenderer:
             constraints,
             tool_call_parser=self._tool_call_parser,
             reasoning_parser=self._reasoning_parser,
-            opened=self.opened_reasoning(prompt_ids),
+            opened=constraints.path is not None and self.opened_reasoning(prompt_ids),
             token_id=self._added_tokens.get,
         )
 
