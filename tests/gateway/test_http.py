@@ -87,6 +87,17 @@ async def test_refusals_have_openais_error_body(method, path, key, status, sente
         assert sentence in answer.json()["error"]["message"]
 
 
+async def test_an_answer_without_a_body_is_not_held_back() -> None:
+    async with gateway_of(StubEngine()) as gateway, httpx.AsyncClient() as client:
+        session = gateway.open_session("r")
+        for _ in range(2):  # on one connection
+            answer = await client.head(
+                f"{gateway.base_url}/models", headers={"Authorization": f"Bearer {session.key}"}
+            )
+            assert answer.status_code == 404
+            assert answer.content == b""
+
+
 async def test_body_over_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "MAX_BODY_BYTES", 1000)
     async with gateway_of(StubEngine()) as gateway:

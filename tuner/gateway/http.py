@@ -150,7 +150,8 @@ class _Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # h11 or
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(_Joined(transport))
-        self.app_state = {**self.app_state, _CONNECTION: self}  # which becomes the scope's
+        # Which becomes the state of a request's scope.
+        self.app_state: dict[str, Any] = {**vars(self)["app_state"], _CONNECTION: self}
         limit = _most_connections()
         if len(self.connections) > limit:
             error = RequestError(f"{limit} connections are open: close some", status=503)
@@ -224,8 +225,9 @@ class _Endpoint:
     def __init__(self, gateway: Answers, opening: Opening | None = None) -> None:
         self._gateway = gateway
         self._opening = opening = opening or Opening()
-        beside: Any = opening.beside
-        self._beside: ASGIApp | None = beside and ProxyHeadersMiddleware(beside, _PROXIES)
+        self._beside: Any = None
+        if opening.beside is not None:
+            self._beside = ProxyHeadersMiddleware(opening.beside, _PROXIES)  # type: ignore[arg-type]  # uvicorn has types of its own
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {
@@ -233,6 +235,7 @@ class _Endpoint:
             for name, value in scope["headers"]
         }
         connection: _Connection | None = scope.get("state", {}).get(_CONNECTION)
+        joined = None if scope["method"] == "HEAD" else connection  # whose answers have no body
         try:
             _check_door(headers, self._opening.names)
             there = connection is not None and connection.read_whole
@@ -241,7 +244,7 @@ class _Endpoint:
             self._gateway.check_not_stuck(headers)
         except RequestError as error:
             refusal = self._gateway.refusal(scope["path"], headers, error)
-            await _send(refusal, send, connection)
+            await _send(refusal, send, joined)
             return
         if body is None:
             return
@@ -256,7 +259,7 @@ class _Endpoint:
             if isinstance(reply, StreamReply):
                 await _send_events(reply, send)
             else:
-                await _send(reply, send, connection)
+                await _send(reply, send, joined)
         except asyncio.CancelledError:
             if connection is None or not connection.gone or (task and task.uncancel()):
                 raise  # it is this request that is broken off
