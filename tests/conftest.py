@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import logging
 import os
 import ssl
 from pathlib import Path
@@ -44,6 +45,17 @@ def pytest_collection_finish(session):
     """From here on there is something to collect."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def loggers():
+    """A server logs in its own way, for the rest of its process; here that is one test."""
+    kept = [logging.getLogger(name) for name in ("tuner", "uvicorn")]
+    before = [(logger.handlers, logger.propagate, logger.level) for logger in kept]
+    yield
+    for logger, (handlers, propagate, level) in zip(kept, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

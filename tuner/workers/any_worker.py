@@ -75,7 +75,10 @@ class Worker(ABC):
             `Elsewhere` where it died before.
         ended: Done once it has ended.
         cpu: Seconds of CPU that its functions took.
+        lost: Whether it is its machine that was lost, and nothing that it did.
     """
+
+    lost = False
 
     def __init__(self, doors: list[Door], on_end: Callable[[Any], None]) -> None:
         self._doors = doors

@@ -183,7 +183,7 @@ class Pool:
         if error is None:
             self._died_early = 0
         elif isinstance(error, Elsewhere):
-            self._died_early += 1
+            self._died_early += not worker.lost
             if self._died_early >= MOST_STARTS:
                 self._failure = WorkerError(
                     f"{MOST_STARTS} workers died one after the other before they had loaded the "

@@ -30,6 +30,7 @@ from tuner.workers.worker_process import ChildProcess, print_here
 
 PACKAGE = "agentscope-tuner"
 _CONNECT_SECONDS = 10.0
+_WORDS = 160
 
 
 class Begun(NamedTuple):
@@ -288,7 +289,7 @@ class RayWorker(Worker):
         except RayError as error:
             if not self.ended.done():
                 await asyncio.wait([self.ended], timeout=1.0)  # and says how
-            self.kill(f"it does not hear the run: {_first_line(error)}")
+            self.kill(f"it does not hear the run: {_cause(error) or _said(error)}")
 
     async def _listen(self) -> None:
         from ray.exceptions import RayError
@@ -305,7 +306,8 @@ class RayWorker(Worker):
                     case data:
                         self._arrived(data)
         except RayError as error:
-            self._last = f"was lost: {_first_line(error)}"
+            self.lost = _cause(error) is None
+            self._last = f"was lost: {_cause(error) or _said(error)}"
         self._end()
 
     def _how(self) -> str:
@@ -325,11 +327,17 @@ class RayWorker(Worker):
         await asyncio.gather(self._listening, *self._sending, return_exceptions=True)
 
 
-def _first_line(error: Exception) -> str:
-    """What matters of an error of Ray's, which has a paragraph of advice."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    causes = [line for line in lines if "Error: " in line and "ray.exceptions" not in line]
-    return (causes or lines or [type(error).__name__])[-1 if causes else 0]
+def _cause(error: Exception) -> str | None:
+    """What was raised in the actor; None: it is Ray that has lost it."""
+    causes = [line.strip() for line in str(error).splitlines() if "Error: " in line]
+    causes = [line for line in causes if "ray.exceptions" not in line and "RpcError" not in line]
+    return causes[-1] if causes else None
+
+
+def _said(error: Exception) -> str:
+    """The first line of an error of Ray's, which has a paragraph of advice."""
+    text = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return text if len(text) <= _WORDS else f"{text[:_WORDS]}..."
 
 
 def require_answer(address: str) -> None:

@@ -60,10 +60,6 @@ def settings(cluster, root):
     ]
 
 
-def store(root):
-    return TraceStore(root / "AgentScope" / "elsewhere" / "traces")
-
-
 def test_a_run_goes_on_while_its_machines_come_and_go(machines, tmp_path):
     root, ended, failed = tmp_path / "runs", threading.Event(), []
     metrics = root / "AgentScope" / "elsewhere" / "metrics.jsonl"
@@ -104,11 +100,10 @@ def test_a_run_goes_on_while_its_machines_come_and_go(machines, tmp_path):
     assert not ray.is_initialized()
     assert result.steps == 6
     assert sum(result.outcomes.values()) == 6 * 16
-    assert result.tokens["sampled"] == result.tokens["trained"] + sum(
-        result.tokens["dropped"].values()
-    )
-    traces = list(store(root).read())
+    tokens = result.tokens
+    assert tokens.sampled == tokens.trained + sum(tokens.dropped.values())
+    store = TraceStore(result.traces)
+    traces = [trace for step in range(1, 7) for trace in store.read("train", step)]
     lost = [trace for trace in traces if trace.outcome is Outcome.WORKER_DIED]
     assert lost
     assert all("worker " in trace.error and " on 10.77.0." in trace.error for trace in lost)
-    assert {trace.outcome for trace in traces if trace.final} <= set(result.outcomes)
