@@ -54,7 +54,8 @@ def check_run(run: Run) -> Verdict:
 
 async def _check(run: Run) -> Verdict:
     config = run.config
-    pool_of(config, run.workflow, run.judge, default_kind())  # the functions can be sent
+    workers = pool_of(config, run.workflow, run.judge, default_kind())  # they can be sent
+    apart = None if workers is None else workers.looked_at()
     async with aclosing(build_stack(config, workflow=run.workflow, judge=run.judge)) as stack:
         taskset = config.buffer.explorer_input.taskset
         plan = StepPlan(
@@ -77,7 +78,7 @@ async def _check(run: Run) -> Verdict:
             forward = _forward_seconds(build_trainer(config, stack, total_steps=1), batch)
         ready = all(trace.outcome is Outcome.COMPLETED for trace in final)
         sections = [
-            inputs(run, stack),
+            inputs(run, stack, apart),
             _one_call(stack, final),
             _rewards(final),
             _plan(run, stack, final, batch.rows, rollout=fastest, forward=forward),
@@ -97,8 +98,8 @@ def _seconds(trace: Trace) -> float:
     return sum(trace.seconds.get(part, 0.0) for part in ("workflow", "judge"))
 
 
-def inputs(run: Run, stack: Stack) -> Iterator[str]:
-    """The settings worth seeing."""
+def inputs(run: Run, stack: Stack, workers: str | None = None) -> Iterator[str]:
+    """The settings worth seeing, and what was found out about workers."""
     config = run.config
     parameters = sum(p.numel() for p in stack.model.parameters())
     device = next(stack.model.parameters()).device
@@ -121,6 +122,8 @@ def inputs(run: Run, stack: Stack) -> Iterator[str]:
     if stack.arrangement is not None:
         yield f"                 {stack.arrangement.placement}"
         yield f"                 {stack.arrangement.weights}"
+    if workers is not None:
+        yield f"  {workers.replace('workers:', 'workers       ', 1)}"
 
 
 def _one_call(stack: Stack, traces: Sequence[Trace]) -> Iterator[str]:

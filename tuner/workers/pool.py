@@ -93,6 +93,19 @@ class Pool:
         found = f"workers: {self.count} run the workflow and the judge"
         return f"{found}; after the first step it is decided anew" if self.open_choice else found
 
+    def looked_at(self) -> str:
+        """What there is for them, in a sentence; a cluster is joined for that, and left.
+
+        Raises:
+            ConfigError: It cannot be joined, or this machine cannot listen where they would ask.
+        """
+        if self.placing is None:
+            return str(self)
+        self.placing.opening()
+        with self.placing.joined():
+            self.count = self.placing.count(self.count)
+            return f"{self}; {self.placing.offers()}"
+
     def settle(self, rollouts: int, seconds: float) -> str | None:
         """Decide how many workers there are from now on, once, and say why.
 
@@ -291,7 +304,8 @@ class Pool:
             seconds = self._left(deadline)
             if seconds == 0 and self.placing is not None:
                 raise WorkerError(
-                    f"no worker has begun {self.placing} in {_FOUND:g} s: {self.placing.offers()}"
+                    f"no worker has begun {self.placing} in {_FOUND:g} s: {self.placing.offers()}; "
+                    "lower tuner.ray.cpus, or add machines"
                 )
             if pending:
                 await asyncio.wait(pending, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)

@@ -198,7 +198,7 @@ class Placing:
         found = {k: v for k, v in ray.cluster_resources().items() if not k.startswith("node:")}
         free = ray.available_resources()
         has = ", ".join(f"{free.get(name, 0):g} of {all_:g} {name}" for name, all_ in found.items())
-        return f"the cluster has free {has}; lower tuner.ray.cpus, or add machines"
+        return f"the cluster has free {has}"
 
     def opening(self, number: int = 0) -> Opening:
         """Where the door of a run's gateway is: the policy's, or that of another model after it.

@@ -132,6 +132,13 @@ async def test_a_worker_that_ray_loses_is_replaced_and_its_rollouts_are_tried_ag
         assert after.outcome is Outcome.COMPLETED
 
 
+async def test_a_check_says_what_there_is(cluster):
+    async with on_ray(cluster, dying, cpus=3, workers=None) as pool:
+        said = pool.looked_at()
+    assert said.startswith("workers: up to 1 run the workflow and the judge, on the Ray cluster at")
+    assert "each with 3 CPU; the cluster has free 4 of 4 CPU" in said
+
+
 async def test_a_cluster_without_room_is_named_with_what_it_has(cluster, make_runners, monkeypatch):
     monkeypatch.setattr(pools, "_PLACED", 0.1)
     monkeypatch.setattr(pools, "_FOUND", 0.1)
