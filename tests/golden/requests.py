@@ -89,6 +89,8 @@ def keep(session: Session, kept: Mapping[str, Json]) -> None:
 def _said(request: Any) -> Json:
     said = {}
     for field in dataclasses.fields(request):
+        if not field.compare:  # it says how, not what
+            continue
         value = getattr(request, field.name)
         default = field.default
         if field.default_factory is not dataclasses.MISSING:

@@ -16,6 +16,8 @@ from urllib.parse import urlsplit
 
 from tuner.errors import SandboxError, pip_install
 
+_LONGEST = 80
+"""Bytes of a folder's path; a socket's may have 108 in all."""
 _APART = ("--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL")
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/usr", "/nix/store")
 _SETTINGS = (
@@ -84,8 +86,12 @@ def own_files(program: str) -> Iterator[Path]:
 
 
 @asynccontextmanager
-async def way_out(gateway: str | None) -> AsyncIterator[tuple[int, Path] | None]:
-    """While the block runs a Unix socket leads to the gateway: its port, and the socket."""
+async def way_out(gateway: str | None, folder: Path) -> AsyncIterator[tuple[int, Path] | None]:
+    """While the block runs a Unix socket leads to the gateway: its port, and the socket.
+
+    It is beside a temporary folder of the program, to be removed with what that is in where this
+    process is killed; unless its path would be longer than those of sockets may be.
+    """
     if gateway is None:
         yield None
         return
@@ -105,8 +111,10 @@ async def way_out(gateway: str | None) -> AsyncIterator[tuple[int, Path] | None]
             return
         await asyncio.gather(_pump(reader, far_writer), _pump(far_reader, writer))
 
-    with tempfile.TemporaryDirectory(prefix="tuner-gate-") as folder:
-        gate = Path(folder, "gate")
+    beside = folder.parent
+    own = beside.is_relative_to(tempfile.gettempdir()) and len(os.fsencode(beside)) < _LONGEST
+    with tempfile.TemporaryDirectory(prefix="tuner-gate-", dir=beside if own else None) as place:
+        gate = Path(place, "gate")
         server = await asyncio.start_unix_server(connected, gate)
         try:
             yield port, gate

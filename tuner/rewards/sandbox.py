@@ -116,7 +116,7 @@ async def run(
     """
     kind, folder = _chosen(isolation), Path.cwd() / folder
     began = time.monotonic()
-    async with way_out(gateway if kind == "bubblewrap" else None) as way:
+    async with way_out(gateway if kind == "bubblewrap" else None, folder) as way:
         with _scratch(kind) as scratch:
             report = _Report()
             try:

@@ -9,6 +9,7 @@ from pathlib import Path
 # Which package a file of tests is about; one that is not here needs none.
 _NEEDS = {
     "test_gymnasium.py": "gymnasium",
+    "test_in_workers.py": "verifiers",
     "test_openenv.py": "openenv",
     "test_program.py": "verifiers",  # it needs none, but takes minutes, as those beside it
     "test_rewards_of_libraries.py": "rouge_score",
