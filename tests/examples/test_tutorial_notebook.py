@@ -6,16 +6,9 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 
+from tests.test_tutorial import few_held_out
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gsm8k"
-
-
-def few_held_out(folder: Path) -> Path:
-    """The shipped problems, with 80 of the 200 that are only asked."""
-    folder.mkdir()
-    for split, count in (("train", 2000), ("test", 80)):
-        rows = (EXAMPLE / "data" / f"{split}.jsonl").read_text("utf-8").splitlines()[:count]
-        (folder / f"{split}.jsonl").write_text("\n".join(rows), "utf-8")
-    return folder
 
 
 def test_the_notebook_goes_from_the_agent_to_a_trained_checkpoint(tmp_path, monkeypatch):
