@@ -192,12 +192,12 @@ class Placing:
         return max(1, min(most, int(ray.cluster_resources().get("CPU", 0) // self.section.cpus)))
 
     def offers(self) -> str:
-        """What the cluster has, in a sentence."""
+        """What the cluster has of what a worker asks for, in a sentence."""
         import ray
 
-        found = {k: v for k, v in ray.cluster_resources().items() if not k.startswith("node:")}
-        free = ray.available_resources()
-        has = ", ".join(f"{free.get(name, 0):g} of {all_:g} {name}" for name, all_ in found.items())
+        found, free = ray.cluster_resources(), ray.available_resources()
+        names = ("CPU", *self.section.resources)
+        has = ", ".join(f"{free.get(name, 0):g} of {found.get(name, 0):g} {name}" for name in names)
         return f"the cluster has free {has}"
 
     def opening(self, number: int = 0) -> Opening:
