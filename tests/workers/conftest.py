@@ -1,5 +1,6 @@
 """A runner over a real gateway, engine and model, whose functions run here or in workers."""
 
+import asyncio
 import contextlib
 
 import pytest
@@ -8,11 +9,14 @@ from tuner.assembly.models import load_model, load_tokenizer
 from tuner.chat_models import chat_model
 from tuner.config.explorer import RaySection
 from tuner.engines.transformers.engine import TransformersEngine
-from tuner.gateway import ChatRenderer, Gateway, SessionLimits
+from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults, SessionLimits
 from tuner.rollout import RolloutRunner, RolloutSettings
+from tuner.traces import RolloutId
 from tuner.workers.pool import Pool
 from tuner.workers.ray_worker import Placing
 from tuner.workers.worker_process import WorkerProcess
+
+DEFAULTS = SamplingDefaults(max_tokens=4)
 
 
 @pytest.fixture(scope="session")
@@ -52,6 +56,30 @@ def make_runners(random_model_path):
 @pytest.fixture
 def make_runner(make_runners):
     return make_runners
+
+
+@contextlib.asynccontextmanager
+async def waiting(runner, count):
+    """Rollouts of `functions.dying` that have made their call and wait; what each further call
+    releases."""
+    began, handle = asyncio.Semaphore(0), runner.gateway.handle
+
+    async def seen(*request):
+        reply = await handle(*request)
+        began.release()
+        return reply
+
+    runner.gateway.handle = seen
+    tasks = [
+        asyncio.ensure_future(runner.run({"dies": "waits"}, RolloutId(1, n, 0), DEFAULTS))
+        for n in range(count)
+    ]
+    for _ in tasks:
+        await began.acquire()
+    yield tasks, began
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
 
 
 class ByHttp(Placing):

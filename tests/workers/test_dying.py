@@ -8,14 +8,12 @@ import threading
 import pytest
 
 from tests.workers import functions
-from tests.workers.conftest import pool_of
+from tests.workers.conftest import DEFAULTS, pool_of, waiting
 from tests.workers.functions import DiesWhenLoaded, FailsWhenLoaded, dying
 from tuner.errors import FunctionError, WorkerError
-from tuner.gateway import SamplingDefaults
 from tuner.rollout.panel import Panel
 from tuner.traces import Outcome, RolloutId
 
-DEFAULTS = SamplingDefaults(max_tokens=4)
 ID = RolloutId(1, 0, 0)
 
 
@@ -56,28 +54,12 @@ async def test_all_rollouts_of_a_worker_die_with_it_and_no_other(make_runner):
     """The gateway sees the calls of all five before one of them dies."""
     async with pool_of(2, dying) as pool:
         runner = make_runner(dying, workers=pool)
-        began, handle = asyncio.Semaphore(0), runner.gateway.handle
-
-        async def seen(*request):
-            reply = await handle(*request)
-            began.release()
-            return reply
-
-        runner.gateway.handle = seen
-        waiting = [
-            asyncio.ensure_future(runner.run({"dies": "waits"}, RolloutId(1, n, 0), DEFAULTS))
-            for n in range(4)
-        ]
-        for _ in waiting:
-            await began.acquire()
-        (dead,) = await runner.run({"dies": "exits"}, RolloutId(1, 4, 0), DEFAULTS)
-        done, left = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        while len(done) < 2:
-            more, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-            done |= more
-        for task in left:
-            task.cancel()
-        await asyncio.wait(left)
+        async with waiting(runner, 4) as (tasks, _):
+            (dead,) = await runner.run({"dies": "exits"}, RolloutId(1, 4, 0), DEFAULTS)
+            done, left = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            while len(done) < 2:
+                more, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+                done |= more
     assert dead.outcome is Outcome.WORKER_DIED
     assert [task.result()[0].outcome for task in done] == [Outcome.WORKER_DIED] * 2
     assert all(task.cancelled() for task in left)

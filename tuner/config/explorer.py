@@ -148,11 +148,11 @@ class RaySection(Section):
     workers: int | None = Field(
         default=None,
         ge=1,
-        description="How many. Not set: as many as the cluster has CPUs for when the run begins, "
+        description="How many. Not set: as many as the cluster has room for when the run begins, "
         "and no more than `explorer.runner_per_model`.",
     )
     cpus: float = Field(default=1.0, gt=0, description="CPUs of each, as Ray counts them.")
-    resources: Annotated[dict[str, float], null_is(dict)] = Field(
+    resources: Annotated[dict[str, Annotated[float, Field(gt=0)]], null_is(dict)] = Field(
         default_factory=dict,
         description="What else each asks for, by the names that Ray's machines were given "
         "(`ray start --resources`).",

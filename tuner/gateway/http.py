@@ -225,9 +225,8 @@ class _Endpoint:
     def __init__(self, gateway: Answers, opening: Opening | None = None) -> None:
         self._gateway = gateway
         self._opening = opening = opening or Opening()
-        self._beside: Any = None
-        if opening.beside is not None:
-            self._beside = ProxyHeadersMiddleware(opening.beside, _PROXIES)  # type: ignore[arg-type]  # uvicorn has types of its own
+        beside: Any = opening.beside  # uvicorn has types of its own for an application
+        self._beside: Any = None if beside is None else ProxyHeadersMiddleware(beside, _PROXIES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {

@@ -28,6 +28,7 @@ from tuner.workers.any_worker import Worker
 from tuner.workers.messages import Setup, framed
 from tuner.workers.worker_process import ChildProcess, print_here
 
+logger = logging.getLogger("tuner.rollout")
 PACKAGE = "agentscope-tuner"
 _CONNECT_SECONDS = 10.0
 _WORDS = 160
@@ -100,6 +101,8 @@ class Relay:
             reader, self._writer = await asyncio.open_unix_connection(sock=child.connection)
             self._hand_on()
             reading = loop.create_task(_read(reader, items))
+            # It may have closed its line and live on.
+            reading.add_done_callback(lambda _: loop.call_later(1.0, child.kill))
             while not isinstance(item := await items.get(), Ended):
                 yield item
             await reading  # what it still sent
@@ -129,9 +132,12 @@ class Placing:
     section: RaySection
 
     def __str__(self) -> str:
-        wanted = {"CPU": self.section.cpus, **self.section.resources}
-        asks = ", ".join(f"{count:g} {name}" for name, count in wanted.items())
+        asks = ", ".join(f"{count:g} {name}" for name, count in self._asks.items())
         return f"on the Ray cluster at {self.address}, each with {asks}"
+
+    @property
+    def _asks(self) -> dict[str, float]:
+        return {"CPU": self.section.cpus, **self.section.resources}
 
     def worker(
         self, setup: Setup, doors: list[Door], on_end: Callable[[RayWorker], None]
@@ -184,20 +190,23 @@ class Placing:
             ray.shutdown()
 
     def count(self, most: int) -> int:
-        """How many there are: as the file says, or as the cluster as it is now has the CPUs for."""
+        """How many there are: as the file says, or as the cluster as it is now has room for."""
         import ray
 
         if self.section.workers is not None:
             return self.section.workers
-        return max(1, min(most, int(ray.cluster_resources().get("CPU", 0) // self.section.cpus)))
+        found = ray.cluster_resources()
+        room = min(found.get(name, 0) // asked for name, asked in self._asks.items())
+        return max(1, min(most, int(room)))
 
     def offers(self) -> str:
         """What the cluster has of what a worker asks for, in a sentence."""
         import ray
 
         found, free = ray.cluster_resources(), ray.available_resources()
-        names = ("CPU", *self.section.resources)
-        has = ", ".join(f"{free.get(name, 0):g} of {found.get(name, 0):g} {name}" for name in names)
+        has = ", ".join(
+            f"{free.get(name, 0):g} of {found.get(name, 0):g} {name}" for name in self._asks
+        )
         return f"the cluster has free {has}"
 
     def opening(self, number: int = 0) -> Opening:
@@ -225,9 +234,10 @@ class Placing:
             ConfigError: It cannot.
         """
         try:
-            gateway.base_url  # noqa: B018
+            found = gateway.base_url
         except OSError as error:
             raise self._not_here(error) from error
+        logger.info("the gateway listens at %s, for workers on other machines", found)
 
     def _not_here(self, error: Exception) -> ConfigError:
         return ConfigError(

@@ -37,6 +37,7 @@ class ChildProcess:
     def __init__(self, printed: Callable[[str, str], object], ended: Callable[[], object]) -> None:
         self._printed, self._ended = printed, ended
         self._said: deque[str] = deque(maxlen=_LINES)
+        self._over = False
         self.connection, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -66,9 +67,10 @@ class ChildProcess:
         return f"{how}{': ' if words else ''}{words}"
 
     def kill(self) -> None:
-        """End it at once, with all that it began."""
-        with contextlib.suppress(OSError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        """End it at once, with all that it began; nothing where that is done."""
+        if not self._over:
+            with contextlib.suppress(OSError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def _watch(self) -> None:
         """In a thread: pass on what it prints, and see it end."""
@@ -81,6 +83,7 @@ class ChildProcess:
             thread.start()
         self._process.wait()
         self.kill()  # what its functions began
+        self._over = True  # its number may be another one's from now on
         for thread in threads:
             thread.join(timeout=1)
         self._ended()

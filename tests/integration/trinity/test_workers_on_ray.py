@@ -9,7 +9,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from tests.workers import functions
-from tests.workers.conftest import make_runners, pool_of
+from tests.workers.conftest import make_runners, pool_of, waiting
 from tests.workers.functions import OUTCOMES, FailsWhenLoaded, dying
 from tests.workers.test_outcomes import DEFAULTS, ID, LIMIT, all_of, told
 from tests.workers.test_runs import trained
@@ -106,28 +106,12 @@ async def test_a_worker_that_ray_loses_is_replaced_and_its_rollouts_are_tried_ag
 ):
     async with on_ray(cluster, dying) as pool:
         runner = make_runners(dying, workers=pool, retries=1)
-        began, handle = asyncio.Semaphore(0), runner.gateway.handle
-
-        async def seen(*request):
-            reply = await handle(*request)
-            began.release()
-            return reply
-
-        runner.gateway.handle = seen
-        waiting = [
-            asyncio.ensure_future(runner.run({"dies": "waits"}, RolloutId(1, n, 0), DEFAULTS))
-            for n in range(2)
-        ]
-        for _ in waiting:
-            await began.acquire()
-        children = [psutil.Process(pid) for pid in pool.pids]
-        children[0].parent().kill()  # Ray's process
-        await began.acquire()  # tried again
-        await asyncio.to_thread(psutil.wait_procs, children[:1])  # as its line has ended
-        assert children[1].is_running()
-        for task in waiting:
-            task.cancel()
-        await asyncio.wait(waiting)
+        async with waiting(runner, 2) as (_, began):
+            children = [psutil.Process(pid) for pid in pool.pids]
+            children[0].parent().kill()  # Ray's process
+            await began.acquire()  # tried again
+            await asyncio.to_thread(psutil.wait_procs, children[:1])  # as its line has ended
+            assert children[1].is_running()
         (after,) = await runner.run({}, RolloutId(1, 2, 0), DEFAULTS)
         assert after.outcome is Outcome.COMPLETED
 
