@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import math
+import sys
 import threading
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tests.gateway import drift
 from tuner import from_trl, tune
 from tuner.chat_models.without_framework import PlainChatModel
 from tuner.config.load import load_config
+from tuner.environments import trl_rewards
 from tuner.environments.trl import TRL, GRPOConfig, GRPOTrainer
 from tuner.environments.trl_config import settings_of
 from tuner.errors import ConfigError, DatasetError, FunctionError
@@ -596,3 +598,15 @@ def test_a_file_names_the_pieces(tmp_path, monkeypatch):
     )
     assert isinstance(environment, TRL)
     assert environment.settings["buffer.total_steps"] == 2
+
+
+def test_transformers_is_imported_by_one_thread_at_a_time(monkeypatch):
+    """Of two that import it at once one may find half of it."""
+
+    class Library:
+        def __getattr__(self, name):
+            assert trl_rewards._IMPORTING.locked()
+            return types.SimpleNamespace
+
+    monkeypatch.setitem(sys.modules, "transformers", Library())
+    assert trl_rewards._state(1, 2).max_steps == 2

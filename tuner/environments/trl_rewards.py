@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 # Reward functions that are not async are written for a trainer that calls one at a time.
 _ONE_AT_A_TIME = threading.Lock()
+# Groups are judged beside each other, and of two threads that import transformers one may find half
+# of it.
+_IMPORTING = threading.Lock()
 
 
 class RewardFunctions:
@@ -146,7 +149,8 @@ class RewardFunctions:
 
 def _state(step: int, max_steps: int) -> Any:
     """transformers' own, whose import takes seconds and PyTorch."""
-    from transformers import TrainerState
+    with _IMPORTING:
+        from transformers import TrainerState
 
     return TrainerState(global_step=step, max_steps=max_steps)
 
