@@ -5,6 +5,7 @@ import functools
 import math
 import sys
 import threading
+import types
 from pathlib import Path
 
 import pytest
