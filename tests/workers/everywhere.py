@@ -19,7 +19,6 @@ import pytest
 
 from tests import forked
 from tuner import chat_models
-from tuner.areal.token_workflow import EpisodeWorkflow
 from tuner.assembly import stack
 from tuner.gateway import Session
 from tuner.rollout import RolloutRunner
@@ -35,6 +34,7 @@ COUNT = 2
 _RUNNER, _PANEL = "tests/rollout/test_runner.py", "tests/rollout/test_panel.py"
 _RECORDED = "tests/rollout/test_recorded_functions.py"
 _LOCAL, _AHEAD = "tests/loop/test_local.py", "tests/loop/test_asynchronous.py"
+_ENVIRONMENTS = "tests/areal/test_environments.py"
 _UNSAFE = "tests/integration/agentscope2/test_unsafe_settings.py"
 
 LEFT_OUT = {
@@ -57,6 +57,8 @@ LEFT_OUT = {
         "tests/loop/test_rebase.py::"
         "test_evaluations_before_the_change_are_judged_again_and_later_ones_made_again",
         "tests/areal/test_agents.py::test_an_instance_keeps_its_state",
+        f"{_ENVIRONMENTS}::test_an_environment_is_used_again_unless_its_episode_failed",
+        f"{_ENVIRONMENTS}::test_an_instance_is_shared_by_all_rollouts",
         f"{_UNSAFE}::test_timed_out_agent_is_a_timeout_although_it_swallows_its_cancellation",
     ],
     "its rollouts wait for each other, or for what the test does, by a variable of this process": [
@@ -71,6 +73,8 @@ LEFT_OUT = {
         f"{_RUNNER}::test_a_second_cancellation_leaves_no_agent_for_the_loop_to_wait_for",
     ],
     "its function moves the clock of this process": [
+        f"{_ENVIRONMENTS}::test_an_environment_that_fails_is_a_typed_outcome"
+        "[hanging-timeout-no result within 60 s]",
         f"{_RUNNER}::test_timed_out_attempt_never_reaches_the_retry_trace",
     ],
     "its function raises KeyboardInterrupt, which ends a worker and not the run": [
@@ -87,8 +91,6 @@ LEFT_OUT = {
 
 
 def _with_workers(config, *functions):
-    if isinstance(functions[0], EpisodeWorkflow):  # token-level and queues refuse workers
-        return None
     found = config.tuner.model_copy(update={"workers": config.tuner.workers or COUNT})
     return pool.pool_of(config.model_copy(update={"tuner": found}), *functions)
 
@@ -144,7 +146,7 @@ _init = RolloutRunner.__init__
 @wraps(_init)
 def _init_with_workers(self, *given, **named):
     _init(self, *given, **named)
-    if _by_a_test() and "workers" not in named and not isinstance(self.workflow, EpisodeWorkflow):
+    if _by_a_test() and "workers" not in named:
         self.workers = Later(self)
 
 

@@ -7,7 +7,6 @@ import pytest
 from tests.loop.runs import EVAL, TRAIN, config, judge, workflow
 from tests.workers.functions import computing, group_judge, scored, synchronous
 from tuner.areal import shared_run
-from tuner.areal.token_workflow import TokenWorkflow
 from tuner.config.explorer import RaySection
 from tuner.config.load import load_config
 from tuner.errors import ConfigError
@@ -159,13 +158,6 @@ def test_a_share_of_requests_to_a_remote_model_is_at_least_one():
         load_config(None, settings={"tuner": {"auxiliary_models": {"a": remote}, "workers": 2}})
 
 
-def refused_by_token_level_workflows(config):
-    class Mine:
-        async def arun_episode(self, engine, data): ...
-
-    TokenWorkflow(Mine()).check_settings(config)
-
-
 def refused_by_serve(config):
     serve(config, host="127.0.0.1", port=0, announce=print)
 
@@ -173,7 +165,6 @@ def refused_by_serve(config):
 @pytest.mark.parametrize(
     ("refuse", "why"),
     [
-        (refused_by_token_level_workflows, "asks the engine in its own process"),
         (contenders._check_settings, "run the workflow and the judge in this process"),
         (shared_run._check_settings, "the loop in the open runs agents in its own process"),
         (refused_by_serve, "runs its functions in its own process"),

@@ -34,7 +34,7 @@ from tuner.errors import ConfigError, FunctionError, MissingDependencyError, pip
 from tuner.functions.calling import in_thread, is_async
 from tuner.functions.loading import import_module_or_file, load_function
 from tuner.functions.outputs import Rejected
-from tuner.gateway import Session
+from tuner.gateway.access import Access
 
 _AGENTS: dict[str, type[Any]] = {}
 _ENVIRONMENTS: dict[str, type[Any]] = {}
@@ -85,7 +85,7 @@ def make_agent(agent: AgentAbstraction) -> Any:
     Raises:
         ConfigError: There is no such class, or it does not take the arguments.
     """
-    return _make(_AGENTS, "agent", agent.type_, agent.args)
+    return _maker(_AGENTS, "agent", agent.type_, agent.args)()
 
 
 def make_environment(environment: EnvServiceAbstraction) -> Any:
@@ -94,7 +94,11 @@ def make_environment(environment: EnvServiceAbstraction) -> Any:
     Raises:
         ConfigError: There is no such class, or it does not take the arguments.
     """
-    return _make(_ENVIRONMENTS, "environment", environment.type_, environment.args)
+    return _environment_maker(environment)()
+
+
+def _environment_maker(environment: EnvServiceAbstraction) -> Callable[[], Any]:
+    return _maker(_ENVIRONMENTS, "environment", environment.type_, environment.args)
 
 
 def _register(known: dict[str, type[Any]], what: str, name: str, new: type[Any]) -> None:
@@ -108,7 +112,10 @@ def _register(known: dict[str, type[Any]], what: str, name: str, new: type[Any])
     known[name] = new
 
 
-def _make(known: Mapping[str, type[Any]], what: str, name: str, args: Mapping[str, Any]) -> Any:
+def _maker(
+    known: Mapping[str, type[Any]], what: str, name: str, args: Mapping[str, Any]
+) -> Callable[[], Any]:
+    """What makes instances of the class that is named, in a worker too, where nobody registers."""
     if name in known:
         made: Any = known[name]
     elif ":" in name:
@@ -129,7 +136,7 @@ def _make(known: Mapping[str, type[Any]], what: str, name: str, args: Mapping[st
             f"{what} {name!r} is {made.__qualname__}{inspect.signature(made)}, which does not take "
             f"the arguments {', '.join(given) or 'none'}: {error}"
         ) from None
-    return made(**given)
+    return functools.partial(made, **given)
 
 
 class GymnasiumEnvironment(EnvironmentService):
@@ -227,14 +234,18 @@ class QueueWorkflow(EpisodeWorkflow):
         self._idle: list[Any] = []
         if isinstance(environment, EnvServiceAbstraction):
             # Made now, so that a wrong name or argument stops the run before it begins.
-            self._idle.append(make_environment(environment))
-            self._make = lambda: make_environment(environment)
+            self._make = _environment_maker(environment)
+            self._idle.append(self._make())
         elif callable(environment) and not isinstance(environment, EnvironmentService):
             self._make = environment
         else:
             self._shared = environment
 
-    async def episode(self, task: dict[str, Any], session: Session) -> Episode:
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a worker's copy, which makes environments of its own."""
+        return {**vars(self), "_idle": []}
+
+    async def episode(self, task: dict[str, Any], session: Access) -> Episode:
         """As `EpisodeWorkflow.episode`; no trajectory rejects.
 
         Raises:
@@ -322,7 +333,7 @@ def _close_beside(environment: Any) -> None:
         task.add_done_callback(_closing.discard)
 
 
-def _prompt(task: dict[str, Any], session: Session) -> SequenceSample:
+def _prompt(task: dict[str, Any], session: Access) -> SequenceSample:
     """A row of the dataset as the prompt that an agent gets."""
     key = next((key for key in PROMPT_KEYS if key in task), None)
     if key is None:
@@ -330,11 +341,9 @@ def _prompt(task: dict[str, Any], session: Session) -> SequenceSample:
             f"the task has none of {', '.join(PROMPT_KEYS)} to make a prompt of; its fields are "
             f"{', '.join(task)}"
         )
-    value, renderer = task[key], session.service.renderer
-    if key == "messages":
-        value = renderer.render_text(value, [])
-    if isinstance(value, str):
-        value = renderer.encode(value)
+    value = task[key]
+    if key == "messages" or isinstance(value, str):
+        value = session.encode(value)
     ids = torch.tensor([int(token) for token in value], dtype=torch.long)
     name = next((str(task[key]) for key in ID_KEYS if key in task), session.id)
     return SequenceSample(

@@ -13,13 +13,11 @@ from typing import Any, Literal, Protocol
 from tuner.areal.hyperparameters import GenerationHyperparameters
 from tuner.areal.trajectories import Owners, Trajectory, read_trajectories, settle
 from tuner.chat_models.without_framework import SessionHandle
-from tuner.config import RunConfig
 from tuner.engines.base import Generation
 from tuner.errors import ConfigError, FunctionError
 from tuner.functions.calling import is_async
 from tuner.functions.outputs import Rejected, WorkflowOutput
-from tuner.gateway import Session
-from tuner.gateway.dialects.text import complete_tokens
+from tuner.gateway.access import Access
 from tuner.training.batch import untrainable
 
 StopReason = Literal["stop", "length"]
@@ -91,13 +89,16 @@ class SessionEngine:
         tokenizer: The model's.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Access) -> None:
         self._session = session
-        self.tokenizer: Any = session.service.renderer.tokenizer
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._session.tokenizer
 
     def get_version(self) -> int:
         """Updates that the weights have seen which sample the next token."""
-        return self._session.service.engine.version
+        return self._session.version
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Sample one answer and record it.
@@ -132,9 +133,9 @@ class SessionEngine:
         Raises:
             ConfigError, RequestError, EngineError: As `agenerate`.
         """
-        unknown = set(gconfig.stop_token_ids) - self._session.service.engine.capabilities.end_ids
-        if unknown:
-            ends = sorted(self._session.service.engine.capabilities.end_ids)
+        wanted = set(gconfig.stop_token_ids)
+        if wanted and (unknown := wanted - self._session.end_ids):
+            ends = sorted(self._session.end_ids)
             raise ConfigError(
                 f"gconfig.stop_token_ids has {sorted(unknown)}, but this engine ends an answer at "
                 f"{ends} alone; leave them out, or name the text in gconfig.stop"
@@ -145,8 +146,7 @@ class SessionEngine:
                 f"the prompt has {len(prompt_ids)} tokens and gconfig.max_tokens is "
                 f"{gconfig.max_tokens}: no room for an answer"
             )
-        return await complete_tokens(
-            self._session,
+        return await self._session.complete_tokens(
             prompt_ids,
             n=gconfig.n_samples,
             temperature=0.0 if gconfig.greedy else gconfig.temperature,
@@ -195,7 +195,7 @@ class EpisodeWorkflow(ABC):
     loop in the open asks for episodes."""
 
     @abstractmethod
-    async def episode(self, task: dict[str, Any], session: Session) -> Episode:
+    async def episode(self, task: dict[str, Any], session: Access) -> Episode:
         """Run one episode and give its calls the credit that its trajectories name.
 
         Raises:
@@ -203,21 +203,8 @@ class EpisodeWorkflow(ABC):
             FunctionError: What it returned cannot be trained as it says.
         """
 
-    def check_settings(self, config: RunConfig) -> None:
-        """Refuse workers: an episode reads token ids of the engine in its own process.
-
-        Raises:
-            ConfigError: There are to be some.
-        """
-        if config.tuner.workers:
-            raise ConfigError(
-                f"tuner.workers is {config.tuner.workers}, and a token-level workflow asks the "
-                "engine in its own process: set it to 0"
-            )
-
     async def __call__(self, task: dict[str, Any], model: SessionHandle) -> WorkflowOutput:
         """Run one episode as a rollout; raises what `episode` does."""
-        assert isinstance(model.session, Session), "check_settings() lets no worker get here"
         return WorkflowOutput(reward=(await self.episode(task, model.session)).reward)
 
 
@@ -247,7 +234,7 @@ class TokenWorkflow(EpisodeWorkflow):
                 "workflow needs one"
             )
 
-    async def episode(self, task: dict[str, Any], session: Session) -> Episode:
+    async def episode(self, task: dict[str, Any], session: Access) -> Episode:
         """As `EpisodeWorkflow.episode`; None rejects."""
         assert self._run is not None
         value = await self._run(SessionEngine(session), task)
@@ -256,7 +243,7 @@ class TokenWorkflow(EpisodeWorkflow):
         return settled_episode(read_trajectories(value, self._source), session, self._source)
 
 
-def settled_episode(trajectories: Sequence[Trajectory], session: Session, source: str) -> Episode:
+def settled_episode(trajectories: Sequence[Trajectory], session: Access, source: str) -> Episode:
     """Give a session's calls the credit that trajectories name.
 
     Raises:
@@ -264,7 +251,7 @@ def settled_episode(trajectories: Sequence[Trajectory], session: Session, source
     """
     if not trajectories:
         raise FunctionError(f"{source} returned no trajectory; return None to reject the episode")
-    recorded = session.recording.for_workflow()
+    recorded = session.calls_so_far()
     calls = tuple(record.call for record in recorded)
     all_owners, trained = settle(trajectories, calls, source)
     for record, entry in zip(recorded, trained, strict=True):

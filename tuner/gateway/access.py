@@ -7,8 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from tuner.engines.base import Generation
 from tuner.gateway.credit import RecordedCall
 from tuner.gateway.in_flight import InFlight
+from tuner.gateway.model.template import Message
 from tuner.gateway.results import Results
 from tuner.gateway.service import Door
 
@@ -67,6 +69,31 @@ class Access(ABC):
     @abstractmethod
     def text_of(self, ids: Sequence[int]) -> str:
         """Tokens in the tokenizer's words, special ones left out."""
+
+    @abstractmethod
+    def encode(self, prompt: str | Sequence[Message]) -> list[int]:
+        """Token ids of text as it is, or of messages in the chat template; shape [P]."""
+
+    @property
+    @abstractmethod
+    def tokenizer(self) -> Any:
+        """The model's."""
+
+    @property
+    @abstractmethod
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end a completion."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """Updates that the weights have seen which sample the next token."""
+
+    @abstractmethod
+    async def complete_tokens(
+        self, prompt_ids: Sequence[int], **settings: Any
+    ) -> tuple[Generation, ...]:
+        """As `tuner.gateway.dialects.text.complete_tokens`."""
 
     @abstractmethod
     def warn_once(self, setting: str, sentence: str) -> None:

@@ -7,15 +7,15 @@ import contextlib
 import json
 import logging
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from tuner.engines.base import Engine
+from tuner.engines.base import Engine, Generation
 from tuner.gateway.access import ROLE
 from tuner.gateway.answering import complete, failure, once
 from tuner.gateway.dialects import Exchange, anthropic, chat
 from tuner.gateway.dialects.responses import ResponsesExchange
-from tuner.gateway.dialects.text import TextExchange
+from tuner.gateway.dialects.text import TextExchange, complete_tokens
 from tuner.gateway.model.renderer import ChatRenderer
 from tuner.gateway.request_error import RequestError, has_ended
 from tuner.gateway.script import Script
@@ -138,6 +138,12 @@ class Gateway:
         self._ended[key] = session_id
         if len(self._ended) > _REMEMBERED_KEYS:
             del self._ended[next(iter(self._ended))]
+
+    async def complete_tokens(
+        self, session: Session, prompt_ids: Sequence[int], **settings: Any
+    ) -> tuple[Generation, ...]:
+        """As `tuner.gateway.dialects.text.complete_tokens`."""
+        return await complete_tokens(session, prompt_ids, **settings)
 
     @property
     def base_url(self) -> str:

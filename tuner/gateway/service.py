@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from tuner.engines.base import Engine
+from tuner.engines.base import Engine, Generation
 from tuner.errors import ConfigError
 from tuner.gateway.model.renderer import ChatRenderer
 from tuner.gateway.request_error import RequestError
@@ -153,6 +153,10 @@ class Host(Answers, Door, Protocol):
     def home(self) -> asyncio.AbstractEventLoop: ...
 
     def forget(self, key: str, session_id: str) -> None: ...
+
+    async def complete_tokens(
+        self, session: Any, prompt_ids: Sequence[int], **settings: Any
+    ) -> tuple[Generation, ...]: ...
 
 
 def sse(data: Any, event: str | None = None) -> bytes:

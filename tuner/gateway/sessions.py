@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from tuner.engines.base import Generation
 from tuner.gateway.access import Access
 from tuner.gateway.conversations import Conversations
 from tuner.gateway.credit import Credits, RecordedCall
@@ -236,8 +237,34 @@ class Session(Access):
 
     def text_of(self, ids: Sequence[int]) -> str:
         """Tokens in the tokenizer's words, special ones left out."""
-        tokenizer = self.service.renderer.tokenizer
-        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def encode(self, prompt: str | Sequence[Message]) -> list[int]:
+        """Token ids of text as it is, or of messages in the chat template; shape [P]."""
+        renderer = self.service.renderer
+        text = prompt if isinstance(prompt, str) else renderer.render_text(prompt, [])
+        return list(renderer.encode(text))
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's."""
+        return self.service.renderer.tokenizer
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end a completion."""
+        return self.service.engine.capabilities.end_ids
+
+    @property
+    def version(self) -> int:
+        """Updates that the weights have seen which sample the next token."""
+        return self.service.engine.version
+
+    async def complete_tokens(
+        self, prompt_ids: Sequence[int], **settings: Any
+    ) -> tuple[Generation, ...]:
+        """As `tuner.gateway.dialects.text.complete_tokens`."""
+        return await self.host.complete_tokens(self, prompt_ids, **settings)
 
     async def at_home(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, done in the event loop that the engine is called in."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import itertools
 import logging
-import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,22 +43,10 @@ from tuner.workers.messages import (
     framed,
     portable,
 )
+from tuner.workers.questions import ASKED
 
 PATIENCE = 2 * GRACE
 """Seconds after which a worker that does not end what it is told to is ended itself."""
-
-_ASKED: Mapping[str, Callable[..., Any]] = {
-    "base_url": lambda session: session.base_url,
-    "quiet": lambda session: time.perf_counter() - session.in_flight.moved,
-    "other_names": lambda session: session.other_names,
-    "call_also": lambda session, names: setattr(session, "other_names", names),
-    "calls": lambda session: [one.call for one in session.calls_so_far()],
-    "credit": lambda session, *said: session.recording.credit(*said),
-    "text_of": lambda session, ids: session.text_of(ids),
-    "warn": lambda session, *said: session.warn_once(*said),
-    "given": lambda session, *of: session.results.given(*of),
-    "keep": lambda session, *of: session.results.keep(*of),
-}
 
 
 class Worker(ABC):
@@ -257,13 +245,24 @@ class Worker(ABC):
         try:
             session = self.sessions.get(message.session)
             if session is not None:
-                value = _ASKED[message.what](session, *message.arguments)
+                value = ASKED[message.what](session, *message.arguments)
             elif message.ask is not None:
                 error = TunerError("it was asked of a rollout that has ended")
         except Exception as raised:
             error = portable(raised)
-        if message.ask is not None:
+        if message.ask is None:
+            return
+        if inspect.iscoroutine(value):
+            self._answer(message.ask, self._give(message.ask, value))
+        else:
             self.send(Given(message.ask, value, error))
+
+    async def _give(self, ask: int, work: Coroutine[Any, Any, Any]) -> None:
+        try:
+            given = Given(ask, await work)
+        except Exception as raised:
+            given = Given(ask, None, portable(raised))
+        self.send(given)
 
     def _end(self) -> None:
         if self.ended.done():

@@ -27,6 +27,7 @@ from tuner.workers.messages import (
     Frames,
     Given,
     Next,
+    Opened,
     Request,
     framed,
 )
@@ -50,6 +51,7 @@ class Line:
         self._sending = threading.Lock()
         self._numbers = itertools.count(1)
         self._waiting: dict[tuple[type, int], Future[Any]] = {}
+        self._known: dict[tuple[int, str], Any] = {}
 
     def first(self) -> Any:
         """Wait for the first message."""
@@ -76,10 +78,23 @@ class Line:
         number = next(self._numbers)
         future = self._expected(Given, number)
         self.send(Ask(number, session, what, arguments))
-        given: Given = future.result()
-        if given.error is not None:
-            raise given.error
-        return given.value
+        return _value_of(future.result())
+
+    def ask_once(self, session: Opened, what: str) -> Any:
+        """What a session says, and all of its gateway would."""
+        known = session.door, what
+        if known not in self._known:
+            self._known[known] = self.ask(session.number, what)
+        return self._known[known]
+
+    async def ask_async(self, session: int, what: str, *arguments: Any) -> Any:
+        """As `ask`, for what takes its time; in any event loop. Cancelled with the caller.
+
+        Raises:
+            Exception: What it raised.
+        """
+        number = next(self._numbers)
+        return _value_of(await self.answer(Given, number, Ask(number, session, what, arguments)))
 
     def tell(self, session: int, what: str, *arguments: Any) -> None:
         """Tell a session of the run's gateway, which says nothing."""
@@ -140,6 +155,12 @@ class Line:
         if not data:  # the run is gone, whatever became of it; and so is all that was begun here
             os.killpg(os.getpgrp(), signal.SIGKILL)
         return data
+
+
+def _value_of(given: Given) -> Any:
+    if given.error is not None:
+        raise given.error
+    return given.value
 
 
 class _Events:

@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tuner.engines.base import Generation
 from tuner.gateway import RecordedCall
 from tuner.gateway.access import Access
 from tuner.gateway.credit import Credit, Credits
 from tuner.gateway.in_flight import InFlight
+from tuner.gateway.model.template import Message
 from tuner.gateway.results import Results
 from tuner.gateway.service import Door
 from tuner.rollout.watchdog import QUIET
@@ -84,6 +86,37 @@ class RemoteSession(Access):
     def text_of(self, ids: Sequence[int]) -> str:
         """As the session has it; waits for that."""
         return str(self._line.ask(self._opened.number, "text_of", tuple(ids)))
+
+    def encode(self, prompt: str | Sequence[Message]) -> list[int]:
+        """As the session has it; waits for that."""
+        found: list[int] = self._line.ask(self._opened.number, "encode", prompt)
+        return found
+
+    @property
+    def tokenizer(self) -> Any:
+        """A copy of the model's."""
+        return self._line.ask_once(self._opened, "tokenizer")
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end a completion."""
+        found: frozenset[int] = self._line.ask_once(self._opened, "end_ids")
+        return found
+
+    @property
+    def version(self) -> int:
+        """As the session has it; waits for that."""
+        return int(self._line.ask(self._opened.number, "version"))
+
+    async def complete_tokens(
+        self, prompt_ids: Sequence[int], **settings: Any
+    ) -> tuple[Generation, ...]:
+        """As the session does it; in any event loop."""
+        with self.in_flight.here():
+            found: tuple[Generation, ...] = await self._line.ask_async(
+                self._opened.number, "complete_tokens", [*prompt_ids], settings
+            )
+        return found
 
     def warn_once(self, setting: str, sentence: str) -> None:
         self._line.tell(self._opened.number, "warn", setting, sentence)

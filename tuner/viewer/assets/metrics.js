@@ -107,7 +107,7 @@ function renderServed(served) {
   if (!served) return;
   const sessions = table(["sessions", "how many"], Object.entries(served.sessions).map(([name, n]) => [name, fmt(n)]));
   const decisions = table(["when", "decision", "version", "beside", "why"], served.decisions.map((one) => [new Date(one.at * 1000).toLocaleString(), one.decision, fmt(one.version), fmt(one.beside), one.why]));
-  $("sessions").replaceChildren(el("div", { class: "card" }, sessions), ...(served.decisions.length ? [el("div", { class: "card" }, el("h3", {}, "Which weights serve, and why"), el("div", { class: "scroll" }, decisions))] : []));
+  $("sessions").replaceChildren(el("div", { class: "card" }, sessions), ...(served.decisions.length ? [el("div", { class: "card" }, el("h3", {}, "Which weights serve, and why"), el("div", { class: "scroll reasons" }, decisions))] : []));
 }
 function renderHeader() {
   const run = state.run;
