@@ -59,6 +59,9 @@ LEFT_OUT = {
         "tests/areal/test_agents.py::test_an_instance_keeps_its_state",
         f"{_ENVIRONMENTS}::test_an_environment_is_used_again_unless_its_episode_failed",
         f"{_ENVIRONMENTS}::test_an_instance_is_shared_by_all_rollouts",
+        "tests/areal/test_queues.py::test_a_bundle_has_whole_sequences_logprobs_and_versions",
+        "tests/areal/test_tokens.py::"
+        "test_every_answer_is_a_call_with_exact_ids_and_the_mask_has_a_row_per_stretch",
         f"{_UNSAFE}::test_timed_out_agent_is_a_timeout_although_it_swallows_its_cancellation",
     ],
     "its rollouts wait for each other, or for what the test does, by a variable of this process": [
