@@ -14,7 +14,7 @@ from tests.environments.test_mixture import mixture
 from tests.environments.training import trained
 from tests.rewards.test_sandbox import those_in
 from tuner import JudgeOutput, WorkflowOutput, tune
-from tuner.areal.token_workflow import TokenWorkflow
+from tuner.areal import AgentWorkflow
 from tuner.environments import TRL, Environment, Mixture, Program
 from tuner.errors import ConfigError
 from tuner.tune import prepare
@@ -190,10 +190,12 @@ def test_a_mixture(left_by_workers):
 
 def test_a_mixture_refuses_what_one_of_its_sets_refuses():
     class Agent:
-        async def arun_episode(self, engine, data): ...
+        def run(self, data): ...
 
-    sets = {"words": {"workflow": TokenWorkflow(Agent()), "train_dataset": [{"word": "x"}]}}
+    discounted = AgentWorkflow(Agent(), turn_discount=0.5)
+    sets = {"words": {"workflow": discounted, "train_dataset": [{"word": "x"}]}}
     given = {"environment": Mixture(sets), "overrides": ["buffer.batch_size=1"]}
     assert prepare(**given).train_tasks
-    with pytest.raises(ConfigError, match=r"tuner\.workers is 2.*asks the engine in its own"):
-        prepare(**{**given, "overrides": [*given["overrides"], "tuner.workers=2"]})
+    discount = "tuner.algorithm.turn_discount=0.9"
+    with pytest.raises(ConfigError, match=r"AgentWorkflow has turn_discount 0\.5, and the run too"):
+        prepare(**{**given, "overrides": [*given["overrides"], discount]})

@@ -1,6 +1,8 @@
 """Agents that own their tokens leave the same traces in workers as in this process."""
 
 import asyncio
+import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,8 +22,10 @@ from tuner.areal import (
     register_agent,
     register_environment,
 )
+from tuner.gateway.request_error import RequestError
 from tuner.traces import RolloutId
 
+ID = RolloutId(1, 0, 0)
 FEW = GenerationHyperparameters(max_new_tokens=3)
 
 
@@ -157,7 +161,7 @@ async def test_episodes_leave_the_same_traces_in_workers(make_runner, make, rows
 
 
 async def test_an_answer_that_nobody_waits_for_is_cancelled(make_runner):
-    ended = []
+    ended = asyncio.Event()
     async with pool_of(1, workflow := TokenWorkflow(Impatient())) as pool:
         runner = make_runner(workflow, workers=pool)
         complete = runner.gateway.complete_tokens
@@ -168,9 +172,53 @@ async def test_an_answer_that_nobody_waits_for_is_cancelled(make_runner):
             try:
                 await asyncio.Event().wait()
             finally:
-                ended.append(session.id)
+                ended.set()
 
         runner.gateway.complete_tokens = endless
-        (trace,) = await runner.run({"question": "hi"}, RolloutId(1, 0, 0), DEFAULTS)
+        (trace,) = await runner.run({"question": "hi"}, ID, DEFAULTS)
+        await ended.wait()  # the worker lives
     assert trace.outcome == "completed"
-    assert ended == ["train-1-0-0-1"]
+
+
+class Says:
+    """Asks for more than it may, and returns what it is told in numbers."""
+
+    async def arun_episode(self, engine, data):
+        try:
+            for n in range(9):
+                await engine.agenerate(ModelRequest([40, n], FEW))
+        except RequestError as error:
+            raise ValueError(f"{error.status} {error.code}") from error
+
+
+async def test_a_refusal_is_the_one_that_the_gateway_gave(make_runner):
+    async with pool_of(1, workflow := TokenWorkflow(Says())) as pool:
+        (here,) = await make_runner(workflow, calls=4).run({}, ID, DEFAULTS)
+        (there,) = await make_runner(workflow, calls=4, workers=pool).run({}, ID, DEFAULTS)
+    assert here.error == there.error == "ValueError: 403 rollout_limit"
+
+
+class Broken:
+    """A tokenizer that another process cannot read."""
+
+    def __reduce__(self):
+        return int, ("not a number",)
+
+
+class Reads:
+    """Wants the tokenizer first of all."""
+
+    async def arun_episode(self, engine, data):
+        return engine.tokenizer
+
+
+async def test_a_tokenizer_that_cannot_be_read_is_an_error_of_the_rollout(make_runner):
+    async with pool_of(1, workflow := TokenWorkflow(Reads())) as pool:
+        runner = make_runner(workflow, workers=pool)
+        service = runner.gateway.service
+        renderer = copy.copy(service.renderer)
+        renderer.tokenizer = Broken()
+        runner.gateway.service = replace(service, renderer=renderer)
+        for rollout in range(2):  # the worker still listens
+            (trace,) = await runner.run({}, RolloutId(1, 0, rollout), DEFAULTS)
+            assert "ValueError: invalid literal for int()" in trace.error

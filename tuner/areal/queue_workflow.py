@@ -139,11 +139,20 @@ def _maker(
     return functools.partial(made, **given)
 
 
+def registered(id: Any) -> Any:
+    """What an id of gymnasium is registered as, for another process where nobody registers it."""
+    if isinstance(id, str) and ":" not in id:
+        import gymnasium
+
+        return gymnasium.spec(id)
+    return id
+
+
 class GymnasiumEnvironment(EnvironmentService):
     """A gymnasium environment whose calls run in a thread each, one after the other.
 
     Args:
-        id: A registered id such as "FrozenLake-v1", or an environment.
+        id: A registered id such as "FrozenLake-v1", what it is registered as, or an environment.
         read_action: Turns what the agent gives `step` into the environment's action.
         make_args: Given to `gymnasium.make`.
 
@@ -154,7 +163,7 @@ class GymnasiumEnvironment(EnvironmentService):
     def __init__(
         self, id: str | Any, read_action: Callable[[Any], Any] | None = None, **make_args: Any
     ) -> None:
-        if isinstance(id, str):
+        if not hasattr(id, "step"):
             try:
                 import gymnasium
             except ImportError as error:
@@ -203,14 +212,15 @@ class QueueWorkflow(EpisodeWorkflow):
     the chat template), `prompt` and `question` (text, encoded as it is); its id the first of
     `query_id`, `qid` and `id`, else the rollout's own name.
 
-    Each rollout has an environment to itself. One whose episode ended well is used again by a later
+    With `tuner.workers` each worker has an agent and environments of its own. Each rollout has an
+    environment to itself. One whose episode ended well is used again by a later
     rollout; one whose episode failed, was cancelled or timed out is closed.
 
     Args:
         agent: An object with `collect_trajectory`, or what to make one of.
         environment: What to make environments of: a class, a function without arguments, or an
-            `EnvServiceAbstraction`. Or an `EnvironmentService`, which all rollouts share: it must
-            then be without state.
+            `EnvServiceAbstraction`. Or an `EnvironmentService`, which all rollouts of a process
+            share: it must then be without state.
 
     Raises:
         ConfigError: There is no such agent or environment, or it does not take the arguments.
@@ -243,7 +253,10 @@ class QueueWorkflow(EpisodeWorkflow):
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a worker's copy, which makes environments of its own."""
-        return {**vars(self), "_idle": []}
+        make = self._make
+        if isinstance(make, functools.partial) and make.func is GymnasiumEnvironment:
+            make = functools.partial(make, id=registered(make.keywords["id"]))
+        return {**vars(self), "_make": make, "_idle": []}
 
     async def episode(self, task: dict[str, Any], session: Access) -> Episode:
         """As `EpisodeWorkflow.episode`; no trajectory rejects.
@@ -342,6 +355,11 @@ def _prompt(task: dict[str, Any], session: Access) -> SequenceSample:
             f"{', '.join(task)}"
         )
     value = task[key]
+    if key == "messages" and isinstance(value, str):
+        raise FunctionError(
+            f"the task's messages are text ({value!r:.60}): give a list of messages, or name the "
+            "field prompt to encode it as it is"
+        )
     if key == "messages" or isinstance(value, str):
         value = session.encode(value)
     ids = torch.tensor([int(token) for token in value], dtype=torch.long)

@@ -179,8 +179,8 @@ class EnvironmentService(ABC):
 
 
 class Agent(ABC):
-    """An agent that asks for answers through queues. One instance serves all rollouts, also at the
-    same time."""
+    """An agent that asks for answers through queues. One instance serves all rollouts of a
+    process, also at the same time."""
 
     @abstractmethod
     async def collect_trajectory(

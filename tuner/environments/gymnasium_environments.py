@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
-from tuner.areal.queue_workflow import GymnasiumEnvironment
+from tuner.areal.queue_workflow import GymnasiumEnvironment, registered
 from tuner.areal.queues import CheckedEnvironment
 from tuner.environments.seam import Environment, seed_rows
 from tuner.errors import ConfigError, TunerError
@@ -106,12 +106,8 @@ class Gymnasium(Environment):
 
     def __getstate__(self) -> dict[str, Any]:
         """What goes elsewhere, where nobody has registered the id: what it is registered as."""
-        spec = self._id
-        if isinstance(spec, str) and ":" not in spec:
-            import gymnasium
-
-            spec = gymnasium.spec(spec)
-        return {**super().__getstate__(), "_id": spec, "_idle": [], "_closing": set()}
+        changed = {"_id": registered(self._id), "_idle": [], "_closing": set()}
+        return {**super().__getstate__(), **changed}
 
     def _made(self) -> GymnasiumEnvironment:
         if isinstance(self._id, str):

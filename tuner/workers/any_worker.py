@@ -9,7 +9,7 @@ import itertools
 import logging
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -245,23 +245,24 @@ class Worker(ABC):
         try:
             session = self.sessions.get(message.session)
             if session is not None:
-                value = ASKED[message.what](session, *message.arguments)
+                asked = ASKED[message.what]
+                if message.ask is not None and inspect.iscoroutinefunction(asked):
+                    self._answer(message.ask, self._give(message, asked, session))
+                    return
+                value = asked(session, *message.arguments)
             elif message.ask is not None:
                 error = TunerError("it was asked of a rollout that has ended")
         except Exception as raised:
             error = portable(raised)
-        if message.ask is None:
-            return
-        if inspect.iscoroutine(value):
-            self._answer(message.ask, self._give(message.ask, value))
-        else:
+        if message.ask is not None:
             self.send(Given(message.ask, value, error))
 
-    async def _give(self, ask: int, work: Coroutine[Any, Any, Any]) -> None:
+    async def _give(self, ask: Ask, asked: Callable[..., Any], session: Session) -> None:
+        assert ask.ask is not None
         try:
-            given = Given(ask, await work)
+            given = Given(ask.ask, await asked(session, *ask.arguments))
         except Exception as raised:
-            given = Given(ask, None, portable(raised))
+            given = Given(ask.ask, None, portable(raised))
         self.send(given)
 
     def _end(self) -> None:

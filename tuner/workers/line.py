@@ -80,11 +80,12 @@ class Line:
         self.send(Ask(number, session, what, arguments))
         return _value_of(future.result())
 
-    def ask_once(self, session: Opened, what: str) -> Any:
-        """What a session says, and all of its gateway would."""
+    def ask_once(self, session: Opened, what: str, read: Callable[[Any], Any] | None = None) -> Any:
+        """What a session says, and all of its gateway would; as `read` reads it."""
         known = session.door, what
         if known not in self._known:
-            self._known[known] = self.ask(session.number, what)
+            found = self.ask(session.number, what)
+            self._known[known] = found if read is None else read(found)
         return self._known[known]
 
     async def ask_async(self, session: int, what: str, *arguments: Any) -> Any:

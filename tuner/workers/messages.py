@@ -16,6 +16,7 @@ package, and nobody else has the sockets.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import struct
 from collections.abc import Iterator, Mapping
@@ -282,11 +283,11 @@ def portable(error: Exception) -> Exception:
     """An error as another process can read it: its own class where that is Python's or ours."""
     kind, text = type(error), str(error)
     if kind.__module__.partition(".")[0] in ("builtins", "tuner"):
-        try:
+        with contextlib.suppress(Exception):  # with all that it knows
+            if type(pickle.loads(pickle.dumps(error))) is kind:
+                return error
+        with contextlib.suppress(Exception):  # or with its words, unless its constructor wants more
             made = kind(text)
             pickle.dumps(made)
-        except Exception:  # its constructor wants more
-            pass
-        else:
             return made
     return RuntimeError(f"{kind.__name__}: {text}")

@@ -8,27 +8,24 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from tuner.engines.base import Generation
 from tuner.gateway import Session
 
-
-class _Pickled:
-    """Arrives as what it was made of, which is pickled once for all workers."""
-
-    def __init__(self, value: Any) -> None:
-        self._data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-
-    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
-        return pickle.loads, (self._data,)
+_pickled: WeakKeyDictionary[Any, bytes] = WeakKeyDictionary()
 
 
-_pickled: WeakKeyDictionary[Any, _Pickled] = WeakKeyDictionary()
-
-
-def _tokenizer(session: Session) -> _Pickled:
+def _tokenizer(session: Session) -> bytes:
+    """Pickled once for all workers, and read where somebody waits for it and hears of an error."""
     tokenizer = session.tokenizer
     if tokenizer not in _pickled:
-        _pickled[tokenizer] = _Pickled(tokenizer)
+        _pickled[tokenizer] = pickle.dumps(tokenizer, pickle.HIGHEST_PROTOCOL)
     return _pickled[tokenizer]
+
+
+async def _complete_tokens(
+    session: Session, prompt_ids: list[int], settings: dict[str, Any]
+) -> tuple[Generation, ...]:
+    return await session.complete_tokens(prompt_ids, **settings)
 
 
 ASKED: Mapping[str, Callable[..., Any]] = {
@@ -43,9 +40,9 @@ ASKED: Mapping[str, Callable[..., Any]] = {
     "tokenizer": _tokenizer,
     "end_ids": lambda session: session.end_ids,
     "version": lambda session: session.version,
-    "complete_tokens": lambda session, ids, more: session.complete_tokens(ids, **more),
+    "complete_tokens": _complete_tokens,
     "warn": lambda session, *said: session.warn_once(*said),
     "given": lambda session, *of: session.results.given(*of),
     "keep": lambda session, *of: session.results.keep(*of),
 }
-"""By its name; an awaitable is awaited for the worker."""
+"""By its name; what an async function gives is awaited for the worker."""

@@ -1,7 +1,8 @@
 """Workers on the machines of a Ray cluster.
 
 Ray says where they run and notices when one is lost; it also carries what run and worker tell each
-other (`messages`). What the worker asks the gateway goes there by HTTP, with its sessions' keys.
+other (`messages`), token-level requests among it. What chat models and clients ask the gateway goes
+there by HTTP, with their sessions' keys.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -95,7 +96,7 @@ class RemoteSession(Access):
     @property
     def tokenizer(self) -> Any:
         """A copy of the model's."""
-        return self._line.ask_once(self._opened, "tokenizer")
+        return self._line.ask_once(self._opened, "tokenizer", pickle.loads)
 
     @property
     def end_ids(self) -> frozenset[int]:

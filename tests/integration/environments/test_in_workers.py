@@ -8,18 +8,38 @@ from pathlib import Path
 import pytest
 import verifiers.v1 as vf
 
+from tests.areal.queue_agents import trajectory
 from tests.environments.test_in_workers import left_by_workers
 from tests.integration.environments.test_openenv import Answer, Letters, children, served
 from tests.integration.environments.test_verifiers import cases_are_importable, environment, left
+from tuner.areal import (
+    Agent,
+    EnvServiceAbstraction,
+    GenerationHyperparameters,
+    QueueWorkflow,
+)
 from tuner.environments import Gymnasium, Mixture, OpenEnv, Verifiers
 from tuner.environments.seam import from_settings
 from tuner.errors import ConfigError
 from tuner.functions.loading import import_module_or_file
-from tuner.tune import prepare
+from tuner.tune import prepare, tune
 
 __all__ = ["cases_are_importable", "left_by_workers"]
 EXAMPLES = Path(__file__).parents[3] / "examples"
 ARITHMETIC = {"kind": "gymnasium", "id": "Arithmetic-v0", "train_tasks": 4, "eval_tasks": 0}
+
+
+class Guesses(Agent):
+    """Takes its first token for the answer."""
+
+    async def collect_trajectory(self, prompt, env, obs_queue, act_queue):
+        await env.reset(seed=1)
+        ids = prompt.data["packed_prompts"].tolist()
+        gconfig = GenerationHyperparameters(max_new_tokens=2)
+        await obs_queue.put((prompt.ids[0], ids, gconfig))
+        act = await act_queue.get()
+        _, reward, *_ = await env.step(str(act.output_ids[0][0]))
+        return [trajectory(act, reward=reward)]
 
 
 def arithmetic():
@@ -35,6 +55,24 @@ def of_verifiers():
 def test_gymnasium(left_by_workers):
     assert isinstance(arithmetic(), Gymnasium)
     left_by_workers(arithmetic)
+
+
+def test_an_agent_with_queues_plays_what_the_user_registers(random_model_path, tmp_path):
+    assert isinstance(arithmetic(), Gymnasium)
+    environment = EnvServiceAbstraction("gymnasium", {"id": "Arithmetic-v0"})
+    result = tune(
+        QueueWorkflow(Guesses(), environment),
+        train_dataset=[{"input_ids": [40, 41]}] * 2,
+        overrides=[
+            f"checkpoint_root_dir={tmp_path}",
+            f"model.model_path={random_model_path}",
+            "algorithm.repeat_times=2",
+            "buffer.batch_size=2",
+            "buffer.total_steps=1",
+            "tuner.workers=2",
+        ],
+    )
+    assert result.outcomes == {"completed": 4}
 
 
 def test_verifiers(left_by_workers):
