@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests import forked
 from tests.loop import runs
 from tuner.errors import ConfigError, TunerError
-from tuner.functions.outputs import JudgeOutput
+from tuner.functions.outputs import JudgeOutput, WorkflowOutput
 from tuner.loop import run_local
 from tuner.traces.store import read_traces
 
@@ -38,6 +38,20 @@ def tune(model, root, *overrides, judge=runs.judge, workflow=runs.talk):
         train_tasks=runs.TRAIN,
         eval_tasks={"held-out": runs.EVAL},
     )
+
+
+async def repeatable(task, model):
+    """Two to four turns, as the first answer has it; draws nothing."""
+    messages = [{"role": "user", "content": task["question"]}]
+    texts = []
+    while not texts or len(texts) < 2 + len(texts[0]) % 3:
+        completion = await model.client.chat.completions.create(
+            model=model.model_name, messages=messages
+        )
+        texts.append(completion.choices[0].message.content or "")
+        answer = {"role": "assistant", "content": texts[-1]}
+        messages += [answer, {"role": "user", "content": "More."}]
+    return WorkflowOutput(response=texts[-1])
 
 
 def traces_of(result):
@@ -86,7 +100,8 @@ def test_a_killed_run_ends_with_the_same_weights(mode, random_model_path, tmp_pa
     ids=["plain", "LoRA", "gspo, two updates", "ahead", "open"],
 )
 def test_the_account_of_a_run_has_a_column_for_what_was_replayed(mode, random_model_path, tmp_path):
-    result = tune(random_model_path, tmp_path, *TREE, "buffer.total_steps=3", *mode)
+    overrides = (*TREE, "buffer.total_steps=3", *mode)
+    result = tune(random_model_path, tmp_path, *overrides, workflow=repeatable)
     for row in result.history[1:]:
         dropped = sum(n for name, n in row.items() if name.startswith("tokens/dropped/"))
         assert row["tokens/sampled"] == row["tokens/trained"] + dropped
