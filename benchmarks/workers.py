@@ -37,6 +37,7 @@ ROOT = Path(__file__).parents[1]
 BURN = 0.02
 GOAL = 1.7
 LIGHT_GOAL = 0.9
+WORKERS = "2", "6"
 WAYS = "line", "unix socket", "loopback"
 
 
@@ -229,7 +230,7 @@ def main() -> None:
     found: dict[tuple[str, str], list[dict[str, float]]] = {}
     for _ in range(options.rounds):
         for case, burn in cases.items():
-            for workers in ("0", "2"):
+            for workers in ("0", *WORKERS):
                 found.setdefault((case, workers), []).append(measured(burn, workers, options))
 
     def median(case: str, workers: str, name: str) -> float:
@@ -237,12 +238,13 @@ def main() -> None:
 
     rows = []
     for case, goal in (("heavy", GOAL), ("light", LIGHT_GOAL)):
-        here, there = (1 / median(case, workers, "seconds") for workers in ("0", "2"))
-        rows.append(Row(case, "steps/s, 2 workers", there, "one process", here, target=goal))
-        waits = [median(case, workers, "waited") for workers in ("2", "0")]
-        rows.append(
-            Row(case, "engine waits, s a step", waits[0], "one process", waits[1], None, False)
-        )
+        for workers in WORKERS:
+            here, there = (1 / median(case, count, "seconds") for count in ("0", workers))
+            named = f"steps/s, {workers} workers"
+            rows.append(Row(case, named, there, "one process", here, target=goal))
+            here, there = (median(case, count, "waited") for count in ("0", workers))
+            named = f"engine waits, s a step, {workers} workers"
+            rows.append(Row(case, named, there, "one process", here, more_is_better=False))
     rows += rows_of_ways(asyncio.run(measure_ways(options.calls)))
     report("workers", rows, ["torch", "transformers", "openai", "uvicorn"])
 
