@@ -147,3 +147,36 @@ def test_no_module_is_longer_than_four_hundred_lines():
         for module, path in modules().items()
     }
     assert {module: count for module, count in lengths.items() if count > 400} == {}
+
+
+@cache
+def defined(module: str) -> set[str]:
+    """Names that a module defines, imports, or gives when somebody asks for them."""
+    found = set()
+    for node in ast.walk(ast.parse(modules()[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found.update(alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)  # names that are looked up when they are asked for
+    return found
+
+
+@pytest.mark.parametrize("folder", ["tests", "benchmarks", "examples"])
+def test_what_is_imported_is_there(folder):
+    """Also by tests that seldom run, and need what is not installed here."""
+    known, missing = modules(), []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ImportFrom) or node.module not in known:
+                continue
+            missing += [
+                f"{path.relative_to(ROOT)}: {node.module}.{alias.name}"
+                for alias in node.names
+                if f"{node.module}.{alias.name}" not in known
+                and alias.name not in defined(node.module)
+            ]
+    assert missing == []

@@ -16,9 +16,10 @@ from tests.integration.trinity.conftest import TINY
 from tests.integration.trinity.on_ray import ON_A_CPU
 from tuner import tune
 from tuner.errors import ConfigError, FunctionError
+from tuner.functions.shipping import ship
 from tuner.trinity.nodes import Needed, alive, end_leftovers, require_alike
 from tuner.trinity.preparation import check_trinity
-from tuner.trinity.workers import joined, ship
+from tuner.trinity.workers import joined
 
 ROWS = [{"question": f"What is {n} plus 4?"} for n in range(8)]
 INSTALLED = "partial_json_parser"  # a package that one machine does not have
