@@ -18,6 +18,8 @@ from tests.integration.cluster import hosts
 from tests.integration.trinity.conftest import HERE, REPOSITORY, SHIM
 
 collect_ignore_glob = [] if HERE and hosts.possible() else ["test_*.py"]
+if not collect_ignore_glob and Path(sys.prefix).is_relative_to("/tmp"):
+    raise pytest.UsageError(f"{sys.prefix} is below /tmp, which the machines do not see: move it")
 STARTS, STARTED = 4, "Ray runtime started"
 RAY = Path(sys.executable).with_name("ray")
 SITE = Path(importlib.util.find_spec("pytest").origin).parents[1]
