@@ -3,6 +3,7 @@
 import asyncio
 
 from tests.areal.test_tokens import PROMPT, single
+from tuner import tune
 from tuner.areal import GenerationHyperparameters, ModelRequest, concat_padded_tensors
 
 GCONFIG = GenerationHyperparameters(max_new_tokens=5)
@@ -23,6 +24,18 @@ class Random:
             *[engine.agenerate(ModelRequest(PROMPT, self.gconfig)) for _ in range(self.group)]
         )
         return concat_padded_tensors([single(r, r.output_tokens[0] % 5) for r in responses])
+
+
+def tuned(workflow, model, root, *more, rows=ROWS):
+    """One step under `tune()`: two rollouts of two rows."""
+    settings = (
+        f"checkpoint_root_dir={root}",
+        f"model.model_path={model}",
+        "algorithm.repeat_times=2",
+        "buffer.batch_size=2",
+        "buffer.total_steps=1",
+    )
+    return tune(workflow, train_dataset=rows, overrides=[*settings, *more])
 
 
 def step(actor, batch):

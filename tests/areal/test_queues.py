@@ -230,6 +230,11 @@ async def test_a_task_without_a_prompt_names_its_fields(run):
         await run(QueueWorkflow(Once(), Counting), {"text": "hi"})
 
 
+async def test_messages_that_are_text_are_no_prompt(run):
+    with pytest.raises(FunctionError, match=r"messages are text .*: give a list of messages"):
+        await run(QueueWorkflow(Once(), Counting), {"messages": "hi"})
+
+
 async def test_success_rate_and_reward_settings_apply_to_queue_agents(run):
     async def play(act, env):
         return [trajectory(act, reward=1.0)]

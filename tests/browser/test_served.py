@@ -15,11 +15,7 @@ async def served_for_a_while(root):
     """Sessions in every state, and the first new weights; the run's folder."""
     settings = config(TINY, root)
     async with Server(settings) as server:
-        for number in range(2):
-            await server.talk(f"question {number}", reward=number % 2)
-        await server.talk("not judged")
-        server.open()
-        await server.learner.turn()
+        await server.have_sessions_in_every_state()
     return settings.run_dir
 
 
@@ -52,6 +48,8 @@ def test_sessions_are_counted_and_decisions_say_why(page, link):
     assert decisions[0] == ["when", "decision", "version", "beside", "why"]
     assert [row[1:3] for row in decisions[1:]] == [["promote", "1"], ["start", "0"]]
     assert all(row[4] for row in decisions[1:])
+    scrolled = cards.nth(1).locator(".scroll")
+    assert scrolled.evaluate("box => box.scrollWidth <= box.clientWidth"), "the why is cut off"
 
 
 def test_a_run_that_served_nobody_has_no_such_section(page, report):

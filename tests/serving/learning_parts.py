@@ -100,6 +100,14 @@ class Server:
         self.learner.noted(session.id)
         self.store.end(session.id)
 
+    async def have_sessions_in_every_state(self):
+        """And the first new weights."""
+        for number in range(2):
+            await self.talk(f"question {number}", reward=number % 2)
+        await self.talk("not judged")
+        self.open()
+        await self.learner.turn()
+
     def judge_session(self, session_id, reward, call=None):
         self.store.reward(session_id, reward, call=call)
 

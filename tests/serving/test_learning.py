@@ -65,11 +65,7 @@ def test_where_training_fails_serving_goes_on_and_says_why(random_model_path, tm
 def test_the_page_shows_sessions_and_what_was_decided_about_weights(random_model_path, tmp_path):
     async def work():
         async with Server(config(random_model_path, tmp_path)) as server:
-            for number in range(2):
-                await server.talk(f"question {number}", reward=number % 2)
-            await server.talk("not judged")
-            server.open()
-            await server.learner.turn()
+            await server.have_sessions_in_every_state()
             found = served(server.store.path)
             assert found["sessions"] == {
                 "open": 1,

@@ -110,13 +110,9 @@ class Gymnasium(Environment):
         return {**super().__getstate__(), **changed}
 
     def _made(self) -> GymnasiumEnvironment:
-        if isinstance(self._id, str):
-            return GymnasiumEnvironment(self._id, **self._make_args)
         if callable(self._id):
             return GymnasiumEnvironment(self._id())
-        import gymnasium
-
-        return GymnasiumEnvironment(gymnasium.make(self._id, **self._make_args))
+        return GymnasiumEnvironment(self._id, **self._make_args)
 
     async def workflow(self, task: dict[str, Any], model: Any) -> WorkflowOutput:
         """Play one episode.

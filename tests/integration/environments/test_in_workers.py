@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import verifiers.v1 as vf
 
+from tests.areal.loop import tuned
 from tests.areal.queue_agents import trajectory
 from tests.environments.test_in_workers import left_by_workers
 from tests.integration.environments.test_openenv import Answer, Letters, children, served
@@ -22,7 +23,7 @@ from tuner.environments import Gymnasium, Mixture, OpenEnv, Verifiers
 from tuner.environments.seam import from_settings
 from tuner.errors import ConfigError
 from tuner.functions.loading import import_module_or_file
-from tuner.tune import prepare, tune
+from tuner.tune import prepare
 
 __all__ = ["cases_are_importable", "left_by_workers"]
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -60,18 +61,8 @@ def test_gymnasium(left_by_workers):
 def test_an_agent_with_queues_plays_what_the_user_registers(random_model_path, tmp_path):
     assert isinstance(arithmetic(), Gymnasium)
     environment = EnvServiceAbstraction("gymnasium", {"id": "Arithmetic-v0"})
-    result = tune(
-        QueueWorkflow(Guesses(), environment),
-        train_dataset=[{"input_ids": [40, 41]}] * 2,
-        overrides=[
-            f"checkpoint_root_dir={tmp_path}",
-            f"model.model_path={random_model_path}",
-            "algorithm.repeat_times=2",
-            "buffer.batch_size=2",
-            "buffer.total_steps=1",
-            "tuner.workers=2",
-        ],
-    )
+    workflow, rows = QueueWorkflow(Guesses(), environment), [{"input_ids": [40, 41]}] * 2
+    result = tuned(workflow, random_model_path, tmp_path, "tuner.workers=2", rows=rows)
     assert result.outcomes == {"completed": 4}
 
 
