@@ -176,7 +176,7 @@ async def test_an_answer_that_nobody_waits_for_is_cancelled(make_runner):
 
         runner.gateway.complete_tokens = endless
         (trace,) = await runner.run({"question": "hi"}, ID, DEFAULTS)
-        await ended.wait()  # the worker lives
+        await asyncio.wait_for(ended.wait(), 60)  # while the worker lives
     assert trace.outcome == "completed"
 
 
