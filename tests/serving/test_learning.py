@@ -94,9 +94,12 @@ class Users:
         self.rng = random.Random(7)
         self.problems = problems("train", 500)
         self.right, self.late, self.over = [], [], False
+        self.wanted = asyncio.Event()
+        self.wanted.set()
 
     async def ask(self):
         while not self.over:
+            await self.wanted.wait()
             task = self.rng.choice(self.problems)
             session = await self.client.open(task=task)
             answer = await self.openai.with_options(api_key=session.key).chat.completions.create(
@@ -140,18 +143,24 @@ def test_a_served_model_learns_from_late_and_noisy_feedback_without_a_restart(tm
                         if [one["decision"] for one in models.history].count("promote") >= 2:
                             return models
                         assert models.learning["failure"] is None
+                        # However slowly it learns here, nobody asks long before it has learned.
+                        ahead = (
+                            models.learning["sessions/waiting"] >= 2 * settings.buffer.batch_size
+                        )
+                        (users.wanted.clear if ahead else users.wanted.set)()
                         await asyncio.sleep(0.2)
                     return None
 
                 models = await enough()
+                users.wanted.set()
                 at = len(users.right)
                 while models is not None and len(users.right) < at + 128:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
                 users.over = True
                 await asyncio.gather(*asking_)
+                assert models is not None, "nothing was promoted in 3000 sessions"
                 back = await users.client.rollback()
                 assert back.serving["version"] < models.serving["version"]
-        assert models is not None, "nothing was promoted in 3000 sessions"
         first, last = users.right[:96], users.right[-96:]
         assert sum(last) / 96 >= sum(first) / 96 + 0.15
         for row in read_metrics(directory.metrics, up_to=10**6):
