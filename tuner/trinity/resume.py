@@ -4,7 +4,8 @@ Trinity-RFT's explorer and trainer each keep a place of their own, and after a k
 the trainer is at its last checkpoint, the explorer some steps further, and what it had handed over
 is lost or lies half-used in the buffer. Here both are put back to the checkpoint. The rollouts of
 the steps after it are in the trace store; those that completed are trained again without sampling,
-as the local backend does, and those that failed with the run are set aside and run again.
+as the local backend does, and those that failed with the run are set aside and run again. A step in
+which all failed, at the end, is made again too: it may have been the engine that was lost.
 """
 
 from __future__ import annotations
@@ -123,6 +124,8 @@ def rewind(config: Config, progress: Progress, sizes: Sequence[int]) -> Start:
         handed = config.buffer.trainer_input.experience_buffer
         if config.mode in ("both", "colocate") and handed.storage_type == "sql":
             _forget_leftovers(handed)
+    while explored and progress.experiences(explored) == progress.experiences(explored - 1):
+        explored -= 1  # the last steps gave nothing: all that failed is run again
     unfinished = [
         name
         for name in (taskset.name for taskset in config.buffer.explorer_input.eval_tasksets)
