@@ -5,6 +5,7 @@ import socket
 import stat
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,7 +18,7 @@ from tuner.trinity.handover import TrinitySettings
 from tuner.trinity.launch import _Run
 from tuner.trinity.preparation import Prepared
 from tuner.trinity.progress import Journal, report_file
-from tuner.trinity.stage import SERVE_KEY
+from tuner.trinity.stage import SERVE_KEY, GaveUp
 
 UPDATE = {"actor/grad_norm": 0.5, "actor/ppo_kl": 0.001}
 
@@ -120,6 +121,26 @@ def test_a_trainer_that_died_is_an_error_with_its_log_although_trinity_says_succ
 def test_what_trinity_raised_is_quoted(run):
     with pytest.raises(TrainingError, match="It said: ActorDiedError: the engine is gone"):
         run(error="ActorDiedError: the engine is gone").result()
+
+
+@pytest.mark.parametrize("said", [GaveUp("the explorer gave up"), RuntimeError("a call failed")])
+@pytest.mark.parametrize("seen_after", [3, None])
+def test_why_it_ended_is_what_is_seen_a_moment_later(run, monkeypatch, said, seen_after):
+    monkeypatch.setattr(launch, "POLL_SECONDS", 0)
+    looked = []
+
+    def look():
+        looked.append(1)
+        if len(looked) == seen_after:
+            raise TrainingError("the actor engine (process 7 on 10.0.0.3) died: its node has died")
+
+    made = run(trained=1)
+    stage = SimpleNamespace(run=Mock(side_effect=said))
+    made._run(stage, SimpleNamespace(look=look, say=lambda: None))
+    with pytest.raises(TrainingError, match="1 of 2 steps were trained") as caught:
+        made.result()
+    expected = said if seen_after is None else "(process 7 on 10.0.0.3) died: its node has died"
+    assert str(expected) in str(caught.value)
 
 
 def test_steps_that_reported_no_gradient_were_not_trained(run, tmp_path):

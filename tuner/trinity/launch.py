@@ -37,6 +37,7 @@ from tuner.trinity.resume import last_checkpoint, require_same_run, rewind
 from tuner.trinity.stage import (
     POLL_SECONDS,
     SERVE_KEY,
+    GaveUp,
     Stage,
     checkpoints,
     forget_server,
@@ -216,6 +217,8 @@ class _Run:
     def _run(self, stage: Stage, watch: Watch) -> None:
         try:
             stage.run()
+        except GaveUp as error:
+            self._reason = self._looked_back(watch) or error
         except (FunctionError, TrainingError) as error:
             self._reason = error
         except KeyboardInterrupt:
@@ -224,16 +227,19 @@ class _Run:
             # A server ends when it is asked to.
         except Exception as error:
             self._error = f"{type(error).__name__}: {error}"
-            # An actor's call fails a moment before Ray's table says why.
-            for _ in range(_LOOKS_BACK):
-                try:
-                    watch.look()
-                except (FunctionError, TrainingError) as reason:
-                    self._reason = reason
-                    break
-                time.sleep(POLL_SECONDS)
+            self._reason = self._looked_back(watch)
         with contextlib.suppress(FunctionError, TrainingError):
             watch.say()
+
+    def _looked_back(self, watch: Watch) -> FunctionError | TrainingError | None:
+        """Why, if it can be seen: an actor's call fails a moment before Ray's table says it."""
+        for _ in range(_LOOKS_BACK):
+            try:
+                watch.look()
+            except (FunctionError, TrainingError) as reason:
+                return reason
+            time.sleep(POLL_SECONDS)
+        return None
 
     def result(self) -> TuneResult:
         """What was done.

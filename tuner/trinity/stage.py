@@ -253,6 +253,10 @@ POLL_SECONDS = 0.5
 _FAREWELL_SECONDS, _CLOSING_SECONDS = 10.0, 120.0
 
 
+class GaveUp(TrainingError):
+    """The explorer ended and did not say why: a moment later Ray's table may."""
+
+
 class _TooLate(Exception):
     """A deadline of ours has passed; Ray's and the actors' own are `TimeoutError`s."""
 
@@ -276,7 +280,8 @@ class Stage:
         """Run the configuration's mode to its end.
 
         Raises:
-            TrainingError: The explorer gave up, or the actors could not be started in time.
+            GaveUp: The explorer did.
+            TrainingError: The actors could not be started in time.
             Exception: What `look` or an actor raised.
         """
         from trinity.buffer.pipelines.task_pipeline import check_and_run_task_pipeline
@@ -329,7 +334,7 @@ class Stage:
             done = self._finish([exploring, training], all_of_them=False)
             if exploring in done and training not in done:
                 if not self.explored():
-                    raise TrainingError("the explorer gave up before its last step")
+                    raise GaveUp("the explorer gave up before its last step")
                 self._finish([training])
 
     def _start(self, actors: Sequence[Any]) -> None:
