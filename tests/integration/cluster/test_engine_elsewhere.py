@@ -1,6 +1,7 @@
 """An engine on another machine: its key, its disk, a cable that is pulled, a machine that goes.
 
-The server is that of `tuner.engines.vllm.server`, with an engine over transformers in vLLM's place.
+The server is that of `tuner.engines.vllm.server`, with an engine over transformers in vLLM's place,
+and with vLLM where `make test-vllm` has installed it.
 """
 
 import os
@@ -15,8 +16,16 @@ from tests.engines.elsewhere import KEY
 from tests.engines.test_elsewhere import counted, run_elsewhere
 from tests.integration.cluster import hosts
 from tests.integration.trinity.conftest import REPOSITORY, TINY
+from tests.integration.vllm import ON_A_CPU
 from tuner.engines import EngineError
 
+VLLM = REPOSITORY / ".venv-vllm" / "bin" / "python"
+ENGINES = [
+    "transformers",
+    pytest.param(
+        "vllm", marks=pytest.mark.skipif(not VLLM.exists(), reason="make .venv-vllm/.installed")
+    ),
+]
 # Longer than a connection lives whose other end says nothing.
 OUTAGE = 45.0
 
@@ -25,11 +34,13 @@ class Served:
     """A machine with a server.
 
     Args:
+        engine: What generates there.
         shares: Whether it sees the folder that the run is in.
     """
 
-    def __init__(self, folder: Path, number: int, *, shares: bool = True) -> None:
+    def __init__(self, folder: Path, number: int, engine: str, *, shares: bool = True) -> None:
         self._folder, self._number, self._shares = folder, number, shares
+        self.engine = engine
         self.shared = folder / "shared"
         self.shared.mkdir(exist_ok=True)
         self.labels = (self.shared if shares else Path("/tmp")) / "labels"
@@ -40,9 +51,10 @@ class Served:
         log = self._folder / f"host{self._number}.log"
         self.host = hosts.Host(
             self._number,
-            [sys.executable, "-m", "tests.integration.cluster.serve_toy",
-             f"{hosts.NET}.{self._number}", TINY, self.labels],
-            environment={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            [VLLM if self.engine == "vllm" else sys.executable,
+             "-m", "tests.integration.cluster.serve_engine",
+             f"{hosts.NET}.{self._number}", TINY, self.labels, self.engine],
+            environment={**os.environ, **ON_A_CPU, "PYTHONPATH": str(REPOSITORY)},
             hidden=[Path("/tmp")],
             shared=self.shared if self._shares else None,
             log=log,
@@ -52,10 +64,10 @@ class Served:
         return len(self.labels.read_text().splitlines()) if self.labels.exists() else 0
 
 
-@pytest.fixture
-def served(first_machine, tmp_path, monkeypatch):
+@pytest.fixture(params=ENGINES)
+def served(request, first_machine, tmp_path, monkeypatch):
     monkeypatch.setenv("TUNER_ENGINE_KEY", KEY)
-    made = Served(tmp_path, 4)
+    made = Served(tmp_path, 4, request.param)
     yield made
     made.host.die()
 
@@ -106,7 +118,7 @@ def test_a_machine_that_is_replaced_gets_the_weights_that_are_served(served):
 
 
 def test_weights_go_through_a_shared_disk_or_not_at_all(served, tmp_path):
-    poor = Served(tmp_path, 5, shares=False)
+    poor = Served(tmp_path, 5, served.engine, shares=False)
     try:
         with pytest.raises(
             EngineError,
