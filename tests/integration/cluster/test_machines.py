@@ -201,8 +201,16 @@ def test_what_a_killed_driver_left_is_ended_and_what_a_living_one_has_is_not(two
         end_leftovers("another/run")
         assert ray.get(actor.pid.remote())
         end_leftovers("a/run")
-        with pytest.raises(ray.exceptions.RayActorError):
-            ray.get(actor.pid.remote())
+        with pytest.raises(ValueError, match="synchronizer"):
+            ray.get_actor("synchronizer", namespace="a/run")
+        two.wait(lambda: not _answers(actor))
+
+
+def _answers(actor):
+    try:
+        return ray.get(actor.pid.remote()) > 0
+    except ray.exceptions.RayActorError:
+        return False
 
 
 def _ended(actor):
