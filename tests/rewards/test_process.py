@@ -1,7 +1,9 @@
 import asyncio
+import importlib
 import os
 import pickle
 
+import cloudpickle
 import psutil
 import pytest
 
@@ -14,6 +16,21 @@ async def test_the_function_runs_in_another_process():
     score = in_process(functions.length)
     assert await score("abc", scale=0.5) == 1.5
     assert await in_process(functions.process_id)() != os.getpid()
+
+
+async def test_a_function_that_came_by_value_is_sent_on(tmp_path, monkeypatch):
+    """As in a worker, to which functions beside the script are sent so."""
+    (tmp_path / "beside_the_script.py").write_text(
+        "FACTOR = 2\ndef score(text):\n    return FACTOR * len(text)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("beside_the_script")
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        data = cloudpickle.dumps(in_process(module.score))
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+    assert await cloudpickle.loads(data)("abc") == 6
 
 
 async def test_what_takes_too_long_is_a_timeout_and_the_next_call_works():

@@ -75,7 +75,8 @@ class _InProcess(Generic[P, T]):
         if not timeout > 0 or workers < 1:
             raise ValueError(f"timeout {timeout} and workers {workers} must be above 0")
         functools.update_wrapper(self, function)
-        self._function, self._timeout, self._workers = function, timeout, workers
+        self._timeout, self._workers = timeout, workers
+        self._function: Any = function
         self._name = name
         self._start()
 
@@ -88,6 +89,7 @@ class _InProcess(Generic[P, T]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+        self._function = _Travelling(self._function)
         self._start()
 
     async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -115,6 +117,18 @@ class _InProcess(Generic[P, T]):
                 self._pool = ProcessPool(max_workers=self._workers, context=context)
                 self._finalizer = weakref.finalize(self, _stop, self._pool)
             return self._pool
+
+
+class _Travelling:
+    """A function that came from another process, maybe by value: it is sent on in the same way."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        import cloudpickle
+
+        return cloudpickle.loads, (cloudpickle.dumps(self._function),)
 
 
 def _stop(pool: ProcessPool) -> None:
