@@ -200,20 +200,22 @@ def test_exploring_goes_on_after_the_last_step_that_was_handed_over(killed):
 
 
 @pytest.mark.parametrize("mode", ["both", "explore"])
-def test_last_steps_that_gave_nothing_are_made_again(killed, mode):
+def test_last_steps_in_which_no_rollout_completed_are_made_again(killed, mode):
     """As where the engine's machine is gone: what asks it fails, a step in a moment."""
     killed.config.mode = mode
     nothing = {**HANDED, "experience_pipeline/experience_count": 0}
     killed.report("trainer", [{"step": n, **UPDATE} for n in (1, 2)])
-    given = [HANDED, nothing, HANDED, nothing, nothing]
+    # The third taught nothing, as rewards were equal; nobody began the rollouts of the fifth.
+    given = [HANDED, HANDED, nothing, nothing, nothing]
     killed.report("explorer", [{"step": n, **row} for n, row in enumerate(given, start=1)])
     killed.checkpoint(2)
-    for step in (2, 3, 4):
+    for step in (1, 2, 3):
         killed.rollouts(step, [Outcome.COMPLETED, Outcome.WORKFLOW_ERROR])
+    killed.rollouts(4, [Outcome.WORKFLOW_ERROR] * 2)
     start = killed.rewind()
-    assert (start.explored, start.recorded) == (3, 1)
+    assert (start.explored, start.recorded) == (3, 0)
     assert killed.read_meta("explorer")["taskset_states"] == [{"current_index": 6}]
-    assert [len(killed.store.read("train", step)) for step in (2, 3, 4)] == [2, 2, 1]
+    assert [len(killed.store.read("train", step)) for step in (2, 3, 4)] == [2, 2, 0]
 
 
 def test_places_in_several_sets_add_up_to_the_tasks_that_were_taken():

@@ -4,8 +4,8 @@ Trinity-RFT's explorer and trainer each keep a place of their own, and after a k
 the trainer is at its last checkpoint, the explorer some steps further, and what it had handed over
 is lost or lies half-used in the buffer. Here both are put back to the checkpoint. The rollouts of
 the steps after it are in the trace store; those that completed are trained again without sampling,
-as the local backend does, and those that failed with the run are set aside and run again. A step in
-which all failed, at the end, is made again too: it may have been the engine that was lost.
+as the local backend does, and those that failed with the run are set aside and run again. So are
+the last steps in which none completed: their engine may have been lost.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from tuner.config.source import concealed
 from tuner.run.continuation import MAY_CHANGE, check_same_run
 from tuner.run.directory import RunDirectory, write_atomically
-from tuner.traces import Outcome, TraceStore, read_traces
+from tuner.traces import Outcome, Trace, TraceStore, read_traces
 from tuner.traces.store import trace_to_json
 from tuner.trinity.handover import named_now
 from tuner.trinity.installed import TINKERS_CHECKPOINT
@@ -124,8 +124,8 @@ def rewind(config: Config, progress: Progress, sizes: Sequence[int]) -> Start:
         handed = config.buffer.trainer_input.experience_buffer
         if config.mode in ("both", "colocate") and handed.storage_type == "sql":
             _forget_leftovers(handed)
-    while explored and progress.experiences(explored) == progress.experiences(explored - 1):
-        explored -= 1  # the last steps gave nothing: all that failed is run again
+    while explored and _failed_whole(progress, explored):
+        explored -= 1
     unfinished = [
         name
         for name in (taskset.name for taskset in config.buffer.explorer_input.eval_tasksets)
@@ -151,6 +151,12 @@ def _given(progress: Progress, used: int) -> int:
     """The last step of rollouts whose experiences are all among the first `used`."""
     ended = [step for step in progress.ended_steps() if progress.experiences(step) <= used]
     return max(ended, default=0) if used else 0
+
+
+def _failed_whole(progress: Progress, step: int) -> bool:
+    """Whether no rollout of a step completed."""
+    handed_over = progress.experiences(step) - progress.experiences(step - 1)
+    return not handed_over and not any(map(_completed, progress.traces(step)))
 
 
 def _put_back_trainer(run_dir: Path, name: str, step: int) -> None:
@@ -242,10 +248,14 @@ def _keep_completed(run_dir: Path, explored: int, unfinished: Sequence[str], aga
     return sum(kept.values())
 
 
+def _completed(trace: Trace) -> bool:
+    return trace.final and trace.outcome is Outcome.COMPLETED
+
+
 def _set_failed_aside(path: Path, run_dir: Path, *, keep: bool) -> int:
     """Move traces to `tuner/replaced`, all but those of completed rollouts; gives their number."""
     traces = list(read_traces(path))
-    done = {t.id for t in traces if keep and t.final and t.outcome is Outcome.COMPLETED}
+    done = {t.id for t in traces if keep and _completed(t)}
     aside = TraceStore(Journal(run_dir).folder / "replaced")
     kept = []
     for trace in traces:
