@@ -71,7 +71,7 @@ def test_a_worker_leaves_the_trace_that_this_process_would(both, do):
         assert there[-1].outcome is OUTCOMES[do]
 
 
-def test_the_deeds_are_what_their_names_say(both):
+def test_the_deeds_are_what_their_names_say(both, request):
     _, there = both
     assert there["credit"][0].calls[0].reward == 0.25
     assert there["excludes"][0].calls[0].excluded
@@ -80,7 +80,8 @@ def test_the_deeds_are_what_their_names_say(both):
         {"found": "A"},
         {"found": "B"},
     ]
-    assert there["stops reading"][0].calls[-1].undelivered
+    if "line" in request.node.callspec.id:  # by HTTP all of it may be sent before it stops
+        assert there["stops reading"][0].calls[-1].undelivered
     assert there["opaque"][0].response == "opaque 0.5"
     assert len(there["raises"]) == 2  # tried again
     assert "tuner.max_calls" in there["over limits"][-1].error
