@@ -141,10 +141,13 @@ async def _streams(task, model):
     )
 
 
+STOPPED_AT = 60
+
+
 async def _stops_reading(task, model):
     await ask(model)
     stream = await model.client.chat.completions.create(
-        model=model.model_name, messages=MESSAGES, stream=True, max_tokens=60
+        model=model.model_name, messages=MESSAGES, stream=True, max_tokens=STOPPED_AT
     )
     async for one in stream:
         if one.choices and one.choices[0].delta.content:

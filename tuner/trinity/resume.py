@@ -154,7 +154,7 @@ def _given(progress: Progress, used: int) -> int:
 
 
 def _failed_whole(progress: Progress, step: int) -> bool:
-    """Whether no rollout of a step completed."""
+    """Whether no rollout of a step completed, and none was trained with a penalty."""
     handed_over = progress.experiences(step) - progress.experiences(step - 1)
     return not handed_over and not any(map(_completed, progress.traces(step)))
 

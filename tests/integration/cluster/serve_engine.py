@@ -1,11 +1,9 @@
-"""A server on a machine of its own: `python serve_engine.py ADDRESS MODEL LABELS ENGINE`.
+"""A server on a machine of its own: `python serve_engine.py ADDRESS MODEL ENGINE`.
 
-ENGINE is `vllm`, or `transformers` for an engine over that in vLLM's place. Each set of weights
-that it has loaded is a line in the file LABELS.
+ENGINE is `vllm`, or `transformers` for an engine over that in vLLM's place.
 """
 
 import sys
-from pathlib import Path
 
 from transformers import AutoTokenizer
 
@@ -13,14 +11,15 @@ from tests.engines.elsewhere import ToyHost, listening, serve
 from tests.engines.local_server import LocalServer
 from tuner.engines.vllm.server import VllmHost
 
+LOADED = "serve_engine has loaded"
+
 
 class Noting(VllmHost):
     """Says what it loads."""
 
     async def _serve(self, settings, weights) -> None:
         await super()._serve(settings, weights)
-        with Path(sys.argv[3]).open("a", encoding="utf-8") as file:  # noqa: ASYNC230
-            file.write(weights.label + "\n")
+        print(LOADED, weights.label, flush=True)
 
 
 class NotingToy(Noting, ToyHost):
@@ -38,4 +37,4 @@ def main(address: str, model: str, engine: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[4])
+    main(*sys.argv[1:])

@@ -15,6 +15,7 @@ import pytest
 from tests.engines.elsewhere import KEY
 from tests.engines.test_elsewhere import counted, run_elsewhere
 from tests.integration.cluster import hosts
+from tests.integration.cluster.serve_engine import LOADED
 from tests.integration.trinity.conftest import REPOSITORY, TINY
 from tests.integration.vllm import ON_A_CPU
 from tuner.engines import EngineError
@@ -39,29 +40,28 @@ class Served:
     """
 
     def __init__(self, folder: Path, number: int, engine: str, *, shares: bool = True) -> None:
-        self._folder, self._number, self._shares = folder, number, shares
+        self._number, self._shares = number, shares
         self.engine = engine
         self.shared = folder / "shared"
         self.shared.mkdir(exist_ok=True)
-        self.labels = (self.shared if shares else Path("/tmp")) / "labels"
+        self._log = folder / f"host{number}.log"
         self.url = f"http://{hosts.NET}.{number}:8100"
         self.start()
 
     def start(self) -> None:
-        log = self._folder / f"host{self._number}.log"
         self.host = hosts.Host(
             self._number,
             [VLLM if self.engine == "vllm" else sys.executable,
              "-m", "tests.integration.cluster.serve_engine",
-             f"{hosts.NET}.{self._number}", TINY, self.labels, self.engine],
+             f"{hosts.NET}.{self._number}", TINY, self.engine],
             environment={**os.environ, **ON_A_CPU, "PYTHONPATH": str(REPOSITORY)},
             hidden=[Path("/tmp")],
             shared=self.shared if self._shares else None,
-            log=log,
+            log=self._log,
         )  # fmt: skip
 
     def loaded(self) -> int:
-        return len(self.labels.read_text().splitlines()) if self.labels.exists() else 0
+        return self._log.read_text().count(LOADED)
 
 
 @pytest.fixture(params=ENGINES)
