@@ -6,18 +6,18 @@ vLLM is a peer where it is installed, as in the environment of `make test-vllm`:
 `vllm`, in process, with as many threads, and on a CPU without compilation.
 
 Every case samples at temperature 1 from a random Qwen3-shaped model of 0.83M parameters in float32,
-128 tokens per request. In `distinct`, prompts have 100 tokens and nothing in common; in the two of
-shared prompts 64 requests are 8 groups of 8, each group with one prompt of 400 tokens, or all have
-one of 800. The last are 16 conversations that begin with the same 200 tokens: ten times 32 tokens
-are sampled, and 20 of its own come behind what each has said. All peers take turns in every round,
-so that a machine that others use slows all of them alike; the numbers are medians over rounds, and
-so are the ratios' parts.
+128 tokens per request. In `distinct`, prompts have 100 tokens and nothing in common, or one of them
+has 800; in the two of shared prompts 64 requests are 8 groups of 8, each group with one prompt of
+400 tokens, or all have one of 800. The last are 16 conversations that begin with the same 200
+tokens: ten times 32 tokens are sampled, and 20 of its own come behind what each has said. All peers
+take turns in every round, so that a machine that others use slows all of them alike; the numbers
+are medians over rounds, and so are the ratios' parts.
 
-`model.generate` gets the whole batch at once, padded to nothing (all prompts have one length) and
-never waits for a request, which is its best case. Continuous batching, which is slow on a CPU, runs
-in the first measured round only. `agents` measures the engine against itself:
-steps in a worker thread beside an event loop where agents are busy all the time, and steps on that
-loop between the agents' turns.
+`model.generate` gets the whole batch at once, padded to its longest prompt (where one has 800
+tokens; otherwise to nothing), and never waits for a request, which is its best case. Continuous
+batching, which is slow on a CPU, runs in the first measured round only. `agents` measures the
+engine against itself: steps in a worker thread beside an event loop where agents are busy all the
+time, and steps on that loop between the agents' turns.
 """
 
 from __future__ import annotations
@@ -96,6 +96,10 @@ def distinct(count: int) -> Prompts:
     return torch.randint(1, VOCABULARY, (count, 100)).tolist()
 
 
+def uneven(count: int) -> Prompts:
+    return [*distinct(count - 1), torch.randint(1, VOCABULARY, (800,)).tolist()]
+
+
 def shared(count: int, tokens: int = 400, group: int = 8) -> Prompts:
     groups = torch.randint(1, VOCABULARY, (count // group, tokens)).tolist()
     return [prompt for prompt in groups for _ in range(group)]
@@ -157,10 +161,11 @@ def with_generate(model: PreTrainedModel) -> Run:
 
     @torch.no_grad()
     def run(prompts: Prompts, tokens: int) -> Prompts:
-        ids = torch.tensor(prompts, device=model.device)
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=model.device)
         output = generate(
             ids,
-            attention_mask=torch.ones_like(ids),
+            attention_mask=(ids != 0).long(),
             max_new_tokens=tokens,
             do_sample=True,
             top_k=0,
@@ -264,6 +269,7 @@ CASES = (
     Case("distinct prompts, 1 request", lambda: distinct(1), 1.1),
     Case("distinct prompts, 16 requests", lambda: distinct(16), 1.1),
     Case("distinct prompts, 64 requests", lambda: distinct(64), 1.1),
+    Case("distinct, one of 64 has 800 tokens", lambda: uneven(64), 1.1),
     Case("8 groups share 400 tokens, 64 requests", lambda: shared(64), 2.0),
     Case("64 requests share 800 tokens", lambda: shared(64, 800, 64), 2.0),
     Case("ten turns, 16 conversations", lambda: shared(16, 200, 16), tokens=32, turns=10),

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from tests.engines.models import error, generate_all, make_engine, make_model, prompt
 from tuner.engines import SamplingParams
-from tuner.engines.transformers import cascade
+from tuner.engines.transformers import cascade, rows
 from tuner.engines.transformers.cascade import RowAttention, levels_of
 from tuner.engines.transformers.kv_cache import Placement, Prefix, SlotCache
 from tuner.engines.transformers.plain_decoder import is_plain
@@ -139,6 +139,77 @@ async def test_conversations_keep_what_they_share_from_turn_to_turn(prefixes):
             assert not turn or got.cached_tokens == len(ids) - 6
             histories[n] = [*ids, *got.completion_ids, *prompt(5, turn)]
         assert [(p.start, p.end) for p in prefixes()] == [(0, 199)]
+
+
+@pytest.mark.parametrize("little", [0, 8192])
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+async def test_one_long_conversation_costs_short_ones_neither_time_nor_memory(
+    kind, little, prefixes, monkeypatch
+):
+    monkeypatch.setattr(rows, "_LITTLE", little)
+    model = make_model(kind)
+    engine = make_engine(model, max_slots=8, max_model_len=500)
+    read, room, flash = [], set(), cascade.flash
+
+    def counted(query, key, value, **options):
+        read.append((len(key), key.shape[2]))
+        room.add(engine._runner._cache.capacity)
+        return flash(query, key, value, **options)
+
+    monkeypatch.setattr(cascade, "flash", counted)
+    history = prompt(230, 9)
+    for turn in range(3):
+        short = [(prompt(20, 8 * turn + n), SamplingParams(max_tokens=9)) for n in range(7)]
+        asked = [*short, (history, SamplingParams(max_tokens=30, seed=turn))]
+        answers = await generate_all(engine, asked)
+        for (ids, sampling), got in zip(asked, answers, strict=True):
+            assert error(model, ids, got, sampling) < 1e-5
+        history += [*answers[-1].completion_ids, *prompt(40, turn)]
+    # What the long one has is read by itself, and held as one, whenever it was stored. Where room
+    # behind all rows is much, none is made for its prompt, which is computed in parts.
+    assert max(length for count, length in read if count > 1) <= (170 if little else 128)
+    assert room == ({128, 256} if little else {128})
+    (kept,) = prefixes()
+    assert (kept.start, kept.parent) == (0, None)
+    assert kept.end > (190 if little else 256)
+
+
+@pytest.mark.parametrize("lengths", [(140, 120, 140), (120, 140, 120)])
+async def test_a_prompt_that_is_computed_in_parts_is_computed_alone(lengths, monkeypatch):
+    monkeypatch.setattr(rows, "_LITTLE", 0)
+    engine = make_engine(model := make_model(), max_slots=8, max_model_len=500)
+    short = [(prompt(20, n), SamplingParams(max_tokens=1)) for n in range(5)]
+    await generate_all(engine, short)
+    asked = [(prompt(n, n + at), SamplingParams(max_tokens=4)) for at, n in enumerate(lengths)]
+    for (ids, sampling), got in zip(asked, await generate_all(engine, asked), strict=True):
+        assert error(model, ids, got, sampling) < 1e-5
+    assert engine._runner._cache.capacity == 128
+
+
+async def test_conversations_that_go_on_at_once_need_no_more_room(prefixes, monkeypatch):
+    monkeypatch.setattr(rows, "_LITTLE", 0)
+    engine = make_engine(model := make_model(), max_slots=8, max_model_len=500)
+    short = [(prompt(9, n), SamplingParams(max_tokens=1)) for n in range(5)]
+    asked = [(prompt(100, 7 + n), SamplingParams(max_tokens=4)) for n in range(2)]
+    answers = (await generate_all(engine, [*short, *asked]))[5:]
+    asked = [
+        ([*ids, *got.completion_ids, *prompt(40, n)], SamplingParams(max_tokens=4))
+        for n, ((ids, _), got) in enumerate(zip(asked, answers, strict=True))
+    ]
+    asked = [(prompt(40, 20), SamplingParams(max_tokens=4)), *asked]
+    for (ids, sampling), got in zip(asked, await generate_all(engine, asked), strict=True):
+        assert error(model, ids, got, sampling) < 1e-5
+        assert got.cached_tokens == (103 if len(ids) > 100 else 0)
+    assert engine._runner._cache.capacity == 128
+    assert [kept.end for kept in prefixes()] == [103, 103]
+
+
+async def test_rows_that_are_about_as_long_stay_together(prefixes):
+    engine = make_engine(make_model(), max_slots=8, max_model_len=500)
+    lengths = (200, 210, 220, 230, 240, 250, 260, 270)
+    asked = [(prompt(length, length), SamplingParams(max_tokens=5)) for length in lengths]
+    await generate_all(engine, asked)
+    assert not prefixes()
 
 
 # The forward pass that is ours

@@ -227,6 +227,23 @@ async def test_a_long_prompt_is_computed_in_parts():
     assert error(model, ids, got, sampling) < 1e-5
 
 
+async def test_prompts_are_computed_beside_those_of_about_their_length():
+    model = make_model("gemma3")
+    engine = make_engine(model)
+    passes = []
+    model.register_forward_pre_hook(
+        lambda _, __, kwargs: passes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    asked = [
+        (prompt(length, seed), SamplingParams(max_tokens=2, seed=seed))
+        for seed, length in enumerate((100, 20, 90, 1, 25))
+    ]
+    answers = await generate_all(engine, asked)
+    assert passes == [(2, 100), (2, 25), (5, 1), (1, 1)]
+    for (ids, sampling), got in zip(asked, answers, strict=True):
+        assert error(model, ids, got, sampling) < 1e-5
+
+
 async def test_no_memory_is_taken_ahead_of_need():
     engine = make_engine(make_model(), max_model_len=100_000, max_slots=1000)
     await engine.generate(prompt(20), SamplingParams(max_tokens=5), "session")
@@ -292,16 +309,16 @@ _MODELS = [make_model(kind) for kind in ("gemma3", "mistral", "qwen3")]
 """With layers of two kinds, computed by transformers' own code, and of one, by ours."""
 
 
-@settings(max_examples=24, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.sampled_from(_MODELS),
     requests_and_times,
     st.integers(1, 6),
     st.sampled_from([8, 64, 4096]),
-    st.sampled_from([2, 5, 96]),
+    st.sampled_from([(2, 4, 0), (2, 16, 64), (5, 8, 0), (5, 128, 8192), (96, 128, 8192)]),
 )
 def test_any_order_of_arrivals_and_cancellations_gives_right_log_probs(
-    model, plan, slots, budget, worth_sharing
+    model, plan, slots, budget, room
 ):
     async def one(engine, conversation, length, base, max_tokens, wait, cancel, seed):
         ids = prompt(10)[: min(length, 10)] + prompt(60, conversation)[10:length]
@@ -331,7 +348,8 @@ def test_any_order_of_arrivals_and_cancellations_gives_right_log_probs(
         assert (stats.running, stats.waiting) == (0, 0)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows, "_WORTH_SHARING", worth_sharing)
+        for name, value in zip(("_WORTH_SHARING", "_FIRST_CAPACITY", "_LITTLE"), room, strict=True):
+            patch.setattr(rows, name, value)
         asyncio.run(main())
 
 

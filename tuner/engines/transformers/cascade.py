@@ -39,21 +39,24 @@ flash: Callable[..., tuple[Tensor, Tensor]] = (
 heads as they are."""
 
 
+def chain(leaf: Prefix | None) -> list[Prefix]:
+    """A prefix and all that come before it, the last one first."""
+    found = []
+    while leaf is not None:
+        found.append(leaf)
+        leaf = leaf.parent
+    return found
+
+
 def levels_of(leaves: Sequence[Prefix | None], device: torch.device) -> tuple[Level, ...]:
     """The prefixes of rows, each of which is given by its last one."""
-    chains = []
-    for leaf in leaves:
-        chain: list[Prefix] = []
-        while leaf is not None:
-            chain.append(leaf)
-            leaf = leaf.parent
-        chains.append(chain[::-1])
+    chains = [chain(leaf)[::-1] for leaf in leaves]
     levels = []
     for depth in range(max(map(len, chains), default=0)):
         users: dict[Prefix, list[int]] = {}
-        for row, chain in enumerate(chains):
-            if depth < len(chain):
-                users.setdefault(chain[depth], []).append(row)
+        for row, prefixes in enumerate(chains):
+            if depth < len(prefixes):
+                users.setdefault(prefixes[depth], []).append(row)
         rows = [row for having in users.values() for row in having]
         parts, first = [], 0
         for prefix, having in users.items():

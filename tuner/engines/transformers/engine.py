@@ -29,7 +29,7 @@ from tuner.engines.request import Request, RequestEngine, end_ids_of
 from tuner.engines.sampling import check_sampling
 from tuner.engines.transformers.kv_cache import length_limit, probe_length
 from tuner.engines.transformers.row_pass import RowPass, row_pass_of
-from tuner.engines.transformers.slots import SlotRunner
+from tuner.engines.transformers.slots import FEW_TOKENS, SlotRunner
 from tuner.engines.transformers.solo import SoloRunner, names_positions
 from tuner.engines.transformers.threads import taking_turns
 from tuner.engines.transformers.weights import WeightsGuard, served_model
@@ -42,8 +42,6 @@ _log = logging.getLogger(__name__)
 
 _SHORT_STEP = 0.02
 """Seconds up to which a step runs on the event loop itself."""
-_FEW_TOKENS = 64
-"""A prefill pass of fewer tokens takes about as long as one of this many."""
 _POLL = 0.0005
 """Seconds between looks at whether a step in another thread has ended."""
 
@@ -82,8 +80,9 @@ class TransformersEngine(RequestEngine):
         tokenizer: Its tokenizer: end-of-sequence id, and text for stop strings.
         max_model_len: Prompt and completion tokens of one request at most.
         max_slots: Requests computed at once at most; rows that they do not need keep finished
-            requests as prefix cache. Memory is taken as needed: at most `max_slots` times the
-            longest request, per layer `2 * kv_heads * head_dim` numbers for each token.
+            requests as prefix cache. Memory is taken as needed, per layer `2 * kv_heads * head_dim`
+            numbers for each token: with prefixes (on a CPU) of at most four times the tokens in
+            rows, otherwise of `max_slots` times the longest request.
         deterministic: Serve one request at a time, without prefix reuse.
         version: Version of the weights as they are now.
         prefill_tokens: Prompt tokens computed in one forward pass at most.
@@ -368,7 +367,7 @@ class TransformersEngine(RequestEngine):
         waits for the interpreter most of the time, and would look too long for the event loop.
         """
         if computed:
-            now = seconds / max(computed, _FEW_TOKENS)
+            now = seconds / max(computed, FEW_TOKENS)
             self._prompt_token_seconds = _average(self._prompt_token_seconds, now)
         else:
             self._decode_seconds = _average(self._decode_seconds, seconds)

@@ -3,7 +3,8 @@
 They are a cache that transformers models write to, with a row for each request. One layer's keys
 (values likewise) are one tensor [slots, capacity, kv_heads, head_dim]; row r, place t holds token t
 of the request in row r, or, where the first tokens of several requests are the same, token t behind
-those: they are stored once, as a `Prefix`. A forward pass computes new tokens for the contiguous
+those: they are stored once, as a `Prefix`. So is what one request has more than the others, since
+all rows have room for as many tokens. A forward pass computes new tokens for the contiguous
 rows [first, last) and attends to the first `kv_length` places of each:
 
          prefixes     place 0 ............ kv_length ... capacity      one place more, never read
@@ -37,7 +38,7 @@ from transformers.cache_utils import (
 
 @dataclass(eq=False)
 class Prefix:
-    """Tokens [start, end) of several rows, behind those of `parent`, stored once.
+    """Tokens [start, end) of one row or several, behind those of `parent`, stored once.
 
     Attributes:
         parent: What comes before; None at the beginning.
@@ -60,6 +61,16 @@ class Prefix:
         self.parent = Prefix(self.parent, self.start, at, *before)
         self.start = at
         return self.parent
+
+    def with_parent(self) -> Prefix:
+        """Both as one, of which the parent is no part of another."""
+        assert self.parent is not None
+        before, own = (self.parent.keys, self.parent.values), (self.keys, self.values)
+        states = (
+            [torch.cat(layer, dim=2) for layer in zip(*parts, strict=True)]
+            for parts in zip(before, own, strict=True)
+        )
+        return Prefix(self.parent.parent, self.parent.start, self.end, *states)
 
 
 @dataclass(frozen=True)

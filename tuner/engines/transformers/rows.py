@@ -8,14 +8,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tuner.engines.transformers.cascade import levels_of
+from tuner.engines.transformers.cascade import chain, levels_of
 from tuner.engines.transformers.kv_cache import Level, Prefix, SlotCache
 
 _FIRST_SLOTS = 4
-_FIRST_CAPACITY = 128
+_FIRST_CAPACITY = 128  # at least _WORTH_SHARING: rows take back what is not worth a prefix
 _WORTH_SHARING = 96
 """Tokens that are stored once for several rows at least. Fewer are copied: a row's own tokens are
 read with those of all other rows, and a prefix takes an operation of its own in each layer."""
+_LITTLE = 8192
+"""Places of tokens, of all rows together, that may always be there."""
 
 Ints: TypeAlias = NDArray[np.int64]
 
@@ -96,6 +98,7 @@ class Rows:
         if reused and row != source:
             if shared and self._shares and reused - self.base[source] >= _WORTH_SHARING:
                 self._seal(source, reused)
+                self._shrink()
             self.leaf[row], self.base[row] = self.leaf[source], self.base[source]
         if reused < self.base[row]:
             self._cut(row, reused)
@@ -105,12 +108,40 @@ class Rows:
         self.length[row] = len(ids)
         self.computed[row] = reused
 
+    def seal(self, row: int) -> None:
+        """Make all that is computed of a row a prefix."""
+        if self.computed[row] > self.base[row]:
+            self._seal(row, int(self.computed[row]))
+
+    def even_out(self, last: int) -> None:
+        """Make prefixes of what the longest of the rows [0, last) have, where a step reads less
+        then: of what is not in prefixes it reads as many tokens of each row as the longest has.
+        """
+        own = (self.length - self.base)[:last]
+        longest_first = np.argsort(-own, kind="stable")
+        sealed = np.append(0, np.cumsum(own[longest_first] + _WORTH_SHARING))
+        read = sealed + last * np.append(own[longest_first], 1)
+        count = int(read.argmin())
+        if read[0] - read[count] < max(_WORTH_SHARING * last, read[0] // 4):
+            return
+        for row in longest_first[:count]:
+            self.seal(row)
+        self._shrink()
+
     def _seal(self, row: int, position: int) -> None:
         """Make what a row has of its own up to `position` a prefix."""
         length = position - int(self.base[row])
         behind = int(self.computed[row]) - position
-        self.leaf[row] = self.cache.seal(row, self.leaf[row], length, behind)
-        self.base[row] = position
+        parent = self.leaf[row]
+        prefix = self.cache.seal(row, parent, length, behind)
+        if parent is not None and not any(
+            parent in chain(leaf) for leaf in [*self.leaf[:row], *self.leaf[row + 1 :]]
+        ):
+            prefix = prefix.with_parent()
+        self.leaf[row], self.base[row] = prefix, position
+
+    def _shrink(self) -> None:
+        """Give back what of the room behind each row is not needed."""
         longest = int((self.length - self.base)[: self.count].max())
         capacity = _doubled(self._first[1], longest + 1, self._max_length)
         if 2 * capacity <= self.cache.capacity:
@@ -145,6 +176,30 @@ class Rows:
         self.leaf[target] = self.leaf[row]
 
     # Room
+
+    def may_have(self, row: int, own: int) -> bool:
+        """Whether a row may have so many tokens of its own: all rows have room for as many."""
+        capacity = _doubled(self.cache.capacity, own, self._max_length)
+        if not self._shares or capacity == self.cache.capacity:
+            return True
+        own_B = (self.length - self.base)[: self.count]
+        held = own + int(own_B.sum() - own_B[row : row + 1].sum())
+        # Rows that are even never take more, since slots and capacity are doubled.
+        return self.cache.slots * capacity <= max(_LITTLE, 4 * held)
+
+    def bound(self, first: int, last: int) -> bool:
+        """Make prefixes of those rows [first, last) that may not have one more token of their own.
+
+        Returns:
+            Whether there were any.
+        """
+        own = (self.length - self.base)[first:last] + 1
+        longest = int(own.argmax())
+        if self.may_have(first + longest, int(own[longest])):
+            return False
+        for place in np.flatnonzero(own > self.cache.capacity):
+            self.seal(first + int(place))
+        return True
 
     def reserve(self, rows: int, length: int, own: int) -> bool:
         """Grow, by doubling, to hold `rows` rows of `length` tokens, `own` of them not in prefixes.

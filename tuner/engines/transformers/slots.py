@@ -37,6 +37,8 @@ _PASS_STEPS = 5
 """Recorded decode steps that take about as long as a pass over prompts that is not recorded."""
 _LONGEST_WAIT = 24
 """Recorded decode steps for which a request waits at most where others are decoded."""
+FEW_TOKENS = 64
+"""A pass over fewer tokens of prompts takes about as long as one over this many."""
 _WORTH_WAITING = 16
 """Tokens that must be shared with a prompt being computed before another waits to reuse them."""
 
@@ -162,11 +164,13 @@ class SlotRunner:
             gain = promised - reused
             if gain >= _WORTH_WAITING and 4 * gain >= len(ids) - reused:
                 put_off.append(request)
-            elif self._fits(len(ids), len(ids) - reused):
-                self._place(request, ids, source, reused)
-            else:
+            elif not self._fits(len(ids), len(ids) - reused):
                 self.waiting.appendleft(request)
                 break
+            elif self._wastes(len(ids) - reused):
+                put_off.append(request)
+            else:
+                self._place(request, ids, source, reused)
         self.waiting.extendleft(reversed(put_off))
 
     def _fits(self, length: int, pending: int) -> bool:
@@ -175,11 +179,25 @@ class SlotRunner:
         count = len(self.active) - self._decoding + 1
         if count == 1 or pending == 1:
             return True
-        length_B, computed_B = self._rows.length[block], self._rows.computed[block]
+        rows = self._rows
+        length_B, computed_B = rows.length[block], rows.computed[block]
+        in_parts = int((length_B - rows.base[block]).max()) > self._cache.capacity
+        if in_parts or not rows.may_have(len(self.active), pending + 1):
+            return False
         longest = max(pending, int((length_B - computed_B).max()))
         reach = max(length, int(length_B.max()))
         padded = count * longest
         return padded <= self._prefill_tokens and padded * reach <= MASK_ELEMENTS
+
+    def _wastes(self, pending: int) -> bool:
+        """Whether a request's prompt is so much shorter or longer than those of the next prefill
+        pass that padding would cost more than a pass of its own. Passes on a GPU cost much."""
+        block = slice(self._decoding, len(self.active))
+        count = len(self.active) - self._decoding
+        if not count or pending == 1 or self._device.type != "cpu":
+            return False
+        longest = int((self._rows.length[block] - self._rows.computed[block]).max())
+        return (count + 1) * max(longest, pending) > count * longest + pending + FEW_TOKENS
 
     def _place(self, request: Request, ids: Ints, source: int, reused: int) -> None:
         """Make a row for `request` behind the active ones, which begins with the reused prefix."""
@@ -196,7 +214,10 @@ class SlotRunner:
         rows.begin(row, ids, source, reused, shared=source < row)
         if reused:
             rows.touch(source)
-        self._reserve(0, 0, len(ids) + 1 - int(rows.base[row]))
+        rows.bound(row, row + 1)
+        own = len(ids) + 1 - int(rows.base[row])
+        if row > self._decoding or rows.may_have(row, own):
+            self._reserve(0, 0, own)
         self.active.append(request)
         self._changed()
         self._stats.prompt_tokens_reused += reused
@@ -272,11 +293,16 @@ class SlotRunner:
         rows = self._rows
         prompts, last = self._decoding < len(self.active), len(self.active)
         first = self._decoding if prompts else 0
+        if self._row_pass.shares and not prompts and self._levels is None:
+            rows.even_out(last)
         computed = rows.computed[first:last]
         counts = rows.length[first:last] - computed
         if last - first == 1:
             reach = int(rows.length[first])
             part = min(self._prefill_tokens, max(1, MASK_ELEMENTS // reach))
+            if reach - rows.base[first] > self._cache.capacity:
+                rows.seal(first)
+                part = min(part, self._cache.capacity)
             counts = np.minimum(counts, part)
         width = int(counts.max())
         columns = np.arange(width) - (width - counts[:, None])
@@ -332,6 +358,8 @@ class SlotRunner:
         self._stats.sampled_tokens += len(ids)
         finished = [requests[place] for place in places]
         rows, block = self._rows, slice(first, last)
+        if rows.bound(first, last):
+            self._levels = None
         going_on = rows.length[block] + 1
         self._reserve(0, int(going_on.max()), int((going_on - rows.base[block]).max()))
         stored = np.minimum(going_on, rows.tokens.shape[1]) - 1
