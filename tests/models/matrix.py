@@ -34,7 +34,7 @@ from tests.engines.models import error, generate_all, make_engine, prompt
 from tests.models.shapes import FAR, NEAR, tiny_config, tiny_model
 from tests.training.exact import computed, gradient, row, small_parts, weighed, weights_of
 from tuner.engines import SamplingParams
-from tuner.engines.transformers.kv_cache import length_limit
+from tuner.engines.transformers.model_shape import length_limit
 from tuner.errors import ConfigError
 from tuner.training import Row
 from tuner.training.forward.probing import exact_forward

@@ -16,7 +16,7 @@ from tests.builders import call, trace
 from tests.engines.models import CONFIGS, make_model, prompt
 from tests.models.shapes import tiny_model
 from tests.training.exact import assert_same_gradient, gradient, row, seeded, small_parts
-from tuner.engines.transformers.kv_cache import probe_length
+from tuner.engines.transformers.model_shape import probe_length
 from tuner.errors import ConfigError, TrainingError
 from tuner.training import PolicyTrainer, TrainerSettings, build_batch
 from tuner.training.forward import probing

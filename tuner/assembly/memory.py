@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tuner.config import RunConfig
-from tuner.engines.transformers.kv_cache import head_width, layer_configs
+from tuner.engines.transformers.model_shape import head_width, layer_configs
 from tuner.training.forward.activations import Activations
 from tuner.training.forward.layouts import free_bytes
 

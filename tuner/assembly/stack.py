@@ -32,7 +32,7 @@ from tuner.config import RunConfig
 from tuner.engines import TrainingEngine
 from tuner.engines.served import ServedEngine
 from tuner.engines.transformers.engine import TransformersEngine
-from tuner.engines.transformers.kv_cache import length_limit
+from tuner.engines.transformers.model_shape import length_limit
 from tuner.errors import ConfigError
 from tuner.functions.calling import end_run
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from tuner.engines.transformers.kv_cache import head_width, layer_windows
+from tuner.engines.transformers.model_shape import head_width, layer_windows
 from tuner.traces import TokenTree
 from tuner.training.batch import Row
 

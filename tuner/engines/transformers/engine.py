@@ -27,7 +27,7 @@ from tuner.engines.base import (
 )
 from tuner.engines.request import Request, RequestEngine, end_ids_of
 from tuner.engines.sampling import check_sampling
-from tuner.engines.transformers.kv_cache import length_limit, probe_length
+from tuner.engines.transformers.model_shape import length_limit, probe_length
 from tuner.engines.transformers.row_pass import RowPass, row_pass_of
 from tuner.engines.transformers.slots import FEW_TOKENS, SlotRunner
 from tuner.engines.transformers.solo import SoloRunner, names_positions

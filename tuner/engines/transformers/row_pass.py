@@ -10,12 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tuner.engines.transformers.cascade import RowAttention, attention_mask, levels_of
-from tuner.engines.transformers.kv_cache import (
-    Placement,
-    SlotCache,
-    layer_windows,
-    probe_length,
-)
+from tuner.engines.transformers.kv_cache import Placement, SlotCache
+from tuner.engines.transformers.model_shape import layer_windows, probe_length
 from tuner.engines.transformers.plain_decoder import PlainDecoder, is_plain
 from tuner.engines.transformers.solo import differ, forward_options
 from tuner.errors import ConfigError

@@ -50,7 +50,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tuner.engines.transformers.kv_cache import head_width, layer_configs
+from tuner.engines.transformers.model_shape import head_width, layer_configs
 from tuner.traces import TokenTree
 from tuner.training.batch import Row
 from tuner.training.forward.head import LOGITS

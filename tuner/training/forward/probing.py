@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from tuner.engines.base import SamplingParams
 from tuner.engines.grammar import Grammars
-from tuner.engines.transformers.kv_cache import layer_windows, length_limit, probe_length
+from tuner.engines.transformers.model_shape import layer_windows, length_limit, probe_length
 from tuner.engines.transformers.weights import causal_model
 from tuner.errors import ConfigError
 from tuner.training.batch import Row

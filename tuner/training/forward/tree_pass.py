@@ -36,7 +36,7 @@ from transformers import PreTrainedModel
 
 from tuner.engines.grammar import Grammars
 from tuner.engines.transfer import to_device
-from tuner.engines.transformers.kv_cache import head_width, layer_configs
+from tuner.engines.transformers.model_shape import head_width, layer_configs
 from tuner.engines.transformers.weights import causal_model
 from tuner.traces.tree import HasIds, IntArray, TokenTree, sequence_keys
 from tuner.training.batch import Row
