@@ -147,6 +147,7 @@ async def test_one_long_conversation_costs_short_ones_neither_time_nor_memory(
     kind, little, prefixes, monkeypatch
 ):
     monkeypatch.setattr(rows, "_LITTLE", little)
+    monkeypatch.setattr(rows, "_OPERATION", 4096)
     model = make_model(kind)
     engine = make_engine(model, max_slots=8, max_model_len=500)
     read, room, flash = [], set(), cascade.flash
@@ -169,6 +170,7 @@ async def test_one_long_conversation_costs_short_ones_neither_time_nor_memory(
     # behind all rows is much, none is made for its prompt, which is computed in parts.
     assert max(length for count, length in read if count > 1) <= (170 if little else 128)
     assert room == ({128, 256} if little else {128})
+    assert engine._runner._cache.capacity == max(room)
     (kept,) = prefixes()
     assert (kept.start, kept.parent) == (0, None)
     assert kept.end > (190 if little else 256)
@@ -204,7 +206,8 @@ async def test_conversations_that_go_on_at_once_need_no_more_room(prefixes, monk
     assert [kept.end for kept in prefixes()] == [103, 103]
 
 
-async def test_rows_that_are_about_as_long_stay_together(prefixes):
+async def test_rows_that_are_about_as_long_stay_together(prefixes, monkeypatch):
+    monkeypatch.setattr(rows, "_OPERATION", 4096)
     engine = make_engine(make_model(), max_slots=8, max_model_len=500)
     lengths = (200, 210, 220, 230, 240, 250, 260, 270)
     asked = [(prompt(length, length), SamplingParams(max_tokens=5)) for length in lengths]

@@ -315,7 +315,9 @@ _MODELS = [make_model(kind) for kind in ("gemma3", "mistral", "qwen3")]
     requests_and_times,
     st.integers(1, 6),
     st.sampled_from([8, 64, 4096]),
-    st.sampled_from([(2, 4, 0), (2, 16, 64), (5, 8, 0), (5, 128, 8192), (96, 128, 8192)]),
+    st.sampled_from(
+        [(2, 4, 0, 1), (2, 16, 64, 256), (5, 8, 0, 1 << 17), (5, 128, 8192, 1), (96, 128, 8192, 1)]
+    ),
 )
 def test_any_order_of_arrivals_and_cancellations_gives_right_log_probs(
     model, plan, slots, budget, room
@@ -348,7 +350,9 @@ def test_any_order_of_arrivals_and_cancellations_gives_right_log_probs(
         assert (stats.running, stats.waiting) == (0, 0)
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in zip(("_WORTH_SHARING", "_FIRST_CAPACITY", "_LITTLE"), room, strict=True):
+        for name, value in zip(
+            ("_WORTH_SHARING", "_FIRST_CAPACITY", "_LITTLE", "_OPERATION"), room, strict=True
+        ):
             patch.setattr(rows, name, value)
         asyncio.run(main())
 

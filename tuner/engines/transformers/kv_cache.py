@@ -196,6 +196,12 @@ class SlotCache(Cache):
         return self.capacity + 1
 
     @property
+    def token_bytes(self) -> int:
+        """Of the keys and values of one token in one layer; 0 as long as there are none."""
+        states = self.rows[0].keys
+        return 0 if states is None else 2 * states[0, 0].nbytes
+
+    @property
     def together(self) -> bool:
         """Whether what is stored is in few blocks; `grow` sees to it, of the same size too."""
         return bool(self._blocks) or not self._stored()

@@ -16,6 +16,8 @@ _FIRST_CAPACITY = 128  # at least _WORTH_SHARING: rows take back what is not wor
 _WORTH_SHARING = 96
 """Tokens that are stored once for several rows at least. Fewer are copied: a row's own tokens are
 read with those of all other rows, and a prefix takes an operation of its own in each layer."""
+_OPERATION = 1 << 17
+"""Bytes of keys and values that could be read while one row's prefix takes its operation."""
 _LITTLE = 8192
 """Places of tokens, of all rows together, that may always be there."""
 
@@ -119,14 +121,18 @@ class Rows:
         """
         own = (self.length - self.base)[:last]
         longest_first = np.argsort(-own, kind="stable")
-        sealed = np.append(0, np.cumsum(own[longest_first] + _WORTH_SHARING))
+        operation = _OPERATION // max(1, self.cache.token_bytes)
+        sealed = np.append(0, np.cumsum(own[longest_first] + operation))
         read = sealed + last * np.append(own[longest_first], 1)
         count = int(read.argmin())
-        if read[0] - read[count] < max(_WORTH_SHARING * last, read[0] // 4):
+        if read[0] - read[count] < max(4 * operation, read[0] // 4):
             return
         for row in longest_first[:count]:
             self.seal(row)
-        self._shrink()
+        if not self._may_have(
+            self.cache.capacity, int((self.length - self.base)[: self.count].sum())
+        ):
+            self._shrink()
 
     def _seal(self, row: int, position: int) -> None:
         """Make what a row has of its own up to `position` a prefix."""
@@ -183,7 +189,9 @@ class Rows:
         if not self._shares or capacity == self.cache.capacity:
             return True
         own_B = (self.length - self.base)[: self.count]
-        held = own + int(own_B.sum() - own_B[row : row + 1].sum())
+        return self._may_have(capacity, own + int(own_B.sum() - own_B[row : row + 1].sum()))
+
+    def _may_have(self, capacity: int, held: int) -> bool:
         # Rows that are even never take more, since slots and capacity are doubled.
         return self.cache.slots * capacity <= max(_LITTLE, 4 * held)
 
