@@ -258,7 +258,10 @@ def test_a_plan_says_of_each_number_where_it_is_from(file, ran):
     told = found.to_json()
     assert told["seconds"] == pytest.approx(sum(told["parts"].values()))
     text = str(found)
-    for name in ("generation", "training", "a step", "limit: ", "within", "fitted"):
+    # A run this small may say that generation costs nothing.
+    shown = {name for name, took in told["parts"].items() if took > 1e-6 * told["seconds"]}
+    assert shown
+    for name in (*shown, "a step", "limit: ", "within", "fitted"):
         assert name in text
     assumed = plan_file(file, ["tuner.workflow=agents.py:workflow"], runs=[ran],
                         assumed={"calls": 40.0, "agent": 0.5})  # fmt: skip
