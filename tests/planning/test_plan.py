@@ -258,7 +258,8 @@ def test_a_plan_says_of_each_number_where_it_is_from(file, ran):
     told = found.to_json()
     assert told["seconds"] == pytest.approx(sum(told["parts"].values()))
     text = str(found)
-    # A run this small may say that generation costs nothing.
+    assert {"generation", "training"} <= told["parts"].keys()
+    # A run this small may say that one of them costs nothing, which is not shown then.
     shown = {name for name, took in told["parts"].items() if took > 1e-6 * told["seconds"]}
     assert shown
     for name in (*shown, "a step", "limit: ", "within", "fitted"):

@@ -129,9 +129,7 @@ class Rows:
             return
         for row in longest_first[:count]:
             self.seal(row)
-        if not self._may_have(
-            self.cache.capacity, int((self.length - self.base)[: self.count].sum())
-        ):
+        if not self._in_proportion(self.cache.capacity, int(self._own().sum())):
             self._shrink()
 
     def _seal(self, row: int, position: int) -> None:
@@ -148,7 +146,7 @@ class Rows:
 
     def _shrink(self) -> None:
         """Give back what of the room behind each row is not needed."""
-        longest = int((self.length - self.base)[: self.count].max())
+        longest = int(self._own().max())
         capacity = _doubled(self._first[1], longest + 1, self._max_length)
         if 2 * capacity <= self.cache.capacity:
             self.cache.grow(self.cache.slots, capacity)
@@ -188,10 +186,15 @@ class Rows:
         capacity = _doubled(self.cache.capacity, own, self._max_length)
         if not self._shares or capacity == self.cache.capacity:
             return True
-        own_B = (self.length - self.base)[: self.count]
-        return self._may_have(capacity, own + int(own_B.sum() - own_B[row : row + 1].sum()))
+        others = np.delete(self._own(), slice(row, row + 1))
+        return self._in_proportion(capacity, own + int(others.sum()))
 
-    def _may_have(self, capacity: int, held: int) -> bool:
+    def _own(self) -> Ints:
+        """Tokens of each row that are not in prefixes, [count]."""
+        return (self.length - self.base)[: self.count]
+
+    def _in_proportion(self, capacity: int, held: int) -> bool:
+        """Whether room for `capacity` tokens behind each row is not much for `held` in all."""
         # Rows that are even never take more, since slots and capacity are doubled.
         return self.cache.slots * capacity <= max(_LITTLE, 4 * held)
 
