@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from tuner.config import RemoteModel, RunConfig
 from tuner.config.load import Layers, checked, read_layers
+from tuner.config.model_paths import require_model_libraries
 from tuner.data.dataset import Task
 from tuner.data.tasksets import evaluation_tasks, training_tasks
 from tuner.errors import ConfigError, DatasetError, FunctionError
@@ -236,6 +237,7 @@ def evaluation_of(parts: Parts) -> Run:
             "backend: set tuner.backend to local, or `mode: bench`, which evaluates there"
         )
     config = with_default_model(checked(layers))
+    require_model_libraries(config)
     if parts.workflow is None:
         raise FunctionError("there is no workflow to evaluate with: pass workflow_func")
     check_settings(parts.workflow, config)
@@ -274,6 +276,7 @@ def _resolved(parts: Parts) -> Layers:
 def _prepared(layers: Layers, parts: Parts) -> Run:
     workflow, judge, train_dataset = parts.workflow, parts.judge, parts.train_dataset
     config = with_default_model(checked(layers))
+    require_model_libraries(config)
     _check_functions_are_there(config, workflow, judge, brought=parts.environment is not None)
     check_settings(workflow, config)
     _check_feedback(config, workflow, judge)

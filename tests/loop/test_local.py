@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.loop import runs
 from tuner.assembly.models import load_model, load_tokenizer
 from tuner.chat_models import default_kind
-from tuner.config.source import check_path
+from tuner.config.model_paths import check_path
 from tuner.data.order import planned_steps
 from tuner.errors import ConfigError, FunctionError, ModelLoadError, TrainingError
 from tuner.functions.outputs import JudgeOutput, WorkflowOutput

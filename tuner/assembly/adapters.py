@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tuner.assembly.models import SETTING, StoredAdapter, quiet_transformers, save_model
+from tuner.assembly.model_folders import quiet_transformers
+from tuner.assembly.models import SETTING, StoredAdapter, save_model
 from tuner.config.explorer import DEFAULT_ALPHA, DEFAULT_RANK, DEFAULT_TARGETS, LoraSection
 from tuner.data.order import derive_seed
 from tuner.errors import ConfigError, MissingDependencyError, ModelLoadError, pip_install

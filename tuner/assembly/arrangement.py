@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tuner.assembly.memory import Needs
+from tuner.assembly.model_folders import model_folder
 from tuner.assembly.models import checkpoint_tensors
 from tuner.assembly.placement import (
     TRANSFERS,
@@ -230,7 +231,7 @@ def vllm_settings(
     weights: WeightPath,
 ) -> VllmSettings:
     """How vLLM is run; `rank` is that of the adapter, None where all weights are trained."""
-    rollout_model, path = config.explorer.rollout_model, config.model.model_path
+    rollout_model, path = config.explorer.rollout_model, model_folder(config.model.model_path)
     return VllmSettings(
         dtype=dtype,
         max_model_len=max_model_len,

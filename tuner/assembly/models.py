@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tuner.assembly.model_folders import described, loading, model_folder, quiet_transformers
 from tuner.config.explorer import LoraSection
-from tuner.config.source import check_path
+from tuner.config.model_paths import check_path
 from tuner.errors import ConfigError, ModelLoadError
 from tuner.run.directory import ADAPTER_CONFIG
 
@@ -29,23 +28,29 @@ def load_model(
     """A transformers causal LM on `device`, in eval mode.
 
     Args:
-        path: Local folder, or a hub id.
+        path: As `model.model_path`: a folder, a GGUF file, `package:NAME` or a name on the Hub.
         dtype: Of its weights, whatever it was saved in.
         setting: Which setting named it, for the message.
 
     Raises:
-        ModelLoadError: There is no such folder or hub model, or it is not a causal LM, or it is an
-            adapter.
+        ModelLoadError: There is no such model, or it is not a causal LM, or it is an adapter.
+        MissingDependencyError: What reads a GGUF file is not installed.
     """
     from transformers import AutoModelForCausalLM
 
-    check_path(path, setting)
+    folder = model_folder(path, setting)
     if (Path(path).expanduser() / ADAPTER_CONFIG).exists():
         raise ModelLoadError(_not_an_adapter(path, setting))
-    with _loading(_named(path, setting), "a causal language model"), quiet_transformers():
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    with loading(described(path, setting), "a causal language model"), quiet_transformers():
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     if hasattr(model, "peft_config"):  # on the Hub
         raise ModelLoadError(_not_an_adapter(path, setting))
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            # PyTorch gives this row no gradient, and it is a real token's where padding and the end
+            # of a text are one (SmolLM2). Padding itself has no part in a loss that masks it, so
+            # without this the row's gradient is that of its real uses.
+            module.padding_idx = None
     model.to(device)  # type: ignore[arg-type]
     model.eval()
     return model
@@ -59,9 +64,9 @@ def load_tokenizer(path: str, *, setting: str = "model.model_path") -> Any:
     """
     from transformers import AutoTokenizer
 
-    check_path(path, setting)
-    with _loading(_named(path, setting), "a tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(path)
+    folder = model_folder(path, setting)
+    with loading(described(path, setting), "a tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
     if tokenizer.eos_token_id is None:
         raise ModelLoadError(
             f"{setting} = {path!r}: the tokenizer has no end-of-sequence token, so no completion "
@@ -78,9 +83,9 @@ def load_settings(path: str, *, setting: str = "model.model_path") -> Any:
     """
     from transformers import AutoConfig
 
-    check_path(path, setting)
-    with _loading(_named(path, setting), "a language model"):
-        return AutoConfig.from_pretrained(path)
+    folder = model_folder(path, setting)
+    with loading(described(path, setting), "a language model"):
+        return AutoConfig.from_pretrained(folder)
 
 
 def check_same_vocabulary(tokenizer: Any, other: Any, *, what: str) -> None:
@@ -154,20 +159,6 @@ def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     return tensors
 
 
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """No progress bars of transformers' own between the lines of a run."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
 def choose_device(name: str) -> torch.device:
     """`auto` is the first CUDA GPU if there is one, else the CPU."""
     if name == "cuda" and not torch.cuda.is_available():
@@ -184,31 +175,6 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
         name = "bfloat16" if computes else "float32"
     dtype: torch.dtype = getattr(torch, name)
     return dtype
-
-
-def _named(path: str, setting: str) -> str:
-    """A model as messages name it; a name on the Hub may have been meant for a folder."""
-    if Path(path).expanduser().exists():
-        return f"{setting} = {path!r}"
-    return (
-        f"{setting} = {path!r} (taken for a name on the Hub: there is no such folder beside the "
-        f"file that says so, or in {Path.cwd()})"
-    )
-
-
-@contextmanager
-def _loading(
-    what: str, kind: str = "", *, errors: type[Exception] | tuple[type[Exception], ...] = Exception
-) -> Iterator[None]:
-    """Turns what goes wrong with `what`, which should be of some `kind`, into a ModelLoadError."""
-    try:
-        yield
-    except errors as error:
-        first_line = next(iter(str(error).strip().splitlines()), "")
-        wanted = f" as {kind}" if kind else ""
-        raise ModelLoadError(
-            f"{what} cannot be loaded{wanted}: {type(error).__name__}: {first_line}"
-        ) from error
 
 
 def _not_an_adapter(path: str, setting: str) -> str:
@@ -277,7 +243,7 @@ class StoredAdapter:
         from peft import LoraConfig, PeftConfig
 
         check_path(self.path, f"{SETTING}.path", what="adapter")
-        with _loading(str(self), errors=(ValueError, OSError, TypeError, KeyError)):
+        with loading(str(self), errors=(ValueError, OSError, TypeError, KeyError)):
             config = PeftConfig.from_pretrained(self.path)
         if not isinstance(config, LoraConfig):
             kind = getattr(config.peft_type, "value", config.peft_type)
@@ -310,7 +276,7 @@ class StoredAdapter:
         """
         from peft import load_peft_weights
 
-        with _loading(str(self)):  # errors are of safetensors or of the Hub
+        with loading(str(self)):  # errors are of safetensors or of the Hub
             weights: dict[str, Tensor] = load_peft_weights(self.path, device="cpu")
         return weights
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from tuner.config.source import check_path, lookup
+from tuner.config.model_paths import check_path, located
+from tuner.config.source import PACKAGE, lookup
 from tuner.errors import TunerError
 from tuner.run.directory import ADAPTER_CONFIG, MANIFEST, RunDirectory, damage, read_json
 from tuner.run.summary import is_run
@@ -19,8 +20,8 @@ class Candidate:
 
     Attributes:
         name: What people call it.
-        path: Folder of a model or an adapter, or a model's name on the Hub.
-        base: Of an adapter, the folder or Hub name of the model that it belongs to; else None.
+        path: Folder of a model or an adapter, or a model as `model.model_path` names it.
+        base: Of an adapter, the model that it belongs to, as `model.model_path`; else None.
         run: Where it comes from, if that is here.
         step: The step of that run.
     """
@@ -44,16 +45,21 @@ def find_candidate(given: str | Path) -> Candidate:
     """What a person names: a run (its newest checkpoint), a checkpoint, a model, an adapter.
 
     Args:
-        given: A folder, or a name on the Hub.
+        given: A folder, or a model as `model.model_path` names it.
 
     Raises:
+        MissingDependencyError: It names a package that is not installed.
         TunerError: It is a folder with none of these, a run without a checkpoint, or a checkpoint
             that is not as it was written.
         ModelLoadError: It can only be a folder, and there is none.
     """
     folder = Path(given).expanduser()
+    place = located(str(given), "the candidate")
+    if place is not None and place.is_file() and not str(given).startswith(PACKAGE):
+        return Candidate(place.name, str(place.resolve()))
     if not folder.is_dir():
-        check_path(str(given), "the candidate", what="model, a checkpoint or a run")
+        if place is None:
+            check_path(str(given), "the candidate", what="model, a checkpoint or a run")
         return Candidate(str(given), str(given))
     folder = folder.resolve()
     run = RunDirectory(folder)

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from tuner.commands.candidates import Candidate
 from tuner.config.explorer import DEFAULT_RANK
-from tuner.config.source import lookup
+from tuner.config.source import PACKAGE, lookup
 from tuner.run.directory import read_metrics
 
 _LIBRARIES = ("agentscope-tuner", "torch", "transformers", "peft")
@@ -53,7 +53,7 @@ def _on_the_hub(path: Any) -> bool:
     return (
         isinstance(path, str)
         and path.count("/") == 1
-        and not path.startswith((".", "/", "~"))
+        and not path.startswith((".", "/", "~", PACKAGE))
         and not Path(path).exists()
     )
 

@@ -29,6 +29,7 @@ from tuner.commands.scores import (
 )
 from tuner.config import RemoteModel, RunConfig
 from tuner.config.explorer import LoraSection, SynchronizerSection
+from tuner.config.model_paths import require_model_libraries
 from tuner.errors import ConfigError, TrainingError
 from tuner.functions.loading import require_nothing_loads
 from tuner.run.directory import RunDirectory, make_private, write_atomically
@@ -110,6 +111,8 @@ def _evaluated(
     tasks = {name: rows[:limit] for name, rows in run.eval_tasks.items()}
     run = replace(run, config=config, eval_tasks=tasks)
     chosen = _distinct([find_candidate(one) for one in given] or of_configuration(config))
+    for one in chosen:
+        require_model_libraries(with_weights(config, one))
     folder = None if output is None else _new_folder(Path(output))
     # Names may differ in what no folder can be called.
     folders = [folder and folder / f"{n}-{_FILE.sub('-', c.name)}" for n, c in enumerate(chosen, 1)]

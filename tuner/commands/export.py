@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.commands.candidates import Candidate, find_candidate
+from tuner.config.model_paths import located
 from tuner.config.source import lookup
 from tuner.errors import ConfigError, TunerError
 from tuner.run.directory import MANIFEST, TRAINER_STATE
@@ -92,9 +93,9 @@ def _check(candidate: Candidate, *, merge: bool, dtype: str | None, push: str | 
             f"{candidate.path} is an adapter, which stays as it was trained: add --merge, or leave "
             "--dtype out"
         )
-    if push is not None and candidate.base is not None and Path(candidate.base).exists():
+    if push is not None and candidate.base is not None and located(candidate.base) is not None:
         raise ConfigError(
-            f"the adapter {candidate.path} belongs to {candidate.base}, a folder of this machine, "
+            f"the adapter {candidate.path} belongs to {candidate.base}, a model of this machine, "
             "so nobody could use it from the Hub: add --merge"
         )
 

@@ -15,7 +15,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tuner.errors import ConfigError, ModelLoadError
+from tuner.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -300,13 +300,14 @@ def absolute(value: str, folder: Path) -> str:
 
 
 def path_or_name(value: str, folder: Path) -> str:
-    """An absolute path if `value` exists or can only be a path, else `value`: a Hub name, a URL."""
-    if "://" in value:
+    """An absolute path if `value` exists or can only be a path, else `value`: a Hub name, a URL,
+    `package:NAME`."""
+    if "://" in value or value.startswith(PACKAGE):
         return value
     looks_like_path = (
         value.startswith((".", "/", "~"))
         or value.count("/") > 1
-        or Path(value).suffix in DATA_FILES
+        or Path(value).suffix in (*DATA_FILES, GGUF)
         or ("/" in value and (folder / value).parent.is_dir())
     )
     if looks_like_path or (folder / value).exists():
@@ -315,43 +316,6 @@ def path_or_name(value: str, folder: Path) -> str:
 
 
 DATA_FILES = (".json", ".jsonl", ".csv", ".parquet")
-
-
-_HUB_SECONDS = 3.0
-
-
-def check_path(path: str, setting: str, *, what: str = "model") -> None:
-    """Raises ModelLoadError where `path` can only be a folder and is none."""
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
-    if looks_local or (folder.parent.is_dir() and not _on_hub(path)):
-        raise ModelLoadError(
-            f"{setting} = {path!r}: there is no such folder{_neighbours(folder)}; give the folder "
-            f"of a Hugging Face {what}, or a hub id of the form 'organisation/name'"
-        )
-
-
-def _on_hub(name: str) -> bool:
-    """Whether the Hub has a name that could also be a folder's; asked once and not for long."""
-    from huggingface_hub import model_info, try_to_load_from_cache
-
-    cached = ("config.json", "adapter_config.json")
-    if any(isinstance(try_to_load_from_cache(name, file), str) for file in cached):
-        return True
-    try:
-        model_info(name, timeout=_HUB_SECONDS)
-    except Exception:  # not found, not a name there, no connection: all say no
-        return False
-    return True
-
-
-def _neighbours(folder: Path) -> str:
-    """What lies where a folder was looked for."""
-    if folder.exists():
-        return ": it is a file"
-    if not folder.parent.is_dir():
-        return ""
-    names = sorted(path.name for path in folder.parent.iterdir() if path.is_dir())
-    return f" ({folder.parent.resolve()} has {', '.join(names[:5]) or 'no folders'})"
+GGUF = ".gguf"
+# Before the name of an installed package that ships a model.
+PACKAGE = "package:"

@@ -16,6 +16,7 @@ from tuner.chat_models.observed import is_chat_model, name_of, observed
 from tuner.commands.candidates import Candidate, find_candidate
 from tuner.commands.evaluation import with_weights
 from tuner.config import RemoteModel
+from tuner.config.model_paths import located, require_model_libraries
 from tuner.errors import ConfigError
 from tuner.prompts.contenders import Contender, elsewhere, served_here
 from tuner.prompts.prompted import Prices
@@ -111,12 +112,14 @@ def _candidate(given: Any, run: Run, prepared: Callable[[TunerModelConfig], Run]
 
 
 def _weights(given: Any, weights: Candidate, run: Run, said: Mapping[str, Any]) -> ModelCandidate:
+    place = located(weights.path, "candidate_models")
     identity = {
         **said,
         "path": weights.path,
-        "weights": fingerprint_of_weights(Path(weights.path)),
+        "weights": None if place is None else fingerprint_of_weights(place),
     }
     served = replace(run, config=with_weights(run.config, weights))
+    require_model_libraries(served.config)
     return ModelCandidate(weights.name, given, identity, served, served_here)
 
 

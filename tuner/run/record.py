@@ -13,6 +13,7 @@ from typing import Any
 
 from tuner.config import RunConfig
 from tuner.config.load import checked, read_layers
+from tuner.config.model_paths import located
 from tuner.data.dataset import row_text
 from tuner.data.lazy_rows import LazyRows
 from tuner.errors import TunerError
@@ -218,10 +219,10 @@ def open_directory(config: RunConfig, data: Mapping[str, Sequence[Task]]) -> Ite
 def fingerprints(config: RunConfig, data: Mapping[str, Sequence[Task]]) -> dict[str, str]:
     """What tells the rows of a run's datasets, and the weights that it begins with, from others."""
     found = {name: fingerprint_of(tasks) for name, tasks in data.items()}
-    adapter = config.model.lora_configs[0].path if config.model.lora_configs else None
+    adapter = config.model.lora.path if config.model.lora else None
     paths = (config.model.model_path, config.model.critic_model_path, adapter)
-    for name, of_model in zip(WEIGHTS, paths, strict=True):
-        if of_model and (weights := fingerprint_of_weights(Path(of_model))) is not None:
+    for name, path in zip(WEIGHTS, paths, strict=True):
+        if path and (place := located(path, name)) and (weights := fingerprint_of_weights(place)):
             found[name] = weights
     return found
 
@@ -273,10 +274,11 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 _MIB = 1 << 20
 
 
-def fingerprint_of_weights(folder: Path) -> str | None:
-    """What tells a model's weights from others: of each file its name, size, and the first and last
-    MiB, which a training run changes as it does the rest. None where it is no folder here."""
-    files = sorted(path for kind in _WEIGHTS for path in folder.glob(kind))
+def fingerprint_of_weights(place: Path) -> str | None:
+    """What tells a model's weights from others: of each file of a folder, or of a GGUF file, name,
+    size, and the first and last MiB, which training changes as it does the rest. None: no files."""
+    inside = (path for kind in _WEIGHTS for path in place.glob(kind))
+    files = [place] if place.is_file() else sorted(inside)
     if not files:
         return None
     digest = hashlib.blake2b(digest_size=16)

@@ -37,6 +37,7 @@ def serve(
     again goes on with them.
     """
     from tuner.config.load import checked, read_layers
+    from tuner.config.model_paths import require_model_libraries
     from tuner.tune import with_default_model
 
     require_libraries()
@@ -44,6 +45,7 @@ def serve(
     if layers.backend == "trinity":
         raise ConfigError("tuner serve is for the local backend: add tuner.backend=local")
     settings, more = with_default_model(checked(layers)), dict[str, Any]()
+    require_model_libraries(settings)
     if train:
         settings, more = learns(settings, config, overrides or [])
 
