@@ -29,6 +29,7 @@ _USES = {
     "agentscope1": "agents of AgentScope 1.x",
     "agentscope": "agents of AgentScope 2.x",
     "lora": "model.lora_configs",
+    "gguf": "models in GGUF files",
     "gpu": "tuner.optimizer_state: 8bit",
     "gymnasium": "environments of gymnasium",
     "openenv": "environments of OpenEnv",

@@ -10,8 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from langchain.agents import create_agent
-from langchain_openai import ChatOpenAI
+try:
+    from langchain.agents import create_agent
+    from langchain_openai import ChatOpenAI
+except ImportError as error:
+    sys.exit(f"this agent needs LangChain ({error}): pip install langchain langchain-openai")
 
 from tuner import JudgeOutput, TrinityChatModel, TunerError, WorkflowOutput, tune
 from tuner.rewards import final_answer, math_equal

@@ -24,7 +24,10 @@ from tuner import (
 )
 from tuner.rewards import final_answer, math_equal
 
-require_agentscope1()  # says what to install if AgentScope 1.x is missing
+try:
+    require_agentscope1()  # says what to install if AgentScope 1.x is missing
+except TunerError as error:
+    sys.exit(f"{type(error).__name__}: {error}")
 
 from agentscope.agent import ReActAgent
 from agentscope.formatter import OpenAIChatFormatter
