@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 
+from tuner.config.model_paths import located
 from tuner.errors import TunerError
 from tuner.planning.measured import MeasuredRun, MeasuredStep
 from tuner.planning.step_model import REFERENCE, Costs, Place, StepTime, Work, predict
@@ -83,7 +83,7 @@ def fit(runs: Sequence[MeasuredRun]) -> Fit:
             "tuner.workers 0 and an agent that does not wait"
         )
     models = {str(run.settings.get("model.model_path")) for run in usable}
-    sizes = {_size(Path(model)) for model in models}
+    sizes = {_size(model) for model in models}
     if len(sizes) > 1:
         raise TunerError(
             f"the runs are of models of different sizes ({', '.join(sorted(models))}), which have "
@@ -126,11 +126,17 @@ def fit(runs: Sequence[MeasuredRun]) -> Fit:
     )
 
 
-def _size(model: Path) -> tuple[int, ...] | str:
+def _size(model: str) -> tuple[int, ...] | str:
     """What tells models of other costs apart: the size of its files, or its name."""
-    files = sorted(model.glob("*.safetensors")) if model.is_dir() else []
+    try:
+        place = located(model)
+    except TunerError:  # the run's machine was another one
+        return model
+    if place is None:
+        return model
+    files = [place] if place.is_file() else sorted(place.glob("*.safetensors"))
     # Copies differ by a few bytes of metadata.
-    return tuple(file.stat().st_size // 10_000 for file in files) or str(model)
+    return tuple(file.stat().st_size // 10_000 for file in files) or model
 
 
 def _collected(run: MeasuredRun, step: MeasuredStep) -> Iterator[tuple[str, float]]:

@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from tuner.config.model_paths import located, require_gguf
 from tuner.errors import ConfigError
 from tuner.planning.step_model import Costs
 
@@ -79,8 +80,14 @@ class Hardware:
 
 def billions(model: str) -> float | None:
     """Parameters of a model in billions, of its files or its name; None where neither says it."""
-    folder = Path(model)
-    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    place = located(model) if model else None
+    if place is not None and place.is_file():
+        require_gguf(model, "model.model_path")
+        from gguf import GGUFReader
+
+        return sum(int(tensor.n_elements) for tensor in GGUFReader(place).tensors) / 1e9
+    folder = place or Path(model)
+    files = sorted(folder.glob("*.safetensors")) if place is not None else []
     if files:
         about = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         single = (about.get("dtype") or about.get("torch_dtype")) == "float32"

@@ -30,6 +30,7 @@ from tuner.run.directory import free_name
 from tuner.trinity.endpoints import ENGINE_ARGS
 from tuner.trinity.installed import (
     known_keys,
+    models_as_folders,
     refuse_peft_without_weights,
     set_default,
     tasksets,
@@ -141,6 +142,7 @@ def _fill(tree: dict[str, Any]) -> None:
     for key in OUR_DEFAULTS:
         set_default(tree, key, lookup(ours, key))
     tree["checkpoint_root_dir"] = str(Path(tree["checkpoint_root_dir"]).resolve())
+    models_as_folders(tree)
     if lookup(tree, "algorithm.algorithm_type") not in WITHOUT_GROUPS:
         # Trinity-RFT's own defaults of its algorithms are never applied: groups would be of one.
         set_default(tree, "algorithm.repeat_times", lookup(ours, "algorithm.repeat_times"))

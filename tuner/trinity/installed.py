@@ -17,7 +17,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import httpx
 
 from tuner.config.keys import nearest
-from tuner.config.source import lookup
+from tuner.config.model_paths import located
+from tuner.config.source import PACKAGE, lookup
 from tuner.errors import ConfigError, MissingDependencyError, pip_install
 
 SUPPORTED = "0.6"
@@ -167,6 +168,27 @@ SERVICE = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 TINKERS_CHECKPOINT = "remote_checkpoint_path.txt"
 _KEY = "TINKER_API_KEY"
 _SECONDS_TO_ANSWER = 30.0
+
+
+def models_as_folders(tree: dict[str, Any]) -> None:
+    """Put the folders of models in the place of paths that Trinity-RFT and its engines cannot load:
+    GGUF files, which are converted, and packages.
+
+    Raises:
+        ModelLoadError, MissingDependencyError: As `tuner.assembly.model_folders.model_folder`.
+    """
+    explorer = tree.get("explorer") or {}
+    sections = [(tree.get("model") or {}, "model", ("model_path", "critic_model_path"))]
+    for index, auxiliary in enumerate(explorer.get("auxiliary_models") or ()):
+        sections.append((auxiliary, f"explorer.auxiliary_models[{index}]", ("model_path",)))
+    for section, where, keys in sections:
+        for key in keys:
+            path, setting = section.get(key), f"{where}.{key}"
+            place = located(path, setting) if path else None
+            if place is not None and (place.is_file() or path.startswith(PACKAGE)):
+                from tuner.assembly.model_folders import model_folder
+
+                section[key] = model_folder(path, setting)
 
 
 def uses_tinker(tree: Mapping[str, Any]) -> bool:
