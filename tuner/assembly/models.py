@@ -45,15 +45,24 @@ def load_model(
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     if hasattr(model, "peft_config"):  # on the Hub
         raise ModelLoadError(_not_an_adapter(path, setting))
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            # PyTorch gives this row no gradient, and it is a real token's where padding and the end
-            # of a text are one (SmolLM2). Padding itself has no part in a loss that masks it, so
-            # without this the row's gradient is that of its real uses.
-            module.padding_idx = None
+    _train_every_row(model)
     model.to(device)  # type: ignore[arg-type]
     model.eval()
     return model
+
+
+def _train_every_row(model: PreTrainedModel) -> None:
+    """Let a token that begins or ends texts be trained where it is the padding as well (SmolLM2).
+
+    PyTorch gives the row of `padding_idx` no gradient. Padding itself has no part in a loss that
+    masks it, so without `padding_idx` the row's gradient is that of its real uses.
+    """
+    about = (model.config.get_text_config(), getattr(model, "generation_config", None))
+    named = [getattr(one, f"{end}_token_id", None) for one in about for end in ("bos", "eos")]
+    real = {id_ for ids in named for id_ in (ids if isinstance(ids, list) else [ids])} - {None}
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module.padding_idx in real:
+            module.padding_idx = None
 
 
 def load_tokenizer(path: str, *, setting: str = "model.model_path") -> Any:
