@@ -178,12 +178,12 @@ def models_as_folders(tree: dict[str, Any]) -> None:
         ModelLoadError, MissingDependencyError: As `tuner.assembly.model_folders.model_folder`.
     """
     explorer = tree.get("explorer") or {}
-    sections = [(tree.get("model") or {}, "model", ("model_path", "critic_model_path"))]
+    sections: list[tuple[dict[str, Any], str]] = [(tree.get("model") or {}, "model")]
     for index, auxiliary in enumerate(explorer.get("auxiliary_models") or ()):
-        sections.append((auxiliary, f"explorer.auxiliary_models[{index}]", ("model_path",)))
-    for section, where, keys in sections:
-        for key in keys:
-            path, setting = section.get(key), f"{where}.{key}"
+        sections.append((auxiliary, f"explorer.auxiliary_models[{index}]"))
+    for section, where in sections:
+        for key in ("model_path", "critic_model_path"):
+            path, setting = section.get(key) or "", f"{where}.{key}"
             place = located(path, setting) if path else None
             if place is not None and (place.is_file() or path.startswith(PACKAGE)):
                 from tuner.assembly.model_folders import model_folder
