@@ -115,10 +115,9 @@ def _converted(file: Path, path: str, setting: str) -> Path:
         with FileLock(cache / f".{folder.name}.lock"):  # another process may be at it
             if folder.is_dir():
                 return folder
-            _log.warning(
-                "%s = %r: %s is dequantised to float32 into %s, once", setting, path, file, folder
-            )
-            model, tokenizer = _read(file, described(path, setting))
+            named = described(path, setting)
+            _log.warning("%s is dequantised to float32 into %s, once", named, folder)
+            model, tokenizer = _read(file, named)
             shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
             part.mkdir()
             with quiet_transformers():
