@@ -50,7 +50,9 @@ WITHOUT_FILE = {
 class TunerModelConfig(PublicSettings):
     """A model: the policy, or an auxiliary model. Only fields that are given override the file."""
 
-    model_path: str = Field(min_length=1, description="Folder or Hub name of the model.")
+    model_path: str = Field(
+        min_length=1, description="Folder, Hub name, GGUF file or `package:NAME` of the model."
+    )
     max_model_len: int = Field(ge=2, description="Tokens of prompt and answer together.")
     temperature: float = Field(default=1.0, ge=0, description="Sampling temperature.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus mass.")

@@ -299,12 +299,13 @@ class ModelSection(Section):
 
     model_path: str = Field(
         default="",
-        description="Folder or Hub name of a Hugging Face causal language model. Not set: the tiny "
-        "model that comes with tuner.",
+        description="A causal language model: a Hugging Face folder or Hub name, a GGUF file, or "
+        "`package:NAME` ([model paths](models.md#model-paths)). Not set: the tiny model that comes "
+        "with tuner.",
     )
     critic_model_path: str = Field(
         default="",
-        description="Folder or Hub name of the model that ppo's critic starts from, with the "
+        description="The model that ppo's critic starts from, as `model.model_path`, with the "
         "tokenizer of the policy. Not set: `model.model_path`.",
     )
     max_model_len: int | None = Field(
