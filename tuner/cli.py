@@ -65,7 +65,7 @@ def init(
         Template, typer.Option(help="What the agent is written with.")
     ] = Template.OPENAI,
 ) -> None:
-    """Begin a folder with an agent, data and settings that train within a minute on a CPU.
+    """Begin a folder with an agent, data and settings that train on a CPU within minutes.
 
     openai: the OpenAI client; needs nothing else
 
@@ -76,10 +76,12 @@ def init(
     queue: an agent and its environment with queues, as AReaL's users know them
 
     multi-agent: two agents that share the model, each call with its own reward
+
+    real: a ReAct agent with SmolLM2-135M, which learns to use a tool in five minutes
     """
     for file in create(template, folder):
         typer.echo(file)
-    if (requirement := missing(template)) is not None:
+    for requirement in missing(template):
         typer.echo(f"It needs: pip install {requirement}")
     typer.echo(f"Begin with: python {folder / 'main.py'}")
 

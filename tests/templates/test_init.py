@@ -18,13 +18,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def main_of(template):
-    return ROOT / "tuner" / "templates" / template.replace("-", "_") / "main.py"
+    return templates._folders(template)[-1] / "main.py"
 
 
-@pytest.fixture(params=Template)
+# The real model is trained in tests/integration/real.
+@pytest.fixture(params=[template for template in Template if template is not Template.REAL])
 def template(request):
-    if (requirement := missing(request.param)) is not None:
-        pytest.skip(f"not installed: {requirement}")
+    if requirements := missing(request.param):
+        pytest.skip(f"not installed: {requirements}")
     return request.param
 
 
@@ -68,6 +69,21 @@ def test_its_tasks_are_those_of_the_example():
             assert row == {"question": row["question"], "answer": answers[row["question"]]}
 
 
+def test_the_example_is_copied_without_its_runs(tmp_path, monkeypatch):
+    example = tmp_path / "example"
+    (example / "checkpoints" / "smollm2").mkdir(parents=True)
+    (example / "checkpoints" / "smollm2" / "config.yaml").write_text("")
+    (example / "main.py").write_text("")
+    monkeypatch.setattr(templates, "_EXAMPLE", example)
+    assert create(Template.REAL, tmp_path / "mine") == [tmp_path / "mine" / "main.py"]
+
+
+def test_the_real_models_file_names_its_functions(tmp_path):
+    create(Template.REAL, tmp_path)
+    workflow, judge, backend, _ = functions_of(tmp_path / "config.yaml", [])
+    assert (workflow.__name__, judge.__name__, backend) == ("run_agent", "judge", "local")
+
+
 def test_help_lists_the_templates(capsys, monkeypatch):
     status, output, _ = said(capsys, monkeypatch, "init", "--help")
     assert not status
@@ -96,7 +112,7 @@ def test_the_command_says_what_it_wrote_and_how_to_begin(capsys, monkeypatch, tm
 
 
 def test_what_is_not_installed_is_named(capsys, monkeypatch, tmp_path):
-    monkeypatch.setitem(templates._NEEDS, Template.QUEUE, ("no_such_package", "'that[one]'"))
+    monkeypatch.setitem(templates._NEEDS, Template.QUEUE, [("no_such_package", "'that[one]'")])
     _, output, _ = said(capsys, monkeypatch, "init", str(tmp_path), "--template", "queue")
     assert "It needs: pip install 'that[one]'\n" in output
 

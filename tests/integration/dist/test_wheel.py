@@ -16,6 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 README = ROOT / "README.md"
 MODEL = ("config.json", "chat_template.jinja", "model.safetensors", "tokenizer.json")
+EXAMPLE = "examples/smollm2"
 DIST = Path(os.environ["TUNER_DIST"])
 
 
@@ -80,6 +81,8 @@ def test_a_folder_begins_with_the_templates_of_the_wheel(installed: Path, tmp_pa
     assert printed.endswith("Begin with: python agent/main.py\n")
     assert (tmp_path / "agent" / "data" / "train.jsonl").is_file()
     assert "MathEnvironment" in (tmp_path / "agent" / "config.yaml").read_text("utf-8")
+    run(installed, "tuner", "init", "real", "--template", "real", folder=tmp_path)
+    assert (tmp_path / "real" / "chat_template.jinja").is_file()
 
 
 def wheel_metadata(wheel: Path) -> dict[str, str]:
@@ -93,9 +96,12 @@ def test_the_wheel_has_the_whole_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
     listed = subprocess.run(
-        ["git", "ls-files", "tuner"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "ls-files", "tuner", EXAMPLE], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    package = set(listed.stdout.split())
+    # The example is a template, too.
+    package = {
+        name.replace(EXAMPLE, "tuner/templates/real") for name in listed.stdout.split()
+    }
     kinds = {Path(name).suffix for name in package}
     assert {"tuner/py.typed", "tuner/config/foreign_keys.yaml"} < package
     assert {".html", ".jsonl", ".md"} < kinds  # the page of a run, and the templates
@@ -110,7 +116,7 @@ def test_the_sdist_has_what_the_wheel_is_built_of_and_nothing_else() -> None:
     with tarfile.open(sdist) as archive:
         found = {name.partition("/")[2] for name in archive.getnames()}
     assert {"README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml"} < found
-    assert {name.partition("/")[0] for name in found if "/" in name} == {"tuner", "models"}
+    assert {name.partition("/")[0] for name in found if "/" in name} == {"tuner", "models", "examples"}
 
 
 def test_the_metadata_says_what_it_is(wheel: Path) -> None:
