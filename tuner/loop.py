@@ -294,6 +294,8 @@ async def _evaluate(
         for name, rows in tasks.items():
             traces = await evaluate_set(config, name, rows, rollouts, record.console, step=step)
             record.show(step, name, traces)
+            if step == record.total_steps:
+                record.console.before_and_after(rollouts.known(name, 0), traces)
             metrics |= evaluation_metrics(name, traces, pass_reward=threshold)
     return metrics
 

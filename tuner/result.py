@@ -109,8 +109,10 @@ def _title(result: TuneResult) -> str:
 def _rows(result: TuneResult) -> Iterator[tuple[str, str]]:
     """What the end of a run shows, as names and texts."""
     for name, after in result.eval_after.items():
-        before = result.eval_before.get(name)
-        text = f"{after:.3f}" if before is None else f"{before:.3f} -> {after:.3f}"
+        before, evaluated = result.eval_before.get(name), _evaluations(result, name)
+        text = _with_interval(after, name, evaluated[-1:])
+        if before is not None:
+            text = f"{_with_interval(before, name, evaluated[:1])} -> {text}"
         yield f"held-out reward ({name})", text
     if result.rewards:
         shown = thin(result.rewards, 20)
@@ -140,8 +142,20 @@ def _rows(result: TuneResult) -> Iterator[tuple[str, str]]:
     report = result.run_dir / "report.html"
     if report.exists():
         yield "report", str(report)
+    yield "page", f"tuner view {result.run_dir}"
     if result.tensorboard is not None:
         yield "TensorBoard", f"tensorboard --logdir {result.tensorboard}"
+
+
+def _evaluations(result: TuneResult, name: str) -> list[dict[str, float]]:
+    return [row for row in result.history if f"eval/{name}/reward" in row]
+
+
+def _with_interval(reward: float, name: str, evaluated: list[dict[str, float]]) -> str:
+    """`0.130 [0.070, 0.200]`, with the 95% interval of an evaluation's mean where it has one."""
+    ends = [row.get(f"eval/{name}/reward_{end}") for row in evaluated for end in ("low", "high")]
+    shown = ", ".join(f"{end:.3f}" for end in ends if end is not None)
+    return f"{reward:.3f} [{shown}]" if shown else f"{reward:.3f}"
 
 
 def plot(rewards: list[float], columns: int = 60, lines: int = 4) -> str:

@@ -167,6 +167,8 @@ def test_an_evaluation_of_repeated_tasks_says_how_often_one_and_all_pass():
     traces = [*held_out(0, [1.0, 0.0]), *held_out(1, [1.0, 1.0]), *held_out(2, [0.0, 0.0])]
     assert evaluation_metrics("held", traces) == {
         "eval/held/reward": 0.5,
+        "eval/held/reward_low": 0.0,
+        "eval/held/reward_high": 1.0,
         "eval/held/pass_at_2": pytest.approx(2 / 3),
         "eval/held/pass_hat_2": pytest.approx(1 / 3),
         "eval/held/failed": 0,
@@ -176,12 +178,24 @@ def test_an_evaluation_of_repeated_tasks_says_how_often_one_and_all_pass():
     traces[3] = failed(1, 1)
     assert evaluation_metrics("held", traces) == {
         "eval/held/reward": 0.5,
+        "eval/held/reward_low": 0.0,
+        "eval/held/reward_high": 1.0,
         "eval/held/pass_at_2": 0.5,
         "eval/held/pass_hat_2": 0.0,
         "eval/held/failed": 1,
     }
 
 
-def test_an_evaluation_without_repeats_has_the_mean_alone():
+def test_an_evaluation_without_repeats_has_the_mean_and_its_interval_alone():
     traces = [*held_out(0, [1.0]), *held_out(1, [0.5])]
-    assert evaluation_metrics("held", traces) == {"eval/held/reward": 0.75, "eval/held/failed": 0}
+    assert evaluation_metrics("held", traces) == {
+        "eval/held/reward": 0.75,
+        "eval/held/reward_low": 0.5,
+        "eval/held/reward_high": 1.0,
+        "eval/held/failed": 0,
+    }
+    # A single task says nothing of others.
+    assert evaluation_metrics("held", traces[:1]) == {
+        "eval/held/reward": 1.0,
+        "eval/held/failed": 0,
+    }

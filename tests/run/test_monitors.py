@@ -36,6 +36,43 @@ def printed(total_steps, calls, *, terminal=False):
     return out.getvalue()
 
 
+def said(message, *messages):
+    return replace(
+        call("c", [1], [2], [-1.0]),
+        response={"role": "assistant", **message},
+        messages=[{"role": "user", "content": "hi"}, *messages],
+    )
+
+
+def test_the_task_whose_reward_rose_most_is_shown_before_and_after_with_its_tools_results():
+    asked = {"tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]}
+    answered = said({"content": "It is 3."}, asked, {"role": "tool", "content": "three"})
+    before = [
+        trace(0, 0, [said({"content": "no"})], reward=0.5, step=0),
+        trace(1, 0, [said({"content": "what?"})], reward=0.0, step=0),
+        trace(2, 0, [said({"content": "failed"})], step=0, outcome=Outcome.TIMEOUT),
+    ]
+    after = [
+        trace(0, 0, [said({"content": "yes"})], reward=1.0, step=8),
+        trace(1, 0, [said(asked), answered], reward=1.0, step=8),
+        trace(2, 0, [said({"content": "now"})], reward=1.0, step=8),
+    ]
+    assert printed(8, [lambda m: m.before_and_after(before, after)]).splitlines() == [
+        "task 1",
+        "  before: reward 0",
+        "    what?",
+        "  after: reward 1",
+        '    add({"a": 1})',
+        "      -> three",
+        "    It is 3.",
+    ]
+
+
+def test_nothing_is_shown_where_no_reward_rose():
+    same = [trace(0, 0, [said({"content": "no"})], reward=1.0, step=step) for step in (0, 8)]
+    assert printed(8, [lambda m: m.before_and_after(same[:1], same[1:])]) == ""
+
+
 def test_a_step_is_one_plain_line_where_there_is_no_terminal():
     text = printed(
         5,

@@ -74,6 +74,14 @@ def test_a_result_shows_a_table_and_the_curve():
     assert "<svg" not in result([0.5])._repr_html_()
 
 
+def test_a_results_evaluations_have_their_intervals_where_they_were_measured():
+    measured = result([0.5, 1.0])
+    measured.history[0] |= {"eval/held-out/reward": 0.1, "eval/held-out/reward_low": 0.05}
+    measured.history[0]["eval/held-out/reward_high"] = 0.2
+    measured.history[1]["eval/held-out/reward"] = 0.9  # of a single task
+    assert "0.100 [0.050, 0.200] -> 0.900 " in str(measured)
+
+
 def test_a_results_table_has_the_curve_in_blocks():
     text = str(result([0.0, 0.5, 1.0]))
     lines = [line.split("│")[2].rstrip() for line in text.splitlines() if "█" in line]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
@@ -106,13 +108,37 @@ class ConsoleMonitor:
         shown = dict.fromkeys((0, len(rewarded) // 2, len(rewarded) - 1)) if rewarded else {}
         for place in shown:
             trace = rewarded[place]
-            self.say(
-                f"reward {trace.reward:.3g}  {_short(', '.join(map(str, trace.task.values())))}"
-            )
-            for call in trace.calls[:CALLS]:
-                self.say(f"    {_short(_said(call))}")
-            if len(trace.calls) > CALLS:
-                self.say(f"    ... {len(trace.calls) - CALLS} more calls")
+            self._rollout(f"reward {trace.reward:.3g}  {_task(trace)}", trace)
+
+    def before_and_after(self, before: Sequence[Trace], after: Sequence[Trace]) -> None:
+        """Show the task of an evaluation set whose reward rose most, as it went first and last.
+
+        Args:
+            before, after: Rollouts of the first and the last evaluation of the set.
+        """
+        first = {trace.id: trace for trace in before if trace.final and trace.calls}
+        pairs = [
+            (first[id_], trace)
+            for trace in after
+            if trace.final and (id_ := replace(trace.id, step=0)) in first
+        ]
+        risen = [pair for pair in pairs if _rise(*pair) > 0]
+        if not risen:
+            return
+        pair = max(risen, key=lambda pair: _rise(*pair))
+        self.say(_task(pair[0]))
+        for when, trace in zip(("before", "after"), pair, strict=True):
+            self._rollout(f"  {when}: reward {trace.reward:.3g}", trace)
+
+    def _rollout(self, title: str, trace: Trace) -> None:
+        """The calls of a rollout, and what tools answered to them."""
+        self.say(title)
+        for call, following in zip_longest(trace.calls[:CALLS], trace.calls[1:CALLS]):
+            self.say(f"    {_short(_said(call))}")
+            for result in _results(call, following):
+                self.say(f"      -> {_short(result)}")
+        if len(trace.calls) > CALLS:
+            self.say(f"    ... {len(trace.calls) - CALLS} more calls")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the step's line."""
@@ -153,6 +179,22 @@ CALLS, CHARACTERS = 4, 110
 def _short(text: str) -> str:
     text = " ".join(text.split())
     return text if len(text) <= CHARACTERS else f"{text[: CHARACTERS - 3]}..."
+
+
+def _task(trace: Trace) -> str:
+    return _short(", ".join(map(str, trace.task.values())))
+
+
+def _rise(before: Trace, after: Trace) -> float:
+    if before.reward is None or after.reward is None:
+        return 0.0
+    return after.reward - before.reward
+
+
+def _results(call: Call, following: Call | None) -> list[str]:
+    """What tools answered between a call and the following one, in chat completions."""
+    added = [] if following is None else following.messages[len(call.messages) :]
+    return [str(message.get("content")) for message in added if message.get("role") == "tool"]
 
 
 def _said(call: Call) -> str:

@@ -9,7 +9,7 @@ from statistics import fmean
 import torch
 
 from tuner.algorithms.spec import ADVANTAGES, AdvantageName
-from tuner.run.estimates import passes, rewards_by_task
+from tuner.run.estimates import estimate, passes, rewards_by_task
 from tuner.traces import Outcome, TokenTree, Trace
 from tuner.training import Batch, Row
 from tuner.training.scoring import call_returns, row_rewards
@@ -79,7 +79,8 @@ def evaluation_metrics(
 ) -> dict[str, float]:
     """Mean reward on an evaluation set, and how many rollouts failed, which have none.
 
-    The mean is over the tasks, of the mean of each. Where tasks are repeated, n times, there are
+    The mean is over the tasks, of the mean of each; `reward_low` and `reward_high` are the ends of
+    its 95% interval (`tuner.run.estimates.estimate`). Where tasks are repeated, n times, there are
     `pass_at_<n>` and `pass_hat_<n>` too, over the tasks of which no rollout failed.
 
     Args:
@@ -91,11 +92,16 @@ def evaluation_metrics(
     rewards = [of_task for of_task in rewards_by_task(final).values() if of_task]
     metrics: dict[str, float] = {}
     if rewards:
-        metrics[f"eval/{name}/reward"] = _mean([_mean(of_task) for of_task in rewards])
+        means = [_mean(of_task) for of_task in rewards]
+        metrics[f"eval/{name}/reward"] = _mean(means)
+        found = estimate(means)
+        if found is not None and found.low is not None and found.high is not None:
+            metrics[f"eval/{name}/reward_low"] = found.low
+            metrics[f"eval/{name}/reward_high"] = found.high
     repeat = max(Counter(trace.id.task for trace in final).values(), default=0)
     if repeat > 1:
-        found = passes(rewards, repeat, pass_reward)
-        for what, values in zip(("pass_at", "pass_hat"), found, strict=True):
+        of_tries = passes(rewards, repeat, pass_reward)
+        for what, values in zip(("pass_at", "pass_hat"), of_tries, strict=True):
             if values:
                 metrics[f"eval/{name}/{what}_{repeat}"] = _mean(values)
     if final:
