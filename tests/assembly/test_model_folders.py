@@ -16,7 +16,8 @@ from tuner.assembly import model_folders
 from tuner.assembly.arrangement import vllm_settings
 from tuner.assembly.model_folders import model_folder
 from tuner.assembly.models import load_model, load_settings, load_tokenizer
-from tuner.commands.candidates import find_candidate
+from tuner.commands.candidates import Candidate, find_candidate
+from tuner.commands.card import model_card
 from tuner.errors import ConfigError, ModelLoadError
 from tuner.loop import run_local
 from tuner.planning.gpus import billions
@@ -237,6 +238,14 @@ def test_a_file_is_a_candidate(file, monkeypatch):
     assert [(one.name, one.path, one.base) for one in candidates] == [
         ("tiny.gguf", str(file), None)
     ] * 2
+
+
+def test_a_card_says_what_the_base_of_an_adapter_is_for_others(tmp_path):
+    candidate = Candidate("mine", str(tmp_path), base="package:tiny-model")
+    text = model_card(candidate, title="mine", adapter=True).text
+    assert "`BASE` is `package:tiny-model` as a Hugging Face folder" in text
+    assert "vllm serve BASE" in text
+    assert 'from_pretrained("BASE")' in text
 
 
 def test_a_killed_run_resumes_with_the_same_path(file, tmp_path):

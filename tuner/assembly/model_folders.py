@@ -166,7 +166,8 @@ def _read(file: Path, named: str) -> tuple[Any, Any]:
     _check_weights(weights, found["missing_keys"], named)
     _check_rotary(reader, model.config, named)
     _split_digits(reader, tokenizer)
-    return _unquantized(model, weights), tokenizer
+    with loading(named, "a GGUF model", advice=advice):
+        return _unquantized(model, weights), tokenizer
 
 
 def _unquantized(model: Any, weights: Mapping[str, Tensor]) -> Any:

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from tuner.commands.candidates import Candidate
 from tuner.config.explorer import DEFAULT_RANK
-from tuner.config.source import PACKAGE, lookup
+from tuner.config.source import GGUF, PACKAGE, lookup
 from tuner.run.directory import read_metrics
 
 _LIBRARIES = ("agentscope-tuner", "torch", "transformers", "peft")
@@ -156,11 +156,17 @@ def _function(reference: Any) -> str | None:
 def _use(adapter: bool, base: Any) -> Iterator[str]:
     yield "## Use"
     yield ""
+    model = _short(base)
     yield "`FOLDER` is this folder, or its name on the Hub; the chat template is that of training."
+    if adapter and (str(base).startswith(PACKAGE) or str(base).endswith(GGUF)):
+        yield (
+            f"`BASE` is `{model}` as a Hugging Face folder; `tuner export --merge` writes a model "
+            "that needs none."
+        )
+        model = "BASE"
     yield ""
     yield "```"
     if adapter:
-        model = _short(base)
         yield f"vllm serve {model} --enable-lora --lora-modules tuned=FOLDER"
         yield f"python -m sglang.launch_server --model-path {model} --lora-paths tuned=FOLDER"
     else:
@@ -174,7 +180,7 @@ def _use(adapter: bool, base: Any) -> Iterator[str]:
     if adapter:
         yield "from peft import PeftModel"
         yield ""
-        yield f'base = AutoModelForCausalLM.from_pretrained("{_short(base)}")'
+        yield f'base = AutoModelForCausalLM.from_pretrained("{model}")'
         yield 'model = PeftModel.from_pretrained(base, "FOLDER")'
     else:
         yield 'model = AutoModelForCausalLM.from_pretrained("FOLDER")'
