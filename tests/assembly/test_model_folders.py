@@ -1,5 +1,6 @@
 """A GGUF file becomes a Hugging Face folder: once, whole, with the file's own numbers."""
 
+import os
 import shutil
 import signal
 from types import SimpleNamespace
@@ -36,6 +37,12 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture
 def file(tmp_path):
     return gguf_files.write(tmp_path / "tiny.gguf")
+
+
+def with_cache(home, function, *arguments):
+    """For processes that are forked from one with another environment."""
+    os.environ["XDG_CACHE_HOME"] = home
+    return function(*arguments)
 
 
 def loaded(path):
@@ -207,7 +214,8 @@ def test_a_cache_that_cannot_be_written_says_where_to(file, cache, tmp_path):
 
 
 def test_two_processes_at_once_make_one_folder(file, cache):
-    both = [forked.begin(model_folder, str(file)) for _ in range(2)]
+    home = os.environ["XDG_CACHE_HOME"]
+    both = [forked.begin(with_cache, home, model_folder, str(file)) for _ in range(2)]
     for process in both:
         process.join()
     assert [process.exitcode for process in both] == [0, 0]
@@ -253,7 +261,8 @@ def test_a_killed_run_resumes_with_the_same_path(file, tmp_path):
     template.write_text(gguf_files.TEMPLATE.replace("assistant\n", "assistant\nSo: "))
     more = ("buffer.total_steps=4", f"model.chat_template_path={template}")
     root = tmp_path / "runs"
-    died = forked.run(runs.main, str(file), str(root), "log:4", *more)
+    home = os.environ["XDG_CACHE_HOME"]
+    died = forked.run(with_cache, home, runs.main, str(file), str(root), "log:4", *more)
     assert died == -signal.SIGKILL
     config = runs.config(file, root, *more)
     assert RunDirectory(config.run_dir).checkpoint_steps() == [2]
