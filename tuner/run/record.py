@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from tuner.config import RunConfig
@@ -18,6 +17,7 @@ from tuner.data.dataset import row_text
 from tuner.data.lazy_rows import LazyRows
 from tuner.errors import TunerError
 from tuner.result import TokenCounts, TuneResult
+from tuner.run.advice import STEPS, advice
 from tuner.run.console import ConsoleMonitor
 from tuner.run.continuation import WEIGHTS, check_same_run, may_change_here
 from tuner.run.directory import (
@@ -290,64 +290,6 @@ def fingerprint_of_weights(place: Path) -> str | None:
             file.seek(max(0, size - _MIB))
             digest.update(file.read(_MIB))
     return digest.hexdigest()
-
-
-DOMINANT = 0.6
-"""Share of the time from which on a part is worth a sentence."""
-STEPS = 3
-"""Steps that are looked at together: the first loads and compiles."""
-
-
-def advice(history: Iterable[Mapping[str, float]], config: RunConfig) -> tuple[str, str] | None:
-    """What dominates the latest steps and what to do about it, or None.
-
-    Args:
-        history: Metrics of the latest steps, the last one last.
-        config: The effective configuration.
-
-    Returns:
-        The part's name, and the sentence.
-    """
-    rows = [row for row in history if "time/idle" in row][-STEPS:]
-    if len(rows) < STEPS:
-        return None
-
-    def seconds(name: str) -> float:
-        return fmean(row.get(name, 0.0) for row in rows)
-
-    of_rollouts = ("generation", "agent", "judge")
-    parts = {name: seconds(f"time/{name}") for name in (*of_rollouts, "training", "sync")}
-    step, offset = sum(parts.values()), config.synchronizer.sync_offset
-    busy = sum(seconds(f"rollout_seconds/{name}") for name in of_rollouts)
-    queue = seconds("rollout_seconds/queue")
-    idle = seconds("time/idle") >= DOMINANT * step
-    more = f"raise explorer.runner_per_model (now {config.explorer.runner_per_model})"
-    if idle and queue > busy and not config.tuner.deterministic:
-        return "queue", (
-            f"rollouts wait {queue:.1f} s for room and then take {busy:.1f} s: {more}, if tools "
-            "and memory allow it"
-        )
-    name = max(parts, key=lambda part: parts[part])
-    if parts[name] < DOMINANT * step or (name == "training" and offset):  # as it should be
-        return None
-    ahead = (
-        f"raise synchronizer.sync_offset (now {offset})"
-        if offset
-        else "set synchronizer.sync_offset, so that collection runs ahead of training"
-    )
-    sentences = {
-        "agent": f"is waiting for the agents' own code and tools: {ahead}, {more}, or end the "
-        "slowest early (explorer.over_rollout, tuner.max_tool_seconds)",
-        "judge": f"is waiting for the judge: {ahead}, or {more}, so that more of them run at once",
-        "generation": f"is waiting for answers: {more} and tuner.max_slots (now "
-        f"{config.tuner.max_slots}) to generate more of them together, or limit "
-        "model.max_response_tokens",
-        "sync": "is giving the engine the new weights: larger steps (buffer.batch_size) do it less "
-        "often",
-        "training": "is training: a larger trainer.max_token_len_per_gpu uses the device better, "
-        "if memory allows it",
-    }
-    return name, f"{parts[name] / step:.0%} of a step {sentences[name]} (docs/asynchronous.md)"
 
 
 def summarize(

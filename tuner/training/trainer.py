@@ -193,10 +193,10 @@ class PolicyTrainer:
         Returns:
             Metrics: loss and its parts, advantage spread, clip and rejected fraction, entropy,
             KL to behaviour and reference, effective sample size of the importance weights (1 on
-            policy), gradient norm, learning rate; of the last update where there are several. The
-            mismatch between recorded and recomputed log-probs is that before the first. Tokens
-            per second of all updates, on a GPU with its peak memory and MFU. Those of the critic
-            (`Critic.update`) are beside them, or alone while it warms up.
+            policy), gradient norm, micro-batches, learning rate; of the last update where there are
+            several. The mismatch between recorded and recomputed log-probs is that before the
+            first. Tokens per second of all updates, on a GPU with its peak memory and MFU. Those of
+            the critic (`Critic.update`) are beside them, or alone while it warms up.
 
         Raises:
             TrainingError: The batch is empty, or loss or gradient is not finite; the weights
@@ -256,7 +256,7 @@ class PolicyTrainer:
         mean, of_squares = metrics.pop("importance"), metrics.pop("importance_squared")
         metrics["effective_sample_size"] = mean**2 / of_squares
         self._apply(metrics["loss"], metrics["grad_norm"])
-        return {**metrics, "lr": self.lr}
+        return {**metrics, "micro_batches": len(largest), "lr": self.lr}
 
     def _gradients(
         self, scored: ScoredBatch, proximal: tuple[Tensor, ...] | None
