@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.loop.test_local import TINY_MATH
 from tuner import JudgeOutput, WorkflowOutput
 from tuner.assembly.stack import build_stack
 from tuner.check import check_run
@@ -45,8 +46,9 @@ def prepared(random_model_path, tmp_path):
 
 
 def test_verdict_shows_prompt_mask_rewards_and_costs_and_writes_nothing(prepared, tmp_path):
-    verdict = check_run(prepared(workflow))
-    assert verdict.ready
+    enough = (f"model.model_path={TINY_MATH}", "model.max_response_tokens=100")
+    verdict = check_run(prepared(workflow, *enough))
+    assert verdict.ready, verdict.text
     for text in (
         "What is 2 + 2?",
         "TOKENS AND MASK",
@@ -68,6 +70,29 @@ def test_workflow_that_fails_is_not_ready_and_says_why(prepared):
     assert "NOT READY: 2 of 2 rollouts did not complete" in verdict.text
     assert "RuntimeError: no such tool" in verdict.text
     assert "none: the workflow never called `model`" in verdict.text
+
+
+def test_rollouts_that_are_all_cut_off_are_not_ready(prepared):
+    verdict = check_run(prepared(workflow))
+    assert not verdict.ready
+    last = verdict.text.splitlines()[-1]
+    assert last.startswith("NOT READY: no rollout came to its end: 2 of 2 calls were cut off")
+    assert "(model.max_response_tokens, 20; raise it)" in last
+
+
+def test_calls_that_cannot_be_trained_are_not_ready(prepared):
+    async def greedy(task, model):
+        answer = await model.client.chat.completions.create(
+            model=model.model_name,
+            messages=[{"role": "user", "content": task["question"]}],
+            temperature=0,
+        )
+        return WorkflowOutput(response=answer.choices[0].message.content or "")
+
+    verdict = check_run(prepared(greedy))
+    assert not verdict.ready
+    assert "NOT READY: no call can be trained" in verdict.text
+    assert "40 greedy_call" in verdict.text
 
 
 def test_an_adapter_is_named_and_its_memory_is_its_own(prepared):

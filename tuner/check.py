@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
+from tuner.algorithms.spec import ADVANTAGES
 from tuner.assembly.memory import micro_batch_tokens, peak_of
 from tuner.assembly.stack import Stack, build_stack, build_trainer
 from tuner.chat_models import default_kind
@@ -24,9 +25,12 @@ from tuner.recorded_sources import batch_of, training_data
 from tuner.result import Verdict
 from tuner.rollout import StepPlan, collect
 from tuner.run.interrupts import run_async
+from tuner.run.metrics import batch_metrics
+from tuner.run.notices import CallSettings, call_findings, untrained
 from tuner.traces import Outcome, Trace, TraceStore
 from tuner.training import Batch, PolicyTrainer, RecordedBatch, Row, build_batch
 from tuner.training.forward.activations import tokens_of_pass
+from tuner.training.selection import Selection
 from tuner.tune import Run
 from tuner.workers.pool import pool_of
 
@@ -72,19 +76,27 @@ async def _check(run: Run) -> Verdict:
             )
         final = [trace for trace in traces if trace.final]
         fastest = min(map(_seconds, final))  # the first one also warms up
-        batch = build_batch(traces)
+        batch = build_batch(
+            traces,
+            selection=Selection(
+                needs_reward=ADVANTAGES[config.algorithm.advantage_fn].needs_reward
+            ),
+            teacher_prompt=stack.teacher_prompt,
+        )
         forward = 0.0
         if batch.rows:
             forward = _forward_seconds(build_trainer(config, stack, total_steps=1), batch)
-        ready = all(trace.outcome is Outcome.COMPLETED for trace in final)
+        settings = CallSettings.of(config, stack.engine.capabilities.max_model_len)
+        reasons = "" if config.mode == "explore" else untrained(batch_metrics(batch))
+        words = list(_last_words(final, reasons, settings))
         sections = [
             inputs(run, stack, apart),
             _one_call(stack, final),
-            _rewards(final),
+            _rewards(final, settings),
             _plan(run, stack, final, batch.rows, rollout=fastest, forward=forward),
-            _last_words(ready, final),
+            words,
         ]
-        return Verdict.of(ready, sections)
+        return Verdict.of(words[0].startswith("READY"), sections)
 
 
 def _forward_seconds(trainer: PolicyTrainer, batch: Batch | RecordedBatch) -> float:
@@ -174,7 +186,7 @@ def completion_lines(stack: Stack, ids: Sequence[int], logprobs: Sequence[str]) 
         yield f"     1  {id:>7}  {logprob:>8}  {stack.tokenizer.decode([id])!r}"
 
 
-def _rewards(traces: Sequence[Trace]) -> Iterator[str]:
+def _rewards(traces: Sequence[Trace], settings: CallSettings) -> Iterator[str]:
     yield "ROLLOUTS"
     for trace in traces:
         size = f"{trace.sampled_tokens} tokens in {len(trace.calls)} calls"
@@ -184,9 +196,8 @@ def _rewards(traces: Sequence[Trace]) -> Iterator[str]:
             yield f"    {trace.error}"
         elif trace.response:
             yield f"    {' '.join(trace.response.split())[:90]}"
-    cut = sum(call.finish_reason == "length" for trace in traces for call in trace.calls)
-    if cut:
-        yield f"  {cut} answers were cut off by the token limit (model.max_response_tokens)"
+    for finding in call_findings(traces, settings):
+        yield f"  {finding.sentence}"
     rewards = [trace.reward for trace in traces if trace.reward is not None]
     if rewards:
         mean, variance = statistics.fmean(rewards), statistics.pvariance(rewards)
@@ -256,15 +267,27 @@ def memory_line(config: RunConfig, stack: Stack, rows: Sequence[Row], times: flo
     return f"{line}, {peak / 2**30:.2f} with micro-batches of {largest} tokens"
 
 
-def _last_words(ready: bool, traces: Sequence[Trace]) -> Iterator[str]:
-    if ready:
-        yield "READY: both rollouts completed."
-        return
+def _last_words(traces: Sequence[Trace], reasons: str, settings: CallSettings) -> Iterator[str]:
+    """Whether the run can begin, and why not.
+
+    Args:
+        traces: The rollouts.
+        reasons: Why none of their calls can be trained (`untrained`).
+        settings: Of the run.
+    """
     failed = [trace for trace in traces if trace.outcome is not Outcome.COMPLETED]
-    yield f"NOT READY: {len(failed)} of {len(traces)} rollouts did not complete."
-    for outcome in sorted({trace.outcome.value for trace in failed}):
-        error = next(trace.error for trace in failed if trace.outcome == outcome)
-        yield f"  {outcome}: {error}"
+    if failed:
+        yield f"NOT READY: {len(failed)} of {len(traces)} rollouts did not complete."
+        for outcome in sorted({trace.outcome.value for trace in failed}):
+            error = next(trace.error for trace in failed if trace.outcome == outcome)
+            yield f"  {outcome}: {error}"
+    elif reasons:
+        yield f"NOT READY: no call can be trained; tokens that are dropped, by reason: {reasons}."
+    elif all(trace.calls and trace.calls[-1].finish_reason == "length" for trace in traces):
+        cut = call_findings(traces, settings)[0]
+        yield f"NOT READY: no rollout came to its end: {cut.sentence}."
+    else:
+        yield "READY: both rollouts completed."
 
 
 def duration(seconds: float) -> str:

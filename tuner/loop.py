@@ -98,7 +98,7 @@ def run_local(
     total_steps = planned_steps(config, units(data))
     told = train_tasks if history is None else history.fingerprint
     with open_directory(config, {"train": told, **eval_tasks}) as directory:
-        finished = finished_result(directory, total_steps, trains=config.mode != "explore")
+        finished = finished_result(directory, config, total_steps)
         if finished is not None:
             logger.warning("%s is complete; returning its result", directory.path)
             report(directory, None)  # the process may have been killed before it was written
@@ -150,7 +150,14 @@ async def _run(
                 source = TraceSource(config, record, data, stack.teacher_prompt)
             else:
                 assert rollouts is not None, "prepare() lets no rollouts be without a workflow"
-                source = RolloutSource(config, record, data, rollouts, stack.teacher_prompt)
+                source = RolloutSource(
+                    config,
+                    record,
+                    data,
+                    rollouts,
+                    stack.teacher_prompt,
+                    stack.engine.capabilities.max_model_len,
+                )
             evaluate = partial(_evaluate, config, record, rollouts, eval_tasks)
             if rollouts is not None and config.tuner.engine.urls:
                 await stack.reach_servers()
@@ -211,12 +218,17 @@ async def _steps(
     if not record.recent and config.explorer.eval_on_startup and (metrics := await measured(0)):
         record.log(0, metrics | whole(started))
 
+    if record.remaining() and (complete := source.nothing_left({})) is not None:
+        record.end_early(record.start, complete)  # it was killed before it had its result
+
     for step in record.remaining():
         started = time.perf_counter()
         found = await source.take(step, trainer.step, weigh)
         idle, sync = time.perf_counter() - started, 0.0
         metrics = found.metrics
-        last = step == record.total_steps
+        if step < record.total_steps and (complete := source.nothing_left(metrics)) is not None:
+            record.end_early(step, complete)
+        last = step == record.last_step
         evaluated = last or is_due(step, config.explorer.eval_interval)
         if evaluated or step == 1:
             record.show(step, "train", found.traces or ())
@@ -248,13 +260,18 @@ async def _steps(
         decided = stack.workers and stack.workers.settle(len(found.traces or ()), idle)
         if decided:
             record.console.say(decided)
+        reason = None
+        if record.ended_early is None:
+            reason = source.diagnosis(without_update=last and not trainer.step)
         saves = config.mode != "explore"  # else the weights are those that it began with
-        if saves and (last or is_due(step, config.trainer.save_interval)):
+        kept = saves and reason is not None and record.signal.learned
+        if kept or (saves and (last or is_due(step, config.trainer.save_interval))):
             with timeline.span("checkpoint", step=step):
                 await aside(partial(record.save, step, trainer, stack.save_weights))
-        reason = source.diagnosis(without_update=last and not trainer.step)
         if reason is not None:
-            raise TrainingError(reason)
+            raise TrainingError(f"{reason}{record.how_to_resume(step) if kept else ''}")
+        if last:
+            return
 
 
 def update(
@@ -294,7 +311,7 @@ async def _evaluate(
         for name, rows in tasks.items():
             traces = await evaluate_set(config, name, rows, rollouts, record.console, step=step)
             record.show(step, name, traces)
-            if step == record.total_steps:
+            if step == record.last_step:
                 record.console.before_and_after(rollouts.known(name, 0), traces)
             metrics |= evaluation_metrics(name, traces, pass_reward=threshold)
     return metrics

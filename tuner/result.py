@@ -33,12 +33,32 @@ class TokenCounts(BaseModel):
     dropped: dict[str, int] = Field(default_factory=dict)
 
 
+class EarlyEnd(BaseModel):
+    """A run that was complete before its last step, because nothing was left to learn.
+
+    Attributes:
+        step: The step it ended after.
+        planned_steps: How many it was to have.
+        patience: `tuner.signal_patience`.
+        reason: What was seen.
+    """
+
+    step: int
+    planned_steps: int
+    patience: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.reason}"
+
+
 class TuneResult(BaseModel):
     """A finished run.
 
     Attributes:
         status: "completed"; a run that fails raises instead.
         steps: Updates of the weights.
+        ended_early: Why the run took fewer steps than it was to have, or None.
         eval_before: Mean reward on each evaluation set before the first step.
         eval_after: The same after the last step.
         rewards: Mean training reward of each step.
@@ -57,6 +77,7 @@ class TuneResult(BaseModel):
 
     status: Literal["completed"] = "completed"
     steps: int
+    ended_early: EarlyEnd | None = None
     eval_before: dict[str, float]
     eval_after: dict[str, float]
     rewards: list[float] = Field(repr=False)
@@ -108,6 +129,8 @@ def _title(result: TuneResult) -> str:
 
 def _rows(result: TuneResult) -> Iterator[tuple[str, str]]:
     """What the end of a run shows, as names and texts."""
+    if result.ended_early is not None:
+        yield "ended early", str(result.ended_early)
     for name, after in result.eval_after.items():
         before, evaluated = result.eval_before.get(name), _evaluations(result, name)
         text = _with_interval(after, name, evaluated[-1:])

@@ -20,7 +20,6 @@ from tuner.rollout.groups import TrainingGroups
 from tuner.run.metrics import (
     RECOMPUTED,
     batch_metrics,
-    diagnosis,
     has_signal,
     metrics_by_field,
     reasoning_notice,
@@ -28,6 +27,7 @@ from tuner.run.metrics import (
     staleness_metrics,
     time_split,
 )
+from tuner.run.notices import CallSettings, Notices, diagnosis, quiet_warning, untrained
 from tuner.run.rebased import Rebased, sentences
 from tuner.run.record import RunRecord
 from tuner.traces import Outcome, Trace
@@ -91,8 +91,17 @@ class Source(Protocol):
         """The loss of what is recorded and not trained; none where nothing is held out."""
         return {}
 
+    def nothing_left(self, metrics: Mapping[str, float]) -> str | None:
+        """Why the run is complete before its last step; None where there is something to learn.
+
+        Args:
+            metrics: Those of a step that is not logged yet; empty: all are.
+        """
+        return None
+
     def diagnosis(self, *, without_update: bool) -> str | None:
-        """Why the run should not go on, after a step is logged and saved; None where it should.
+        """Why the run has to stop, after a step is logged; None where it continues, which is said
+        where the latest steps had nothing to learn from.
 
         Args:
             without_update: The run has come to its end, and the weights are what they were.
@@ -104,7 +113,11 @@ class Source(Protocol):
 
 
 class RolloutSource(Source):
-    """Rollouts of the run's own tasks, collected ahead where that is allowed."""
+    """Rollouts of the run's own tasks, collected ahead where that is allowed.
+
+    Args:
+        context: Tokens of prompt and answer together, at most.
+    """
 
     def __init__(
         self,
@@ -113,11 +126,16 @@ class RolloutSource(Source):
         tasks: Sequence[Task],
         rollouts: Rollouts,
         teacher_prompt: TeacherPrompt,
+        context: int,
     ) -> None:
         self._config = config
         self._teacher_prompt = teacher_prompt
         self._record = record
         self._latest: Sequence[Trace] = ()
+        self._reasons = ""
+        self._advantage = ADVANTAGES[config.algorithm.advantage_fn]
+        self._call_settings = CallSettings.of(config, context)
+        self._notices = Notices(self._call_settings, compared=self._advantage.needs_group)
         self._costs_said = any(row.get(RECOMPUTED) for row in record.recent)
         self._notice_said = False
         self._advised: tuple[int | None, int] | None = None
@@ -179,11 +197,11 @@ class RolloutSource(Source):
             unfinished=collected.unfinished,
             teacher_prompt=self._teacher_prompt,
         )
-        advantage = config.algorithm.advantage_fn
-        compared = ADVANTAGES[advantage].needs_group
+        compared = self._advantage.needs_group
         metrics = {**rollout_metrics(traces), **batch_metrics(batch, compared=compared)}
         discount = config.tuner.algorithm.turn_discount
-        metrics["signal"] = float(has_signal(batch, advantage, discount))
+        metrics["signal"] = float(has_signal(batch, config.algorithm.advantage_fn, discount))
+        self._reasons = untrained(metrics)
         cost = int(metrics.get(RECOMPUTED, 0))
         if cost and not self._costs_said:
             self._costs_said = True
@@ -196,6 +214,8 @@ class RolloutSource(Source):
         if selector is not None and selector.field is not None:
             metrics |= metrics_by_field(traces, selector.field)
         self._say_advice()
+        for notice in self._notices.of(step, traces, record.signal.after(metrics)):
+            record.console.say(notice)
         if config.mode == "explore":
             batch = _explored(batch)
             metrics |= {"tokens/trained": 0} | _dropped(batch.dropped_tokens)
@@ -222,18 +242,31 @@ class RolloutSource(Source):
         groups.schedule.advance(step)
         return {"groups/waiting": waiting, "rollouts/running": running}
 
+    def nothing_left(self, metrics: Mapping[str, float]) -> str | None:
+        # A step that trains nothing, as in `mode: explore` or without rewards, is no solved one.
+        patience = self._config.tuner.signal_patience
+        return self._record.signal.after(metrics).nothing_left(patience)
+
     def diagnosis(self, *, without_update: bool) -> str | None:
-        completed = any(trace.outcome is Outcome.COMPLETED for trace in self._latest)
+        record, signal, latest = self._record, self._record.signal, self._latest
+        completed = any(trace.outcome is Outcome.COMPLETED for trace in latest)
         if self._config.mode == "explore" and completed:  # what is recorded is the result
             return None
-        of_rewards = ADVANTAGES[self._config.algorithm.advantage_fn].needs_reward
-        if without_update:
-            return diagnosis(self._latest, self._record.total_steps, of_rewards=of_rewards)
-        patience = self._config.tuner.signal_patience
-        latest = list(self._record.recent)[-patience:]
-        recent = [row["signal"] for row in latest if "signal" in row]
-        stuck = len(recent) == patience and not any(recent)
-        return diagnosis(self._latest, patience, of_rewards=of_rewards) if stuck else None
+        patience, settings = self._config.tuner.signal_patience, self._call_settings
+        if signal.quiet < patience and not without_update:
+            return None
+        if signal.learned and signal.broken < patience and not without_update:
+            if signal.quiet == patience:
+                step = int(record.recent[-1]["step"])
+                record.console.say(quiet_warning(latest, step, patience, settings))
+            return None
+        return diagnosis(
+            latest,
+            record.total_steps if without_update else patience,
+            of_rewards=self._advantage.needs_reward,
+            reasons=self._reasons,
+            settings=settings,
+        )
 
     async def close(self) -> None:
         await self._groups.cancel()

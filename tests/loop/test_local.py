@@ -55,7 +55,7 @@ def test_always_failing_workflow_stops_the_run_with_its_error(random_model_path,
     assert len(list(read_traces(tmp_path / "p/run/traces/step_000001.jsonl"))) == 6
 
 
-@pytest.mark.parametrize(("steps", "counted"), [(1, "The only step"), (2, "2 steps in a row")])
+@pytest.mark.parametrize(("steps", "counted"), [(1, "The last step"), (2, "2 steps in a row")])
 def test_a_short_run_without_an_update_is_not_completed_and_its_first_failure_is_said(
     random_model_path, tmp_path, capsys, steps, counted
 ):

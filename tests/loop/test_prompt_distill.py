@@ -120,7 +120,7 @@ def test_check_shows_what_the_teacher_reads(file, random_model_path):
         "model.max_response_tokens=4",
     ]
     done = CliRunner().invoke(app, ["check", str(file), *settings])
-    assert done.exit_code == 0, done.output
+    assert "2 of 2 calls were cut off" in done.output  # a random model ends no answer
     shown = done.output.partition("PROMPT, as the teacher sees it\n")[2]
     assert shown.startswith(
         "  | <|im_start|>system\n  | Be brief.<|im_end|>\n  | <|im_start|>user\n"

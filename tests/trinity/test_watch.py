@@ -136,6 +136,48 @@ def test_steps_without_signal_end_the_run_with_a_diagnosis(run):
     assert "ValueError: no such tool" in message
 
 
+def test_a_run_that_has_learned_is_warned_once_and_continues(run):
+    run.rollouts(1, [0.0, 1.0, 0.0, 1.0], handed=4)
+    for step in (2, 3, 4):
+        run.rollouts(step, [1.0] * 4, handed=4)
+        run.watch.look()
+    [warned] = [line for line in run.out.getvalue().splitlines() if line.startswith("warning")]
+    assert "step 3: 2 steps in a row gave nothing to learn from: in 2 of 2 groups" in warned
+
+
+def test_what_was_learned_before_a_resume_counts(run, monkeypatch):
+    run.rollouts(1, [0.0, 1.0, 0.0, 1.0], handed=4)
+    resumed = Run(run.folder, monkeypatch)
+    for step in (2, 3):
+        resumed.rollouts(step, [1.0] * 4, handed=4)
+    resumed.watch.look()
+    assert "warning: step 3" in resumed.out.getvalue()
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_run_that_breaks_after_it_has_learned_ends_with_its_last_checkpoint(run, saved):
+    run.rollouts(1, [0.0, 1.0, 0.0, 1.0], handed=4)
+    folder = run.folder / "global_step_1/actor/huggingface"
+    if saved:
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").touch()
+    for step in (2, 3):
+        run.rollouts(step, [None] * 4)
+    with pytest.raises(TrainingError) as caught:
+        run.watch.look()
+    assert "4 of 4 rollouts of the last step failed" in str(caught.value)
+    kept = f"The last checkpoint is {folder}" if saved else "had saved no checkpoint"
+    assert kept in str(caught.value)
+
+
+def test_groups_that_all_fail_alike_are_said_after_the_first_step(run):
+    for step in (1, 2):
+        run.rollouts(step, [0.0] * 4, handed=4)
+        if step == 1:
+            run.watch.look()
+    assert run.out.getvalue().startswith("step 1: in 2 of 2 groups all rollouts have the same")
+
+
 def test_a_step_with_signal_begins_the_count_anew(run):
     run.rollouts(1, [1.0] * 4, handed=4)
     run.rollouts(2, [1.0, 0.0, 0.0, 0.0], handed=4)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from tuner.assembly.adapters import Adapter, add_adapter, require_peft, save_policy
 from tuner.assembly.arrangement import Arrangement, EngineChoice, build_engine, choose_engine
 from tuner.assembly.auxiliary import AuxiliaryModels
-from tuner.assembly.memory import Needs, micro_batch_tokens, needs_of
+from tuner.assembly.memory import Needs, micro_batch_tokens, needs_of, return_freed_memory
 from tuner.assembly.models import (
     ServedCopy,
     check_same_vocabulary,
@@ -107,8 +107,8 @@ class Stack:
         if self.served is not None:  # which changes in `publish` alone
             yield
             return
-        # The reference may be the same model without its adapter: nobody samples meanwhile.
-        async with self.engine.training():
+        async with self.engine.training():  # the reference may be the model without its adapter
+            return_freed_memory(self.model)
             yield
 
     async def reach_servers(self) -> None:

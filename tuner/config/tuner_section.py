@@ -302,7 +302,11 @@ class TunerSection(Section):
         "reward is the rollout's.",
     )
     signal_patience: int = Field(
-        default=3, ge=1, description="Steps without anything to learn from before the run stops."
+        default=3,
+        ge=1,
+        description="Steps in a row without anything to learn from. Then a run that never had any "
+        "stops, and so does one whose rollouts fail; one whose rollouts all have the highest "
+        "reward ends early, as completed; any other continues with a warning.",
     )
     max_slots: int = Field(default=64, ge=1, description="Answers generated together.")
     max_calls: int | None = Field(

@@ -134,7 +134,7 @@ class ConsoleMonitor:
         """The calls of a rollout, and what tools answered to them."""
         self.say(title)
         for call, following in zip_longest(trace.calls[:CALLS], trace.calls[1:CALLS]):
-            self.say(f"    {_short(_said(call))}")
+            self.say(f"    {_short(said(call))}")
             for result in _results(call, following):
                 self.say(f"      -> {_short(result)}")
         if len(trace.calls) > CALLS:
@@ -197,7 +197,7 @@ def _results(call: Call, following: Call | None) -> list[str]:
     return [str(message.get("content")) for message in added if message.get("role") == "tool"]
 
 
-def _said(call: Call) -> str:
+def said(call: Call) -> str:
     """An answer as text: its words, then its tool calls."""
     content = call.response.get("content") or ""
     parts = [content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)]

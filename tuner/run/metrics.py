@@ -1,4 +1,4 @@
-"""The numbers of one step, and the diagnosis when there is nothing to learn from."""
+"""The numbers of one step."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
         metrics["branches/diverged"] = sum(origin.diverged is not None for origin in begun)
     if rewards:
         metrics["reward/mean"] = _mean(rewards)
+        metrics["reward/min"], metrics["reward/max"] = min(rewards), max(rewards)
         metrics["reward/std"] = float(torch.tensor(rewards, dtype=torch.float64).std(correction=0))
     if calls:
         metrics["calls/per_rollout"] = sum(len(trace.calls) for trace in final) / len(final)
@@ -243,65 +244,6 @@ def time_split(
         **{f"rollout_seconds/{name}": seconds / rollouts for name, seconds in parts.items()},
         "rollout_seconds/queue": queue / rollouts,
     }
-
-
-def diagnosis(traces: Sequence[Trace], steps: int, *, of_rewards: bool = True) -> str:
-    """Why `steps` steps in a row taught nothing, in the user's words; from the last of them.
-
-    Args:
-        traces: Every attempt of the last step.
-        of_rewards: Whether rewards are what is learned from.
-    """
-    final = [trace for trace in traces if trace.final]
-    failed = [trace for trace in final if trace.outcome is not Outcome.COMPLETED]
-    rewards = {trace.reward for trace in final if trace.reward is not None}
-    counted = f"{steps} steps in a row" if steps > 1 else "The only step"
-    head = f"{counted} gave nothing to learn from, so the run stops."
-    if len(failed) > len(final) / 2:
-        (outcome, error), count = Counter(
-            (trace.outcome, trace.error) for trace in failed
-        ).most_common(1)[0]
-        return (
-            f"{head} {len(failed)} of {len(final)} rollouts of the last step failed, most often "
-            f"({count} times) with {outcome.value}: {error}"
-        )
-    if not rewards or not of_rewards:
-        return (
-            f"{head} No call of the last step could be trained: tokens/dropped in metrics.jsonl "
-            "says why"
-        )
-    if len(rewards) == 1:
-        return (
-            f"{head} Every rollout of the last step was given the same reward, {rewards.pop():g}: "
-            f"{_spoilt(final)}a group teaches by the differences between its rewards. If it is the "
-            "lowest reward, start from easier tasks or a stronger model, or give partial credit; "
-            "if it is the highest, the model has nothing left to learn here. Raising "
-            "algorithm.repeat_times or model.temperature also makes differences more likely"
-        )
-    return (
-        f"{head} Within every group all rollouts were given the same reward, though rewards differ "
-        f"between tasks: {_spoilt(final)}raise algorithm.repeat_times or model.temperature, or "
-        "choose tasks that the model solves sometimes"
-    )
-
-
-def _spoilt(traces: Sequence[Trace]) -> str:
-    """What most of the calls have in common that no reward can come of."""
-    calls = [call for trace in traces for call in trace.calls]
-    cut = sum(call.finish_reason == "length" for call in calls)
-    malformed = sum(call.malformed_tool_calls > 0 for call in calls)
-    said = []
-    if cut > len(calls) / 2:
-        said.append(
-            f"{cut} of {len(calls)} calls were cut off at the token limit "
-            "(model.max_response_tokens, or the call's own max_tokens; raise it)"
-        )
-    if malformed > len(calls) / 2:
-        said.append(
-            f"{malformed} of {len(calls)} calls hold tool calls that cannot be read (see them with "
-            "`tuner view`; explorer.rollout_model.tool_call_parser must be the model's)"
-        )
-    return f"{' and '.join(said)}. Besides, " if said else ""
 
 
 def reasoning_notice(step: int, recomputed: int) -> str:

@@ -7,6 +7,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tuner.config.model_paths import located
 from tuner.data.dataset import row_text
 from tuner.data.lazy_rows import LazyRows
 from tuner.errors import TunerError
-from tuner.result import TokenCounts, TuneResult
+from tuner.result import EarlyEnd, TokenCounts, TuneResult
 from tuner.run.advice import STEPS, advice
 from tuner.run.console import ConsoleMonitor
 from tuner.run.continuation import WEIGHTS, check_same_run, may_change_here
@@ -30,6 +31,7 @@ from tuner.run.directory import (
     write_atomically,
 )
 from tuner.run.monitors import JsonlMonitor
+from tuner.run.notices import SignalHistory
 from tuner.run.timeline import Timeline
 from tuner.run.trackers import Tracker, open_trackers
 from tuner.traces import Outcome, Trace
@@ -45,6 +47,8 @@ class RunRecord:
         total_steps: Length of the run.
         start: The step that the run goes on after, 0 at its beginning.
         recent: The metrics of the latest steps, as many as are looked at; `metrics.jsonl` has all.
+        signal: What the steps until here had to learn from.
+        ended_early: Set where the run is complete before `total_steps`.
         console: Where people look.
         timeline: What happened when.
     """
@@ -59,12 +63,13 @@ class RunRecord:
         self.start = last or 0
         # Without a checkpoint even step 0, the evaluation before training, is done again.
         self._before = read_metrics(directory.metrics, up_to=-1 if last is None else last)
-        looked_at = max(STEPS, config.tuner.signal_patience)
-        self.recent: deque[Mapping[str, float]] = deque(self._before, maxlen=looked_at)
+        self.recent: deque[Mapping[str, float]] = deque(self._before, maxlen=STEPS)
+        self.signal = _signal_of(self._before, directory)
         self.timeline = Timeline(directory.timeline)
         self._file: JsonlMonitor | None = None
         self._trackers: list[Tracker] = []
         self._completed = False
+        self.ended_early: EarlyEnd | None = None
         self._advised: set[str] = set()
 
     @property
@@ -77,9 +82,13 @@ class RunRecord:
         """How many updates these weights have seen."""
         return 0 if self.weights is None else version_of(self.weights)
 
+    @property
+    def last_step(self) -> int:
+        return self.total_steps if self.ended_early is None else self.ended_early.step
+
     def remaining(self) -> range:
         """The steps that are left."""
-        return range(self.start + 1, self.total_steps + 1)
+        return range(self.start + 1, self.last_step + 1)
 
     def open(self, decisions: Sequence[str]) -> None:
         """Say how the run goes on, and begin to log; what was logged after the last checkpoint
@@ -107,6 +116,7 @@ class RunRecord:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Keep the metrics of a step, and show them."""
         self.recent.append({"step": step, **metrics})
+        self.signal = self.signal.after(metrics)
         assert self._file is not None, "begin() opens it"
         self._file.log(step, metrics)
         self.console.log(step, metrics)
@@ -145,6 +155,23 @@ class RunRecord:
             step, write, keep=self.config.trainer.max_checkpoints_to_keep
         )
 
+    def end_early(self, step: int, reason: str) -> None:
+        """This step is the run's last one: say so, and why."""
+        self.ended_early = EarlyEnd(
+            step=step,
+            planned_steps=self.total_steps,
+            patience=self.config.tuner.signal_patience,
+            reason=reason,
+        )
+        self.console.say(str(self.ended_early))
+
+    def how_to_resume(self, step: int) -> str:
+        """Where the weights of a run are that stops after this step, and how it resumes."""
+        return (
+            f". What it had learned is in {self.directory.checkpoint(step)}: fix the cause and "
+            f"start the run again in the same way, and it resumes after step {step}"
+        )
+
     def finish(self, updates: int, *, rows: Mapping[str, int]) -> TuneResult:
         """Write `result.json`.
 
@@ -152,14 +179,14 @@ class RunRecord:
             updates: Updates of the weights.
             rows: Of recorded data, how many rows are used and left out; empty for rollouts.
         """
+        last = self.last_step
         result = summarize(
-            read_metrics(self.directory.metrics, up_to=self.total_steps),
+            read_metrics(self.directory.metrics, up_to=last),
             self.directory,
             steps=updates,
-            checkpoint=None
-            if self.config.mode == "explore"
-            else self.directory.checkpoint(self.total_steps),
+            checkpoint=None if self.config.mode == "explore" else self.directory.checkpoint(last),
         )
+        result.ended_early = self.ended_early
         result.rows = dict(rows)
         if "tensorboard" in self.config.monitor.monitor_type:
             result.tensorboard = self.directory.tensorboard
@@ -228,20 +255,40 @@ def fingerprints(config: RunConfig, data: Mapping[str, Sequence[Task]]) -> dict[
 
 
 def finished_result(
-    directory: RunDirectory, total_steps: int, *, trains: bool = True
+    directory: RunDirectory, config: RunConfig, total_steps: int
 ) -> TuneResult | None:
     """The result of a run that is complete, else None.
 
-    Args:
-        trains: Whether it leaves a checkpoint; else its metrics say how far it has come.
+    One that ended early is complete while neither its length nor a higher `tuner.signal_patience`
+    asks for more. In `mode: explore`, which leaves no checkpoint, metrics say how far a run is.
     """
-    if not directory.result.exists():
+    trains = config.mode != "explore"
+    early, last = _early_end(directory), total_steps
+    if early is not None and early.planned_steps == total_steps:
+        if config.tuner.signal_patience > early.patience:
+            return None
+        last = early.step
+    if not directory.result.exists() or (trains and not directory.checkpoint(last).exists()):
         return None
-    if trains and not directory.checkpoint(total_steps).exists():
-        return None
-    result = read_result(directory, total_steps)
-    done = trains or any(row["step"] == total_steps for row in result.history)
+    result = read_result(directory, last)
+    done = trains or any(row["step"] == last for row in result.history)
     return result if done else None
+
+
+def _early_end(directory: RunDirectory) -> EarlyEnd | None:
+    """How the run ended early when it was complete last."""
+    return _stored_result(directory).ended_early if directory.result.exists() else None
+
+
+def _signal_of(rows: Sequence[Mapping[str, float]], directory: RunDirectory) -> SignalHistory:
+    """What the steps of a run that resumes had to learn from. Where it ended early and is to
+    continue, the steps for which it ended do not end it again."""
+    signal, early = SignalHistory(), _early_end(directory)
+    for row in rows:
+        signal = signal.after(row)
+        if early is not None and row["step"] == early.step:
+            signal = replace(signal, solved=0)
+    return signal
 
 
 def read_result(directory: RunDirectory, total_steps: int) -> TuneResult:
@@ -250,16 +297,20 @@ def read_result(directory: RunDirectory, total_steps: int) -> TuneResult:
     Raises:
         TunerError: One of them is damaged.
     """
+    result = _stored_result(directory)
+    result.history = read_metrics(directory.metrics, up_to=total_steps)
+    return result
+
+
+def _stored_result(directory: RunDirectory) -> TuneResult:
     try:
-        result = TuneResult.model_validate_json(directory.result.read_bytes())
+        return TuneResult.model_validate_json(directory.result.read_bytes())
     except ValueError as error:
         first = next(iter(str(error).splitlines()), "")
         raise TunerError(
             f"{directory.result} is damaged: {first}; delete it and start again: it is written "
             "anew from metrics.jsonl, and nothing is trained"
         ) from error
-    result.history = read_metrics(directory.metrics, up_to=total_steps)
-    return result
 
 
 def fingerprint_of(tasks: Sequence[Task]) -> str:

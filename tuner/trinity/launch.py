@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from tuner.config.load import Layers
+from tuner.config.source import lookup
 from tuner.config.tuner_section import Penalize
 from tuner.errors import FunctionError, TrainingError
 from tuner.result import TuneResult
@@ -26,6 +27,7 @@ from tuner.run.directory import (
     reported,
     write_atomically,
 )
+from tuner.run.notices import CallSettings
 from tuner.run.record import read_result, summarize
 from tuner.traces import TraceStore
 from tuner.trinity import nodes, workers
@@ -194,6 +196,11 @@ class _Run:
                 patience=self._settings.tuner.signal_patience,
                 deaths=lambda: deaths(joined.session, self._kept),
                 synchronizer=synchronizer_of(self._config),
+                call_settings=CallSettings(
+                    self._config.model.max_model_len,
+                    lookup(self._prepared.tree, "model.max_response_tokens"),
+                    parser=lookup(self._prepared.tree, "explorer.rollout_model.tool_call_parser"),
+                ),
             )
             stage = Stage(self._config, look=watch.look, explored=self._has_explored)
             with console, log.open("a", encoding="utf-8") as out, contextlib.redirect_stdout(out):

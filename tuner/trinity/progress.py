@@ -142,7 +142,7 @@ class Progress:
             for role, name in (("explorer", explorer), ("trainer", trainer))
         }
         self._evaluations = evaluations
-        self._compared = compared
+        self.compared = compared
         self._penalty = penalty
 
     def reports(self, role: str) -> Mapping[int, Mapping[str, float]]:
@@ -192,7 +192,7 @@ class Progress:
             reward = reward_of(trace, self._penalty)
             if trace.final and reward is not None:
                 rewards[trace.id.task].append(reward)
-        if self._compared and any(len(group) > 1 for group in rewards.values()):
+        if self.compared and any(len(group) > 1 for group in rewards.values()):
             return any(len(set(group)) > 1 for group in rewards.values())
         return bool(rewards)
 

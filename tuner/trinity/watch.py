@@ -16,15 +16,17 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.errors import TrainingError
 from tuner.run.console import ConsoleMonitor
-from tuner.run.metrics import diagnosis
-from tuner.trinity.progress import Journal, Progress
+from tuner.run.metrics import rollout_metrics
+from tuner.run.notices import CallSettings, Notices, SignalHistory, diagnosis, quiet_warning
+from tuner.traces import Trace
+from tuner.trinity.progress import Journal, Progress, latest_checkpoint
 from tuner.trinity.stage import answers, server_url
 
 if TYPE_CHECKING:
@@ -49,10 +51,12 @@ class Watch:
         journal: What the workers say.
         console: Where people look.
         metrics: `metrics.jsonl`; each step that is done is added to it.
-        patience: Steps without anything to learn from before the run ends; `tuner.signal_patience`.
+        patience: Steps without anything to learn from before the run ends, or is warned of where an
+            earlier step had something; `tuner.signal_patience`.
         deaths: Gives the actors that died.
         synchronizer: Lets the explorer go on; None where no weights are exchanged or nobody can be
             told to go on.
+        call_settings: Those that cut calls off and read their tool calls.
     """
 
     config: Config
@@ -63,13 +67,18 @@ class Watch:
     patience: int
     deaths: Callable[[], Sequence[Death]]
     synchronizer: Synchronizer | None
+    call_settings: CallSettings = field(default_factory=CallSettings)
 
     def __post_init__(self) -> None:
         self._said = {role: set(self.progress.reports(role)) for role in ("explorer", "trainer")}
         self._trained_before = len(self.progress.trained_steps())
         self._handed_before = self.progress.experiences()
         self._ended = self.progress.ended_steps()
-        self._signals: list[bool] = []
+        self._notices = Notices(self.call_settings, compared=self.progress.compared)
+        self._signal = SignalHistory()
+        for step in self._ended:
+            self._signal = self._after(self.progress.traces(step))
+        self._ended_before = len(self._ended)
         self._asked = 0.0
         self._shown = 0
         self._rollouts = self._place = 0
@@ -90,7 +99,7 @@ class Watch:
         self._asked = time.monotonic()
         if dead := self.deaths():
             raise TrainingError("\n".join(str(death) for death in dead))
-        if self.synchronizer is not None and self._signals:
+        if self.synchronizer is not None and len(self._ended) > self._ended_before:
             self._let_go_on(self.synchronizer)
 
     def say(self) -> None:
@@ -134,10 +143,33 @@ class Watch:
             if step in self._ended:
                 continue
             traces = self.progress.traces(step)
-            self._signals.append(self.progress.signal(traces))
-            if len(self._signals) >= self.patience and not any(self._signals[-self.patience :]):
-                raise NothingToLearn(diagnosis(traces, self.patience))
+            signal = self._signal = self._after(traces)
+            for notice in self._notices.of(step, traces, signal):
+                self.console.say(notice)
+            if signal.quiet < self.patience:
+                continue
+            settings = self.call_settings
+            if not signal.learned or signal.broken >= self.patience:
+                reason = diagnosis(traces, self.patience, settings=settings)
+                raise NothingToLearn(f"{reason}{self._kept() if signal.learned else ''}")
+            if signal.quiet == self.patience:
+                self.console.say(quiet_warning(traces, step, self.patience, settings))
         self._ended = ended
+
+    def _after(self, traces: Sequence[Trace]) -> SignalHistory:
+        """What the run had to learn from, with one more step of these traces."""
+        signal = float(self.progress.signal(traces))
+        return self._signal.after({**rollout_metrics(traces), "signal": signal})
+
+    def _kept(self) -> str:
+        """Where the latest weights are that Trinity-RFT saved, and how the run resumes."""
+        checkpoint = latest_checkpoint(self.metrics.parent)
+        if checkpoint is None:
+            return ". Trinity-RFT had saved no checkpoint (trainer.save_interval)"
+        return (
+            f". The last checkpoint is {checkpoint}: fix the cause and start the run again in the "
+            "same way, and it resumes there"
+        )
 
     def _let_go_on(self, synchronizer: Synchronizer) -> None:
         """Let the explorer go on where it waits for weights that the trainer has no batch for."""

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -255,9 +255,16 @@ class TransformersEngine(RequestEngine):
                     with suppress(RuntimeError):  # a loop that was closed has nobody to wake
                         loop.call_soon_threadsafe(driver.wake.set)
 
-    def training(self) -> AbstractAsyncContextManager[None]:
-        """Hold generation while the block runs: the weights are the trainer's own."""
-        return self.pause()
+    @asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        """Hold generation while the block runs: the weights are the trainer's own.
+
+        They will change, so cached keys and values are of no more use, and their memory is given
+        back before the update needs it.
+        """
+        async with self.pause():
+            self._runner.evict()
+            yield
 
     async def update_weights(self, version: int) -> None:
         """Serve the weights as they are now under `version`.
