@@ -141,14 +141,6 @@ def test_no_two_modules_have_one_name():
     assert {name for name, count in names.items() if count > 1} == PARALLEL
 
 
-def test_no_module_is_longer_than_four_hundred_lines():
-    lengths = {
-        module: len(path.read_text(encoding="utf-8").splitlines())
-        for module, path in modules().items()
-    }
-    assert {module: count for module, count in lengths.items() if count > 400} == {}
-
-
 @cache
 def defined(module: str) -> set[str]:
     """Names that a module defines, imports, or gives when somebody asks for them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,25 +14,6 @@ from tuner.training.forward.layouts import free_bytes
 
 _ADAM = 4 + 4 + 4
 """Bytes of a float32 gradient and of Adam's two moments."""
-
-
-_LARGE = 1 << 28
-"""Bytes of weights from which on freed memory is worth returning to the system."""
-
-
-def return_freed_memory(model: torch.nn.Module) -> None:
-    """Give memory that was freed back to the system, where a large model runs on the CPU.
-
-    glibc keeps freed blocks of up to 32 MB. What generation leaves behind is in pieces that an
-    update cannot use, so that the peak of the process would be higher than what is in use.
-    """
-    weights = list(model.parameters())
-    size = sum(weight.numel() * weight.element_size() for weight in weights)
-    if size < _LARGE or weights[0].device.type != "cpu":
-        return
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:  # it is glibc's
-        trim(0)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from tuner.assembly.adapters import Adapter, add_adapter, require_peft, save_policy
 from tuner.assembly.arrangement import Arrangement, EngineChoice, build_engine, choose_engine
 from tuner.assembly.auxiliary import AuxiliaryModels
-from tuner.assembly.memory import Needs, micro_batch_tokens, needs_of, return_freed_memory
+from tuner.assembly.memory import Needs, micro_batch_tokens, needs_of
 from tuner.assembly.models import (
     ServedCopy,
     check_same_vocabulary,
@@ -108,7 +108,6 @@ class Stack:
             yield
             return
         async with self.engine.training():  # the reference may be the model without its adapter
-            return_freed_memory(self.model)
             yield
 
     async def reach_servers(self) -> None:

@@ -37,7 +37,7 @@ from tuner.engines.transformers.weights import causal_model
 from tuner.errors import TrainingError
 from tuner.training.batch import Batch, Row
 from tuner.training.critic import Critic
-from tuner.training.forward.layouts import HasRows, whole_calls
+from tuner.training.forward.layouts import HasRows, return_freed_memory, whole_calls
 from tuner.training.forward.probing import exact_forward
 from tuner.training.loss import micro_batch_loss, raises_alarm
 from tuner.training.optimizer import lr_factor, make_optimizer
@@ -274,6 +274,7 @@ class PolicyTrainer:
         totals: dict[str, Tensor] = {}
         largest: list[Tensor] = []
         for indices in self._micro_batches(batch):
+            return_freed_memory(self.model)
             current = self._forward.logprobs(
                 self.model,
                 [batch.rows[i] for i in indices],

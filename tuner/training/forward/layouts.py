@@ -7,6 +7,7 @@ and each goes through the model.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -44,6 +45,8 @@ _FEWEST = 256
 """Tokens of a micro-batch below which fewer would hardly take less."""
 _SURE = 0.9
 """Part of what is free that can be had in the pieces that are asked for."""
+_LARGE = 1 << 28
+"""Bytes of weights from which on freed memory is worth returning to the system."""
 
 
 class HasRows(Protocol):
@@ -60,6 +63,19 @@ def free_bytes(device: torch.device) -> int | None:
         return None
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + kept
+
+
+def return_freed_memory(model: nn.Module) -> None:
+    """Give memory that was freed back to the system, where a large model runs on the CPU.
+
+    glibc keeps freed blocks of up to 32 MB. A generation, or a micro-batch of other lengths, leaves
+    them in pieces that cannot be used again, and the peak of the process would grow with each.
+    """
+    weights = list(model.parameters())
+    size = sum(weight.numel() * weight.element_size() for weight in weights)
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
+    if trim is not None and size >= _LARGE and weights[0].device.type == "cpu":
+        trim(0)
 
 
 class Room:
