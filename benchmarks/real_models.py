@@ -3,8 +3,8 @@
 SmolLM2-135M-Instruct in float32 answers sums of four three-digit numbers with a calculator. Every
 run is the example itself in a process of its own. Its wall time contains imports, loading, both
 evaluations on 100 held-out tasks (sampled at temperature 1, as in training) and the checkpoint.
-Memory is the most that the process had resident (`ru_maxrss`); without what imports take it is
-compared with what `tuner check` predicts.
+Memory is the most that the process had resident (`ru_maxrss`). Without what a run of the tiny model
+has, which imports the same, it is compared with what `tuner check` predicts.
 
 - all, lora: AgentScope's ReAct agent, trained with each seed; all weights, or a LoRA adapter.
 - vllm: the agent with the OpenAI client; vLLM's CPU build generates the answers.
@@ -46,13 +46,14 @@ BEFORE, AFTER, MINUTES, PEAK_GIB, ALLOWED_ERROR = 0.15, 0.9, 4.0, 6.0, 0.10
 PARTS = ("generation", "agent", "training")
 LORA = ["model.lora_configs=[{lora_rank: 16, lora_alpha: 32}]", "algorithm.optimizer.lr=2e-4"]
 GROUP, TASKS, STEPS = 8, 6, 8
+# A run that imports the same and whose model is small.
+TINY = [
+    str(ROOT / "examples" / "gsm8k" / "main.py"),
+    "buffer.total_steps=1",
+    "buffer.explorer_input.eval_tasksets=[]",
+]
 # Rows that TRL computes at once, and tokens that it may add to a prompt in all turns.
 TRL_ROWS, TRL_TOKENS = 8, 220
-IMPORTS = f"""
-import sys
-sys.path.insert(0, {str(EXAMPLE)!r})
-import main, tuner.loop, torch.utils.tensorboard, transformers.models.llama.modeling_llama
-"""
 
 
 @dataclass(frozen=True)
@@ -390,7 +391,9 @@ def main() -> None:
     file = RESULTS / "real_models.json"
     recorded = json.loads(file.read_text())["rows"] if file.exists() else []
     rows: list[Row] = []
-    imported = in_a_process([sys.executable, "-c", IMPORTS])[1]
+    with tempfile.TemporaryDirectory() as folder:
+        tiny = [sys.executable, *TINY, f"checkpoint_root_dir={folder}"]
+        imported = in_a_process(tiny)[1]
     for case, settings in {"all weights": [], "LoRA": LORA}.items():
         if CASES[case] in given.only:
             runs = [example(f"tuner.seed={seed}", *settings) for seed in given.seeds]
