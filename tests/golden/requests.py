@@ -1,10 +1,20 @@
 """Requests to the gateway and what comes of them: the seam to the gateway, and the corpus.
 
 `requests.json.gz` holds every request that the tests of the gateway made when it was written, and
-some hundred of each fuzzer. The outcomes in it are those of the code that wrote it, so a sentence
-or a reader that is changed on purpose is written again and the change looked at:
+some hundred of each fuzzer, with the decision: the request that was read, or status, type, code
+and field of the error, and the number of its sentence. `sentences.json` holds the sentences, one a
+line, with placeholders for what comes from the request:
 
-    python -m tests.golden.requests write
+    "temperature must be a number from 0 to 2, not a boolean"    message to the client
+    "<field> must be a number from 0 to 2, not <kind>"           sentence
+
+Rewording a sentence changes one line of `sentences.json` and nothing of the corpus:
+
+    python -m tests.golden.requests sentences              refuses if a decision changed, or if
+                                                           requests now share a sentence that did
+                                                           not before, or the reverse
+    python -m tests.golden.requests sentences --regroup    allows the latter
+    python -m tests.golden.requests write                  rewrites decisions, too, and prints them
 """
 
 from __future__ import annotations
@@ -15,11 +25,15 @@ import dataclasses
 import gzip
 import hashlib
 import json
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.gateway.drift import merging
 from tests.gateway.toy import StubEngine, tokenizer
@@ -38,6 +52,7 @@ from tuner.gateway.service import StreamReply
 from tuner.gateway.sessions import KeptResponse
 
 CORPUS = Path(__file__).with_name("requests.json.gz")
+SENTENCES = Path(__file__).with_name("sentences.json")
 PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -59,7 +74,7 @@ def read(path: str, body: bytes, gateway: Gateway, session: Session) -> Json:
 
     Returns:
         `{"request": ...}`, the fields of the CompletionRequest that differ from their defaults; or
-        `{"status": ..., "error": ...}` as the client sees it.
+        `{"status": ..., "error": ...}` as the client sees it, and the field in `param`.
     """
     service = session.service
     capabilities = service.engine.capabilities
@@ -76,7 +91,7 @@ def read(path: str, body: bytes, gateway: Gateway, session: Session) -> Json:
         request = readers[path]()
     except RequestError as error:
         answer = EXCHANGES.get(path, MessagesExchange).error(error)
-        return {"status": error.status, "error": json.loads(answer)["error"]}
+        return _refused(error.status, answer, error.param)
     return {"request": _said(request)}
 
 
@@ -109,12 +124,21 @@ async def answer(path: str, body: bytes, gateway: Gateway, session: Session) -> 
     """What the gateway as a whole makes of a body, in public names alone.
 
     Returns:
-        `{"status": ..., "error": ...}`, or digests of what the engine was asked for, of the calls
-        in the trace and of the reply; with a reply that can be continued, of its continuation too.
+        As `read` does of an error; or digests of what the engine was asked for, of the calls in the
+        trace and of the reply; with a reply that can be continued, of its continuation too.
     """
-    status, reply = await _send(gateway, session, path, body)
+    named: list[str | None] = [None]
+    with pytest.MonkeyPatch.context() as patch:
+        error = MessagesExchange.error
+
+        def noted(found: RequestError) -> bytes:
+            named.append(found.param)
+            return error(found)
+
+        patch.setattr(MessagesExchange, "error", staticmethod(noted))
+        status, reply = await _send(gateway, session, path, body)
     if status != 200:
-        return {"status": status, "error": json.loads(reply)["error"]}
+        return _refused(status, reply, named[-1])
     replies = [reply]
     if path == "/v1/responses" and not reply.startswith("event"):
         more = {"model": "tiny", "input": "And?", "previous_response_id": json.loads(reply)["id"]}
@@ -131,6 +155,11 @@ async def answer(path: str, body: bytes, gateway: Gateway, session: Session) -> 
         "calls": _digest(calls),
         "reply": _digest([_timeless(text) for text in replies]),
     }
+
+
+def _refused(status: int, reply: str | bytes, field: str | None) -> Json:
+    """An error; Anthropic's form has no place for the field, which is in its sentence alone."""
+    return {"status": status, "error": {"param": field, **json.loads(reply)["error"]}}
 
 
 async def _send(gateway: Gateway, session: Session, path: str, body: bytes) -> tuple[int, str]:
@@ -182,8 +211,7 @@ def _renderer(settings: str) -> ChatRenderer:
 
 async def outcome(case: Json, renderers: Sequence[Json]) -> Json:
     """What comes of one request of the corpus, in its reader and in the gateway."""
-    body = case["body"]
-    data = base64.b64decode(body["base64"]) if isinstance(body, dict) else body.encode()
+    data = _data(case)
     found: Json = {}
     for ask in ("read", "answer"):
         gateway = Gateway(
@@ -203,10 +231,100 @@ async def outcome(case: Json, renderers: Sequence[Json]) -> Json:
     return json.loads(json.dumps(found))  # tuples become arrays, as in the file
 
 
+def _data(case: Json) -> bytes:
+    body = case["body"]
+    return base64.b64decode(body["base64"]) if isinstance(body, dict) else body.encode()
+
+
+_KINDS = {
+    **{type(None): "null", bool: "a boolean", int: "a number", float: "a number"},
+    **{str: "a string", list: "an array", dict: "an object"},
+}
+_CODEC = r"'utf-8' codec can't .*"
+
+
+def sentence(message: str, field: str | None, data: bytes) -> str:
+    """A message with placeholders for what comes from the request.
+
+    <field> is the field's name, <key> its last part, <kind> the type of its value, <value> that
+    value as JSON or Python writes it, <problem> Python's reason why the body is not JSON.
+    """
+    body, problem = None, re.search(_CODEC, message)
+    put = [("problem", re.escape(problem[0]))] if problem else []
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        put.append(("problem", re.escape(str(error))))
+    if field is not None:
+        put += [("field", re.escape(name)) for name in (json.dumps(field), field) if name]
+        value = next((value for name, value in _fields(body) if name == field), None)
+        text = json.dumps(value)
+        text = text if len(text) <= 80 else text[:77] + "..."
+        put.append(("kind", f"(?<=not ){_KINDS[type(value)]}"))
+        put += [("value", re.escape(said)) for said in (text, repr(value))]
+        put.append(("key", re.escape(repr(re.split(r"[.\]\[]", field)[-1]))))
+    for name, pattern in put:
+        if f"<{name}>" not in message:
+            once = rf"(?<![\w<]){pattern}(?!\w)"
+            message = re.sub(once, f"<{name}>", message, count=1, flags=re.DOTALL)
+    return message
+
+
+def _fields(body: Any) -> Iterator[tuple[str, Any]]:
+    """Every field of a body by its name, as in `messages[0].content`."""
+    left = [("", body)]
+    while left:
+        name, node = left.pop()
+        for key, value in node.items() if isinstance(node, dict) else ():
+            left.append((f"{name}.{key}" if name else key, value))
+        for index, value in enumerate(node) if isinstance(node, list) else ():
+            left.append((f"{name}[{index}]", value))
+        if name:
+            yield name, node
+
+
+def names_its_field(text: str, field: str | None) -> bool:
+    """Whether a sentence names the field and says something about it.
+
+    Sentences about the conversation as a whole say "messages" in every dialect; in Responses
+    requests that field is `input`.
+    """
+    rest = text.replace("<field>", "").strip(" .:")
+    named = field is None or "<field>" in text or (field == "input" and "messages" in text)
+    return named and len(rest.split()) > 2
+
+
+def split(found: Json, case: Json) -> tuple[Json, dict[str, str]]:
+    """Decisions of an outcome, and the sentence of each refusal ("read", "answer")."""
+    decisions, texts = {}, {}
+    for ask, one in found.items():
+        decisions[ask] = one
+        if "error" in one:
+            error = dict(one["error"])
+            texts[ask] = sentence(error.pop("message"), error["param"], _data(case))
+            decisions[ask] = {**one, "error": error}
+    return decisions, texts
+
+
+def recorded(case: Json) -> tuple[Json, dict[str, int]]:
+    """Like `split`, from the corpus: decisions, and the numbers of the sentences."""
+    decisions, numbers = {}, {}
+    for ask, one in case["outcome"].items():
+        decisions[ask] = {key: value for key, value in one.items() if key != "sentence"}
+        if "sentence" in one:
+            numbers[ask] = one["sentence"]
+    return decisions, numbers
+
+
 def load() -> Json:
     """The corpus: `renderers`, and `cases` with their outcomes."""
     corpus: Json = json.loads(gzip.decompress(CORPUS.read_bytes()))
     return corpus
+
+
+def sentences() -> dict[int, str]:
+    """The sentences by number."""
+    return {int(number): text for number, text in json.loads(SENTENCES.read_text()).items()}
 
 
 def save(corpus: Json) -> None:
@@ -215,35 +333,122 @@ def save(corpus: Json) -> None:
     CORPUS.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
-async def differences(path: str) -> list[str]:
-    """The requests of one path of which something else has become, one text each."""
-    corpus = load()
-    different = []
+def save_sentences(texts: Mapping[int, str]) -> None:
+    """Write the sentences, one a line."""
+    rows = {str(number): texts[number] for number in sorted(texts)}
+    SENTENCES.write_text(json.dumps(rows, indent=0) + "\n")
+
+
+async def differences(path: str) -> tuple[list[str], list[str]]:
+    """The requests of one path whose decision differs from the recorded one, one text each; and
+    those with the same decision and another sentence."""
+    corpus, known = load(), sentences()
+    decided, worded = [], []
     for case in corpus["cases"]:
         if case["path"] != path:
             continue
-        found = await outcome(case, corpus["renderers"])
-        if json.dumps(found, sort_keys=True) != json.dumps(case["outcome"], sort_keys=True):
-            different.append(
-                f"{case['test']}\n  body   {str(case['body'])[:2000]}\n"
-                f"  before {json.dumps(case['outcome'])[:3000]}\n"
-                f"  now    {json.dumps(found)[:3000]}"
+        now, texts_now = split(await outcome(case, corpus["renderers"]), case)
+        before, numbers = recorded(case)
+        texts_before = {ask: known[number] for ask, number in numbers.items()}
+        title = f"{case['test']}\n  body   {str(case['body'])[:2000]}\n"
+        if _text(now) != _text(before):
+            decided.append(
+                f"{title}  before {_text(before)[:3000]} {texts_before}\n"
+                f"  now    {_text(now)[:3000]} {texts_now}"
             )
-    return different
+        elif texts_now != texts_before:
+            worded.append(f"{title}  before {texts_before}\n  now    {texts_now}")
+    return decided, worded
+
+
+def _text(decisions: Json) -> str:
+    return json.dumps(decisions, sort_keys=True)  # unlike ==, this tells 1 from 1.0 and True
+
+
+Found = Sequence[tuple[Json, dict[str, str]]]
+"""Decisions and sentences of each case, in order."""
+
+
+async def _found(corpus: Json) -> Found:
+    """Run every request; exits if a sentence is empty or does not name its field."""
+    found = []
+    for case in corpus["cases"]:
+        decisions, texts = split(await outcome(case, corpus["renderers"]), case)
+        for ask, text in texts.items():
+            field = decisions[ask]["error"]["param"]
+            if not names_its_field(text, field):
+                sys.exit(f"nothing written: {text!r} is empty or does not name {field!r}")
+        found.append((decisions, texts))
+    return found
+
+
+async def _write_sentences(*, regroup: bool) -> None:
+    corpus, known = load(), sentences()
+    found = await _found(corpus)
+    texts_now: dict[int, set[str]] = defaultdict(set)
+    for case, (decisions, texts) in zip(corpus["cases"], found, strict=True):
+        before, numbers = recorded(case)
+        if _text(decisions) != _text(before):
+            sys.exit(f"nothing written: a decision changed\n{case}\n  now {decisions} {texts}")
+        for ask, number in numbers.items():
+            texts_now[number].add(texts[ask])
+    changed = {n: texts for n, texts in texts_now.items() if texts != {known[n]}}
+    unchanged = {known[n] for n in texts_now.keys() - changed.keys()}
+    regrouped = [
+        f"{known[n]!r}\n    is now {sorted(texts)}"
+        for n, texts in changed.items()
+        if len(texts) > 1 or texts & unchanged
+    ]
+    if regrouped and not regroup:
+        sys.exit(
+            "nothing written: requests with one sentence now have several, or that of other "
+            "requests. If this is intended, add --regroup\n  " + "\n  ".join(regrouped)
+        )
+    _number(corpus, found, {n: min(texts) for n, texts in texts_now.items()})
+    if regrouped:
+        save(corpus)
+    print(f"{len(changed)} sentences written, {len(regrouped)} of them regrouped")
+
+
+def _number(corpus: Json, found: Found, known: Mapping[int, str]) -> None:
+    """Put decisions and numbers of sentences into the corpus, and write the sentences.
+
+    A request keeps the number of its sentence if `known` has that text under it.
+    """
+    texts = dict(known)
+    numbers = {text: number for number, text in sorted(texts.items(), reverse=True)}
+    used = set()
+    for case, (decisions, said) in zip(corpus["cases"], found, strict=True):
+        before = recorded(case)[1]
+        for ask, text in said.items():
+            number = before.get(ask)
+            if number is None or texts.get(number) != text:
+                number = numbers.setdefault(text, max(texts, default=0) + 1)
+                texts[number] = text
+            decisions[ask]["sentence"] = number
+            used.add(number)
+        case["outcome"] = decisions
+    save_sentences({number: texts[number] for number in used})
 
 
 async def _write() -> None:
     corpus = load()
-    changed = 0
-    for case in corpus["cases"]:
-        found = await outcome(case, corpus["renderers"])
-        changed += found != case["outcome"]
-        case["outcome"] = found
+    found, changed = await _found(corpus), 0
+    for case, (now, texts) in zip(corpus["cases"], found, strict=True):
+        before, _ = recorded(case)
+        if _text(now) != _text(before):
+            changed += 1
+            print(f"{case['body']}\n  before {before}\n  now    {now} {texts}")
+    _number(corpus, found, sentences())
     save(corpus)
-    print(f"{len(corpus['cases'])} requests written, {changed} with another outcome")
+    print(f"{len(corpus['cases'])} requests written, {changed} with another decision")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] != ["write"]:
-        sys.exit(__doc__)
-    asyncio.run(_write())
+    match sys.argv[1:]:
+        case ["write"]:
+            asyncio.run(_write())
+        case ["sentences", *rest] if rest in ([], ["--regroup"]):
+            asyncio.run(_write_sentences(regroup=bool(rest)))
+        case _:
+            sys.exit(__doc__)
