@@ -5,11 +5,15 @@ A recipe fills a folder; what it returns is compared besides, as it is.
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import itertools
+import json
 import os
 import random
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +301,190 @@ def branching(folder: Path) -> None:
         "tuner.branching.rounds=2",
         workflow=turns,
     )
+
+
+@recipe
+def branching_best(folder: Path) -> None:
+    """Rollouts that begin inside others where earlier steps have shown that it pays."""
+    run_rollouts(
+        folder,
+        "algorithm.algorithm_type=tree",
+        "algorithm.repeat_times=6",
+        "buffer.total_steps=6",
+        "tuner.branching.where=best",
+        workflow=repeatable,
+    )
+
+
+@recipe
+def branching_uncertain(folder: Path) -> None:
+    """Rollouts that begin inside others at calls before which the model was unsure."""
+    run_rollouts(
+        folder,
+        "algorithm.algorithm_type=tree",
+        "algorithm.repeat_times=6",
+        "tuner.branching.where=uncertain",
+        "tuner.branching.trunks=2",
+        "tuner.branching.ends=3",
+        "tuner.branching.on_divergence=sample",
+        workflow=repeatable,
+    )
+
+
+async def repeatable(task: Any, model: Any) -> WorkflowOutput:
+    """Two to four turns, as the first answer has it."""
+    messages: list[Any] = [{"role": "user", "content": task["question"]}]
+    texts: list[str] = []
+    while not texts or len(texts) < 2 + len(texts[0]) % 3:
+        answer = await model.client.chat.completions.create(
+            model=model.model_name, messages=messages
+        )
+        texts.append(answer.choices[0].message.content or "")
+        messages += [{"role": "assistant", "content": texts[-1]}]
+        messages += [{"role": "user", "content": "More."}]
+    return WorkflowOutput(response=texts[-1])
+
+
+def run_ahead(folder: Path, *overrides: str, stalest: Sequence[int] = (0, 1, 1, 1)) -> None:
+    """Four steps whose rollouts are collected while the step before is trained, in one order.
+
+    Which weights sample a token depends on timing, so `tuner.deterministic` refuses
+    `sync_offset`. Here one rollout runs at a time, and rollouts and updates wait for each other, by
+    means that users have: the workflow, a hook of torch's optimizers and the metrics on disk.
+
+        weights   0 ────────────────────── 1 ───────────────────── 2 ────
+        rollouts  step 1 │ step 2: 1 ... 5, 6a, 6b │ step 3: 1 ... 5, 6a, 6b
+        training         │ update 1, held until 6a │ update 2, held until 6a
+
+    An update is held until the last rollout of the next step has made the first of its two calls.
+    That rollout waits until the update is published and makes its second call with new weights, so
+    it has tokens of two versions; all other tokens are one update older than the weights that they
+    train. `stalest` is the age of the oldest token that each step trains.
+    """
+    import torch
+
+    steps, each = 4, 6
+    asked = {step: threading.Event() for step in range(1, steps + 1)}
+    rollouts, updates = itertools.count(), itertools.count(1)
+    metrics = folder / "p" / "run" / "metrics.jsonl"
+
+    async def two_calls(task: Any, model: Any) -> WorkflowOutput:
+        step, place = divmod(next(rollouts), each)  # from 0: updates that the next step waits for
+        text = await ask(model, task["question"])
+        if place == each - 1:
+            asked[step + 1].set()
+            while step and logged_steps(metrics) < step:  # noqa: ASYNC110  # a file
+                await asyncio.sleep(0.001)
+        return WorkflowOutput(response=text + await ask(model, text))
+
+    def held(*_: Any) -> None:
+        following = next(updates) + 1
+        if following in asked and not asked[following].wait(60):
+            raise RuntimeError(f"the rollouts of step {following} did not come within 60 s")
+
+    hook = torch.optim.optimizer.register_optimizer_step_pre_hook(held)
+    try:
+        run_rollouts(
+            folder,
+            "tuner.deterministic=false",
+            "synchronizer.sync_offset=1",
+            "explorer.runner_per_model=1",
+            f"buffer.total_steps={steps}",
+            *overrides,
+            workflow=two_calls,
+        )
+    finally:
+        hook.remove()
+    rows = [json.loads(line) for line in metrics.read_text("utf-8").splitlines()]
+    if [row["staleness/max"] for row in rows] != list(stalest):
+        raise RuntimeError(f"the oldest tokens should be {stalest} updates old: {rows}")
+
+
+def logged_steps(path: Path) -> int:
+    """How many steps a file of metrics has."""
+    return path.read_text("utf-8").count("\n") if path.exists() else 0
+
+
+@recipe
+def ahead(folder: Path) -> None:
+    run_ahead(folder)
+
+
+@recipe
+def ahead_stale(folder: Path) -> None:
+    """Tokens older than the weights are dropped: from step 2 on one answer a step is trained."""
+    strategy = "algorithm.sample_strategy=staleness_control"
+    limit = "algorithm.sample_strategy_args.max_staleness=0"
+    run_ahead(folder, strategy, limit, stalest=(0, 0, 0, 0))
+
+
+@recipe
+def ahead_lora(folder: Path) -> None:
+    run_ahead(folder, *LORA)
+
+
+@recipe
+def history(folder: Path) -> None:
+    """Policy gradients on the rollouts of an earlier run; some tasks are held out."""
+    learn(folder, "algorithm.algorithm_type=multi_step_grpo", "tuner.history.held_out=0.3", ANY)
+
+
+@recipe
+def history_filtered(folder: Path) -> None:
+    """Filters of recorded rollouts, and an evaluation before and after."""
+    learn(
+        folder,
+        "algorithm.algorithm_type=rloo",
+        "tuner.history.min_reward=0.05",
+        "tuner.history.max_reward=0.95",
+        "tuner.history.min_step=2",
+        "tuner.history.max_version=3",
+        "tuner.history.outcomes=[completed]",
+        ANY,
+        workflow=workflow,
+        evaluate=True,
+    )
+
+
+@recipe
+def history_sft(folder: Path) -> None:
+    learn(folder, "algorithm.algorithm_type=sft", "tuner.history.best=2")
+
+
+@recipe
+def history_dpo(folder: Path) -> None:
+    learn(folder, "algorithm.algorithm_type=dpo", "tuner.history.pairs=all")
+
+
+@recipe
+def history_logs(folder: Path) -> None:
+    """Logs of chats, without tokens."""
+    log = folder / "log.jsonl"
+    log.write_text("".join(json.dumps(_unweighted(row)) + "\n" for row in CONVERSATIONS))
+    settings = ("algorithm.algorithm_type=sft", "model.max_model_len=200")
+    run(folder, *settings, f"tuner.history.sources=[{log}]", workflow=None, judge=None, rows=None)
+
+
+ANY = "tuner.history.min_effective_samples=0"
+
+
+def learn(folder: Path, *overrides: str, workflow: Any = None, evaluate: bool = False) -> None:
+    """Two runs: one makes rollouts, the other learns from them."""
+    recorded = run_rollouts(folder, "name=recorded", "buffer.total_steps=4")
+    run(
+        folder,
+        f"tuner.history.sources=[{recorded.run_dir}]",
+        "model.max_model_len=200",
+        *overrides,
+        workflow=workflow,
+        judge=judge if evaluate else None,
+        rows=None,
+        evaluate=evaluate,
+    )
+
+
+def _unweighted(row: Any) -> Any:
+    return {"messages": [{k: m[k] for k in m if k != "weight"} for m in row["messages"]]}
 
 
 @recipe
