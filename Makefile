@@ -83,7 +83,7 @@ test: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy & \
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(SELECT); \
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(SELECT) $(ARGS); \
 	tests=$$?; wait $$! && exit $$tests
 
 # Nightly, all of them: they train the real model, for minutes.
