@@ -39,6 +39,22 @@ def test_what_cannot_be_read_is_one_sentence(arguments, wanted, capsys, monkeypa
     assert errors.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "gone", "instead"),
+    [
+        ("plan config.yaml --gpus 8xH100", "plan", "`tuner check`"),
+    ],
+)
+def test_a_removed_command_or_option_names_its_replacement(
+    arguments, gone, instead, capsys, monkeypatch
+):
+    status, output, errors = said(capsys, monkeypatch, *arguments.split())
+    assert (status, output) == (2, "")
+    assert errors.startswith(f"tuner {gone} was removed: ")
+    assert instead in errors
+    assert errors.count("\n") == 1
+
+
 def test_alone_it_says_what_there_is(capsys, monkeypatch):
     status, output, _ = said(capsys, monkeypatch)
     assert status == 2

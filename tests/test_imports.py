@@ -33,7 +33,7 @@ ORDER = [
     {"areal", "trinity", "viewer", "check", "templates"},
     {"environments"},
     {"commands"},
-    {"planning", "prompts", "rerun", "serving"},
+    {"prompts", "rerun", "serving"},
     {"testing"},
     {"cli"},
     {"__main__"},

@@ -24,7 +24,6 @@ from tuner.commands.check_command import check
 from tuner.commands.rebase_command import rebase
 from tuner.commands.train_command import train
 from tuner.errors import ConfigError, TrainingError, TunerError
-from tuner.planning.plan_command import plan
 from tuner.rerun.command import rerun
 from tuner.serving.serving_commands import compare, serve
 from tuner.templates import Template, create, missing
@@ -36,6 +35,10 @@ except PackageNotFoundError:  # a checkout that is only on the path
 
 BAD_INPUT = 2
 INTERRUPTED = 130
+# Commands and options (`command --option`) that went, each with its replacement.
+REMOVED = {
+    "plan": "`tuner check` measures the seconds and the memory of a step on this machine",
+}
 
 UsageError: Any = typer.BadParameter.__mro__[1]
 """What is raised for a command line that cannot be read."""
@@ -263,7 +266,6 @@ def replay(
 
 
 app.command(epilog="Example: tuner check config.yaml")(check)
-app.command(epilog="Example: tuner plan config.yaml --gpus 8xH100 --cores 64")(plan)
 app.command(epilog="Example: tuner train checkpoints/p/run --config sft.yaml name=best")(train)
 app.command(epilog="Example: tuner compare checkpoints/p/small-lr checkpoints/p/large-lr")(compare)
 app.command(epilog="Example: tuner serve config.yaml --port 8700")(serve)
@@ -279,7 +281,8 @@ def main() -> None:
         )  # None, or the code of an Exit, Ctrl-C's included
     except UsageError as error:
         help_of = error.ctx.command_path if error.ctx is not None else "tuner"
-        typer.echo(f"{error.format_message()} (see: {help_of} --help)", err=True)
+        said = _removed(sys.argv[1:]) or f"{error.format_message()} (see: {help_of} --help)"
+        typer.echo(said, err=True)
         sys.exit(BAD_INPUT)
     except TrainingError as error:
         _fail(error, FAILED)
@@ -287,6 +290,16 @@ def main() -> None:
         _fail(error, BAD_INPUT)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(INTERRUPTED)
+
+
+def _removed(arguments: list[str]) -> str | None:
+    """Names the removed command or option among the arguments, and its replacement, if any."""
+    for gone, instead in REMOVED.items():
+        command, _, option = gone.partition(" ")
+        given = [one.partition("=")[0] for one in arguments]
+        if given[:1] == [command] and (not option or option in given):
+            return f"tuner {gone} was removed: {instead}"
+    return None
 
 
 def _fail(error: TunerError, code: int) -> NoReturn:
