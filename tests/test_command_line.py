@@ -43,6 +43,7 @@ def test_what_cannot_be_read_is_one_sentence(arguments, wanted, capsys, monkeypa
     ("arguments", "gone", "instead"),
     [
         ("plan config.yaml --gpus 8xH100", "plan", "`tuner check`"),
+        ("check config.yaml --branching", "check --branching", "tuner.branching.where to best"),
     ],
 )
 def test_a_removed_command_or_option_names_its_replacement(

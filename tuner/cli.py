@@ -38,6 +38,8 @@ INTERRUPTED = 130
 # Commands and options (`command --option`) that went, each with its replacement.
 REMOVED = {
     "plan": "`tuner check` measures the seconds and the memory of a step on this machine",
+    "check --branching": "set tuner.branching.where to best, which learns during the run whether "
+    "branches pay",
 }
 
 UsageError: Any = typer.BadParameter.__mro__[1]

@@ -95,9 +95,8 @@ def test_a_killed_run_ends_with_the_same_weights(mode, random_model_path, tmp_pa
             *("tuner.deterministic=false", "synchronizer.sync_offset=2"),
             *("explorer.runner_per_model=6", "tuner.branching.where=uncertain"),
         ),
-        ("tuner.deterministic=false", "tuner.branching.where=open"),
     ],
-    ids=["plain", "LoRA", "gspo, two updates", "ahead", "open"],
+    ids=["plain", "LoRA", "gspo, two updates", "ahead"],
 )
 def test_the_account_of_a_run_has_a_column_for_what_was_replayed(mode, random_model_path, tmp_path):
     overrides = (*TREE, "buffer.total_steps=3", *mode)
@@ -133,7 +132,8 @@ def test_best_says_what_it_does(random_model_path, tmp_path, capsys):
         ("algorithm.kl_penalty_fn=k2", "kl_penalty_fn is k2"),
         ("tuner.branching.seed_functions=true", "random states are the process's own"),
         ("explorer.over_rollout.ratio=0.2", r"explorer\.over_rollout\.ratio is 0\.2"),
-        ("tuner.branching.where=nowhere", "spread, uncertain, open, best or module:function"),
+        ("tuner.branching.where=nowhere", "spread, uncertain, best or module:function"),
+        ("tuner.branching.where=open", "open was removed: set it to best"),
         ("tuner.branching.ends=1", "greater than or equal to 2"),
     ],
 )

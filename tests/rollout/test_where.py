@@ -31,7 +31,7 @@ def rule(**section):
 
 
 @pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("where", ["spread", "uncertain", "open", "best"])
+@pytest.mark.parametrize("where", ["spread", "uncertain", "best"])
 def test_a_point_does_not_hang_on_what_its_rollout_becomes(where, inside):
     """Whatever a trunk turns out to be, its own points are the same."""
     dice = random.Random(0)
@@ -93,19 +93,6 @@ def test_uncertain_goes_where_the_others_answers_were_unlikely():
         for point in rule(where="uncertain").points(group, 4, random.Random(seed), SHARES)
     )
     assert drawn[2] > 0.7 * sum(drawn.values())
-
-
-def test_open_leaves_rollouts_alone_whose_others_ended_alike():
-    where = rule(where="open")
-    where.learn([replace(trace(id_, 3), reward=float(id_.rollout % 2)) for id_ in IDS])
-
-    def begun(*rewards):
-        group = grown(*(trace(id_, 4, r) for id_, r in zip(IDS, rewards, strict=True)))
-        drawn = [where.points(group, 4, random.Random(seed), SHARES) for seed in range(100)]
-        return sum(point is not None for points in drawn for point in points)
-
-    assert begun(0.0, 1.0, 0.0, 1.0) > 350
-    assert begun(0.0, 0.0, 0.0, 0.0) < 60
 
 
 def test_a_function_is_asked_before_each_call_with_what_was_until_then():

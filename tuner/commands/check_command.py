@@ -25,12 +25,7 @@ def check(
         Path | None,
         typer.Option(metavar="FILE", help="For --judge: JSON lines of task, response, reward."),
     ] = None,
-    branching: Annotated[
-        bool, typer.Option("--branching", help="Would rollouts inside others pay? Runs a pilot.")
-    ] = False,
-    tasks: Annotated[
-        int, typer.Option(min=1, help="For --judge and --branching: tasks with rollouts.")
-    ] = 4,
+    tasks: Annotated[int, typer.Option(min=1, help="For --judge: tasks with rollouts.")] = 4,
 ) -> None:
     """Validate everything, look at two rollouts or at recorded data, and say what would happen.
 
@@ -42,9 +37,8 @@ def check(
     if labelled is not None and not of_judge:
         raise ConfigError("--labelled is for the judge: add --judge")
     named = functions_of(config, overrides or [])
-    if (of_judge or branching) and named.backend == "trinity":
-        which = "--judge" if of_judge else "--branching"
-        raise ConfigError(f"{which} needs rollouts, which are run here: add tuner.backend=local")
+    if of_judge and named.backend == "trinity":
+        raise ConfigError("--judge needs rollouts, which are run here: add tuner.backend=local")
     if named.backend == "trinity":
         verdict = _check_trinity(config, overrides or [], named)
     else:
@@ -54,10 +48,6 @@ def check(
             from tuner.commands.judge_check import check_judge
 
             verdict = outside_event_loop(lambda: check_judge(run, tasks=tasks, labelled=labelled))
-        elif branching:
-            from tuner.commands.branching_check import check_branching
-
-            verdict = outside_event_loop(lambda: check_branching(run, tasks=tasks))
         elif run.history is not None:
             from tuner.commands.history_check import check_history
 

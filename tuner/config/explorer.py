@@ -17,7 +17,7 @@ DEFAULT_RANK = 32
 DEFAULT_ALPHA = 32
 DEFAULT_TARGETS = "all-linear"
 
-WHERE = ("spread", "uncertain", "open", "best")
+WHERE = ("spread", "uncertain", "best")
 _FUNCTION = re.compile(r"[^:]+:[^:]+")
 
 _OF_PATH = "or that of the adapter at `path`"
@@ -362,9 +362,9 @@ class BranchingSection(Section):
     where: str = Field(
         default="spread",
         description="Where the others begin: anywhere (`spread`), at calls before which the model "
-        "was unsure (`uncertain`), where the outcome is open (`open`), where earlier steps have "
-        "shown that it pays, nowhere included (`best`), or as a function says "
-        "(`package.module:function`, `path/file.py:function`; [branching](branching.md)).",
+        "was unsure (`uncertain`), where earlier steps have shown that it pays, nowhere included "
+        "(`best`), or as a function says (`package.module:function`, `path/file.py:function`; "
+        "[branching](branching.md)).",
     )
     inside: bool = Field(
         default=False,
@@ -390,6 +390,8 @@ class BranchingSection(Section):
     @field_validator("where")
     @classmethod
     def _known(cls, value: str) -> str:
+        if value == "open":
+            raise ValueError("open was removed: set it to best, or to spread")
         if value not in WHERE and not _FUNCTION.fullmatch(value):
             raise ValueError(f"Input should be {', '.join(WHERE)} or module:function")
         return value

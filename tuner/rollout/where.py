@@ -6,7 +6,6 @@ get that far nothing begins.
 
     spread      any call that rollouts of earlier steps, or the others, get to
     uncertain   the same, in proportion to how unlikely the others' answers were there
-    open        any call of those rollouts whose others ended differently from each other
     best        the call, and the numbers of trunks and ends, that earlier steps advise
     function    asked before each call, with the calls until then: how likely it is that one begins
 """
@@ -19,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from math import isqrt
 from random import Random
-from statistics import fmean, variance
+from statistics import fmean
 from typing import Any
 
 from tuner.algorithms.allocation import Advice, Fork, Positions, Seen, score
@@ -33,8 +32,6 @@ FADES = 0.98
 """What is left of what a step has shown after the next one: the policy changes."""
 EXPLORED = 16
 """Where `best` decides and knows all, one of so many groups explores: the policy changes."""
-_DOUBT = 0.02
-"""What is added to variances of rewards: a little is always open."""
 
 
 @dataclass(frozen=True)
@@ -135,9 +132,8 @@ class Where:
 
     def _point(self, id_: RolloutId, group: Grown, dice: Random) -> Point[RolloutId] | None:
         trace, others = group.ended.get(id_), group.elsewhere(id_)
-        # Drawn in any case: what later slots draw must not hang on this one.
-        is_open = dice.random() * (_DOUBT + self._variance()) < _DOUBT + _spread_of(others)
-        if trace is None or (self.section.where == "open" and not is_open):
+        dice.random()  # read by no rule: recorded runs, and those that resume, keep their points
+        if trace is None:
             return None
         if self.hazard is not None:
             return self._by_hazard(self.hazard, trace, dice)
@@ -152,11 +148,6 @@ class Where:
             weights = [1 / cost if (cost := _behind(others, call)) else 0.0 for call in positions]
         (call,) = dice.choices(positions, weights if any(weights) else None)
         return Point(id_, call, self._token(others, call, dice))
-
-    def _variance(self) -> float:
-        """Of the rewards of a task, as far as earlier steps have shown."""
-        totals = self.seen.totals
-        return totals["variance"] / totals["degrees"] if totals["degrees"] else 0.0
 
     def _token(self, others: Sequence[Trace], call: int, dice: Random) -> int:
         """A place in a call, as far as those of the others go; 0: before it."""
@@ -220,12 +211,6 @@ def _behind(traces: Sequence[Trace], call: int) -> float:
     """Tokens from a call on: the mean over rollouts that get there, 0 where none does."""
     found = [trace.calls[call:] for trace in traces if _has(trace, call)]
     return fmean(sum(len(one.completion_ids) for one in calls) for calls in found) if found else 0.0
-
-
-def _spread_of(traces: Sequence[Trace]) -> float:
-    """The variance of their rewards."""
-    rewards = [trace.reward for trace in traces if trace.reward is not None]
-    return variance(rewards) if len(rewards) > 1 else 0.0
 
 
 def _group(members: Sequence[Trace]) -> tuple[list[Seen], list[Fork]]:
