@@ -1,6 +1,6 @@
-"""Is a candidate better: how often that is said wrongly, how many sessions it takes, what logs say.
+"""Is a candidate better: how often that is said wrongly, and how many sessions it takes.
 
-**Live.** 1,000 simulated deployments of each kind, session by session, the arm by a coin. False
+1,000 simulated deployments of each kind, session by session, the arm by a coin. False
 promotions: where the candidate is no better, how many are ever promoted while one looks after every
 session for four times as long as the test with one look takes; beside a z-test at 5 % that is
 looked at as often. Sessions: until there is a verdict, both arms counted, where the candidate is
@@ -8,45 +8,26 @@ better by the planned effect and by twice that; beside the one-sided two-sample 
 look, which is given the true variances: the stronger peer, as Fisher's and Barnard's tests take
 more for the same power. Power is that of the same deployments.
 
-**From logs.** Policies choose six times between two actions in a tree whose leaves have known
-chances of a reward. The candidate is moved along the gradient of its value, by growing steps; 500
-sessions of the other policy are logged, 200 times. How wide the interval is, how often it holds the
-true difference, how often nothing is said, and how far off the estimates are.
-
-**The tiny model.** A short run; the sessions that one checkpoint sampled on the held-out problems
-are logged, and later checkpoints judged from them, beside what these do when they are sampled.
-
-    python benchmarks/promotion.py [--deployments 1000] [--logs 200] [--without-model]
+    python benchmarks/promotion.py [--deployments 1000]
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import os
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from _report import Row, report
 from numpy.typing import NDArray
 
-from tuner.run.offpolicy import LoggedSession, OffPolicy, off_policy
 from tuner.run.proof import Plan, evidence_of
 
-ROOT = Path(__file__).parents[1]
 LOOKS = 4.0  # times the sessions of the test with one look
 GIVEN_UP = 40.0  # the same, after which a deployment counts with what it took
 Z, FIRST_LOOK = 1.6449, 40  # of 5 %; before that a z-test means nothing
-DECISIONS, SESSIONS = 6, 500
-MOVED = (0.0, 0.3, 1.0, 2.0, 4.5, 10.0, 30.0, 100.0)
-LATER = (3, 5, 8)  # checkpoints of the tiny model; the first that logs is that of step 2
 Array = NDArray[Any]
 Draw = Callable[[np.random.Generator, int, Array], Array]
 
@@ -303,184 +284,13 @@ def live(count: int) -> Iterator[Row]:
             yield Row(case, "promoted", promoted, "planned power", power, target=1.0)
 
 
-class Tree:
-    """Six decisions between two actions; a leaf has a chance of reward 1."""
-
-    def __init__(self) -> None:
-        random = np.random.default_rng(3)
-        self.leaves = np.array(list(product((0, 1), repeat=DECISIONS)))
-        self.places = np.array(
-            [[self._state(leaf[:t]) for t in range(DECISIONS)] for leaf in self.leaves]
-        )
-        self.chances = random.beta(0.7, 0.7, len(self.leaves))
-        self.logits = 0.5 * random.standard_normal(2**DECISIONS)
-
-    @staticmethod
-    def _state(actions: Array) -> int:
-        """Number of the state after some actions: those of one depth beside each other."""
-        return int("1" + "".join(map(str, actions)), 2) - 1
-
-    def log_probs(self, logits: Array) -> Array:
-        """Of each leaf, of each decision on its way."""
-        right = logits[self.places]
-        found: Array = -np.logaddexp(0, np.where(self.leaves == 1, -right, right))
-        return found
-
-    def value(self, logits: Array) -> float:
-        return float(np.exp(self.log_probs(logits).sum(1)) @ self.chances)
-
-    def direction(self) -> Array:
-        """In which the value rises fastest; its largest part is 1."""
-        small = 1e-5
-        gradient: Array = np.array(
-            [
-                self.value(self.logits + small * one) - self.value(self.logits - small * one)
-                for one in np.eye(len(self.logits))
-            ]
-        )
-        gradient /= np.abs(gradient).max()
-        return gradient
-
-    def values(self, logits: Array) -> Array:
-        """Of each leaf the value of the state before each decision."""
-        chance = np.exp(self.log_probs(logits).sum(1))
-        found = np.empty((len(self.leaves), DECISIONS))
-        for t in range(DECISIONS):
-            state = self.places[:, t]
-            total = np.bincount(state, weights=chance, minlength=len(self.logits))
-            reward = np.bincount(state, weights=chance * self.chances, minlength=len(self.logits))
-            found[:, t] = reward[state] / total[state]
-        return found
-
-
-def logged(tree: Tree, moved: float, logs: int) -> Iterator[tuple[OffPolicy, OffPolicy | None]]:
-    """What logs say, and every fourth of them also with the values that states have for the policy
-    that logged."""
-    random, candidate = np.random.default_rng(11), tree.logits + moved * tree.direction()
-    chance, plan = np.exp(tree.log_probs(tree.logits).sum(1)), Plan(effect=0.05)
-    ratios = tree.log_probs(candidate) - tree.log_probs(tree.logits)
-    values = tree.values(tree.logits)
-    for log in range(logs):
-        leaves = random.choice(len(chance), p=chance, size=SESSIONS)
-        rewards = (random.random(SESSIONS) < tree.chances[leaves]) * 1.0
-        sessions = [
-            LoggedSession(str(number), float(reward), tuple(ratios[leaf]), tuple(values[leaf]))
-            for number, (leaf, reward) in enumerate(zip(leaves, rewards, strict=True))
-        ]
-        plain = off_policy([replace(one, values=()) for one in sessions], plan)
-        yield plain, None if log % 4 else off_policy(sessions, plan)
-
-
-def from_logs(logs: int) -> Iterator[Row]:
-    """Intervals, estimates and refusals against how far the candidate has moved."""
-    tree = Tree()
-    serving = tree.value(tree.logits)
-    for moved in MOVED:
-        candidate = tree.logits + moved * tree.direction()
-        difference = tree.value(candidate) - serving
-        found = list(logged(tree, moved, logs))
-        distance = float(np.mean([plain.log_ratio for plain, _ in found]))
-        said = [(plain, robust) for plain, robust in found if plain.refused is None]
-        case = f"candidate + {difference:.3f}, KL {distance:.2g}"
-        share = float(np.mean([plain.effective_sessions for plain, _ in found])) / SESSIONS
-        yield Row(case, "effective sample size, of a session", share)
-        yield Row(case, "refused", 1 - len(said) / len(found))
-        ends = np.array([(p.lower, p.upper) for p, _ in said], float).reshape(-1, 2)
-        missed = float(((ends[:, 0] > difference) | (ends[:, 1] < difference)).sum()) / len(found)
-        what = "intervals that miss the difference"
-        yield Row(case, what, missed, "allowed", 0.05, target=1.0, more_is_better=False)
-        if len(said) < len(found) / 2:
-            continue
-        yield Row(case, "interval, width", float(np.diff(ends).mean()))
-        yield Row(case, "promoted", float(np.mean([p.verdict == "promote" for p, _ in said])))
-        truth = serving + difference
-
-        def off(estimates: list[float | None], truth: float = truth) -> float:
-            return float(np.sqrt(np.mean((np.array(estimates, float) - truth) ** 2)))
-
-        plain = off([p.plain for p, _ in said])
-        for name, estimates in (
-            ("self-normalised", [p.self_normalised for p, _ in said]),
-            ("clipped", [p.clipped for p, _ in said]),
-            ("doubly robust, mean of others", [p.doubly_robust for p, _ in said]),
-            ("doubly robust, values", [r.doubly_robust for _, r in said if r is not None]),
-        ):
-            yield Row(
-                case,
-                f"{name}, off by",
-                off(estimates),
-                "plain weights",
-                plain,
-                more_is_better=False,
-            )
-
-
-def of_tiny_model(folder: str) -> Iterator[Row]:
-    """Later checkpoints of a short run from the sessions of an earlier one, and as they are."""
-    os.environ.setdefault("AGENTSCOPE_DISABLE_CONSOLE_OUTPUT", "true")
-    sys.path.insert(0, str(ROOT / "examples" / "gsm8k"))
-    import main as example
-
-    from tuner import evaluate, tune
-    from tuner.serving.logged import compare_logged
-
-    settings: dict[str, Any] = {
-        "config_path": ROOT / "config.yaml",
-        "overrides": [
-            f"checkpoint_root_dir={folder}",
-            f"buffer.total_steps={LATER[-1]}",
-            "trainer.save_interval=1",
-            f"explorer.eval_interval={LATER[-1]}",
-        ],
-    }
-    functions = example.run_react_agent, example.judge_function
-    run = tune(*functions, **settings).run_dir
-    checkpoints = {step: run / "checkpoints" / f"step_{step:06d}" for step in (2, *LATER)}
-    tried = evaluate(
-        *functions,
-        candidates=[str(path) for path in checkpoints.values()],
-        k=4,
-        limit=100,
-        temperature=1.0,
-        output=f"{folder}/tried",
-        **settings,
-    )
-    means = [one.sets["test"].reward.mean for one in tried.candidates]  # type: ignore[union-attr]
-    (traffic,) = Path(folder, "tried").glob("1-*")
-    for (step, path), mean in zip(list(checkpoints.items())[1:], means[1:], strict=True):
-        began = time.perf_counter()
-        found = compare_logged(traffic, path, Plan(effect=0.1), split="test").found
-        seconds = time.perf_counter() - began
-        case = f"tiny model, step {step} from sessions of step 2"
-        yield Row(
-            case, "effective sample size, of a session", found.effective_sessions / found.sessions
-        )
-        if found.refused is not None:
-            yield Row(case, "refused", 1.0, "difference when sampled", mean - means[0])
-            continue
-        sampled = mean - means[0]
-        for what, value in (
-            ("difference", found.estimate),
-            ("lower end", found.lower),
-            ("upper end", found.upper),
-        ):
-            yield Row(case, what, float(value or 0.0), "when sampled", sampled)
-        yield Row(case, "s for 400 sessions", seconds)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--deployments", type=int, default=1000)
-    parser.add_argument("--logs", type=int, default=200)
-    parser.add_argument("--without-model", action="store_true", help="leave the tiny model out")
     arguments = parser.parse_args()
-    rows = [*live(arguments.deployments), *from_logs(arguments.logs)]
-    if not arguments.without_model:
-        with tempfile.TemporaryDirectory() as folder:
-            rows += of_tiny_model(folder)
-    report("promotion", rows, ["numpy", "torch", "transformers"])
+    report("promotion", list(live(arguments.deployments)), ["numpy"])
 
 
 if __name__ == "__main__":

@@ -44,6 +44,9 @@ def test_what_cannot_be_read_is_one_sentence(arguments, wanted, capsys, monkeypa
     [
         ("plan config.yaml --gpus 8xH100", "plan", "`tuner check`"),
         ("check config.yaml --branching", "check --branching", "tuner.branching.where to best"),
+        ("compare r --candidate c --effect 0.1", "compare --candidate", "compare --proof"),
+        ("compare a b --proof --steps=1-3", "compare --steps", "compare --proof"),
+        ("compare a b --least-effective 5", "compare --least-effective", "compare --proof"),
     ],
 )
 def test_a_removed_command_or_option_names_its_replacement(

@@ -35,11 +35,15 @@ except PackageNotFoundError:  # a checkout that is only on the path
 
 BAD_INPUT = 2
 INTERRUPTED = 130
+_PROOF = "evaluate both with `tuner eval --output`, and compare these with `tuner compare --proof`"
 # Commands and options (`command --option`) that went, each with its replacement.
 REMOVED = {
     "plan": "`tuner check` measures the seconds and the memory of a step on this machine",
     "check --branching": "set tuner.branching.where to best, which learns during the run whether "
     "branches pay",
+    "compare --candidate": _PROOF,
+    "compare --steps": _PROOF,
+    "compare --least-effective": _PROOF,
 }
 
 UsageError: Any = typer.BadParameter.__mro__[1]

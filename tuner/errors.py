@@ -57,7 +57,7 @@ class RewardTimeout(RewardError):
 
 
 class ProofError(TunerError, ValueError):
-    """No proof can be had: of such a plan, rewards outside of it, or weights that say nothing."""
+    """No proof can be had: of such a plan, or rewards outside of it."""
 
 
 class TrainingError(TunerError, RuntimeError):

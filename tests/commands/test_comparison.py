@@ -180,6 +180,20 @@ def test_the_command_proves_or_says_why_not(evaluations, runs, said):
     assert "reward 0.0 of the" in error
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--proof",), "--effect is not given"),
+        (("--effect", "0.1"), "--effect is for --proof"),
+        (("--proof", "--effect", "2"), "effect 2.0 and margin 0.0"),
+    ],
+)
+def test_what_cannot_be_proven_is_said(evaluations, said, arguments, message):
+    status, _, error = said("compare", *evaluations, *arguments)
+    assert status == 2
+    assert message in error, error
+
+
 def test_a_decision_is_of_one_evaluation_set(tmp_path):
     both = [
         store_run(

@@ -44,8 +44,6 @@ _BELIEVED = 4
 """For as many sessions the score's spread counts as the largest that is usual."""
 _LARGEST, _SMALLEST = 1e300, 1e-200
 """Wealth above is cut and below lost: what is proven is proven, and processors slow down there."""
-_HALVINGS = 24
-"""Of the range in which a bound is looked for."""
 
 
 class Evidence:
@@ -131,41 +129,3 @@ class Evidence:
         self.scores_D += score_D
         self.squares_D += score_D**2
         self.sessions += 1
-
-
-def lower_bounds(scores_DN: Floats, *, alpha: float) -> Floats:
-    """Bounds that the means of scores are above, each with a chance of alpha to be wrong.
-
-    Scores are never below -1 and may be as large as they like: a gambler who bets on large ones
-    loses no more than what the smallest one takes. What is bet is k * sqrt(2 log(1 / alpha) /
-    (N E[score^2])), as Waudby-Smith and Ramdas bet where N is known.
-
-    Args:
-        scores_DN: N scores of each of D series, in an order that has nothing to do with them.
-
-    Returns:
-        D bounds, between -1 and 1.
-    """
-    count, number = scores_DN.shape
-    squares_DN = np.cumsum(scores_DN**2, axis=1) - scores_DN**2  # of earlier ones
-    spread_DN = (0.25 + squares_DN) / np.arange(1, number + 1)
-    bets_DN = np.sqrt(2 * np.log(1 / alpha) / (number * spread_DN))
-    below_D, above_D = np.full(count, -1.0), np.ones(count)
-    for _ in range(_HALVINGS):
-        m_D = (below_D + above_D) / 2
-        refuted_D = _most_won(scores_DN, bets_DN, m_D) >= -np.log(alpha)
-        below_D = np.where(refuted_D, m_D, below_D)
-        above_D = np.where(refuted_D, above_D, m_D)
-    return below_D
-
-
-def _most_won(scores_DN: Floats, bets_DN: Floats, m_D: Floats) -> Floats:
-    """Logarithm of the most that was ever won against "the mean is at most m"."""
-    most_D = _MOST / (m_D + 1)
-    log_wealth_DN = np.full(scores_DN.shape, -np.inf)
-    for multiple, weight in zip(_BETS[1:], _WEIGHTS_SB[1, 1:], strict=True):
-        bet_DN = np.minimum(multiple * bets_DN, most_D[:, None])
-        won_DN = np.cumsum(np.log1p(bet_DN * (scores_DN - m_D[:, None])), axis=1)
-        np.logaddexp(log_wealth_DN, np.log(weight) + won_DN, out=log_wealth_DN)
-    won_D: Floats = log_wealth_DN.max(axis=1)
-    return won_D

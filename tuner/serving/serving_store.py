@@ -176,10 +176,10 @@ class ServingStore(Replies):
         values = [value for _, value in asked]
         return self._sessions(f"WHERE {where} ORDER BY id LIMIT ?", *values, limit)
 
-    def every(self, *, judged: bool | None = None) -> Iterator[StoredSession]:
+    def every(self) -> Iterator[StoredSession]:
         """As `sessions`, all of them, read in parts."""
         after = ""
-        while part := self.sessions(judged=judged, after=after):
+        while part := self.sessions(after=after):
             yield from part
             after = part[-1].id
 

@@ -1,3 +1,0 @@
-"""The command line."""
-
-from tests.commands.conftest import said  # noqa: F401  # the fixture
