@@ -3,7 +3,7 @@
     python benchmarks/engine.py [--rounds 3] [--threads N] [--no-continuous-batching]
 
 vLLM is a peer where it is installed, as in the environment of `make test-vllm`: through the engine
-`vllm`, in process, with as many threads, and on a CPU without compilation.
+`vllm`, in a server that is started, with as many threads, and on a CPU without compilation.
 
 Every case samples at temperature 1 from a random Qwen3-shaped model of 0.83M parameters in float32,
 128 tokens per request. In `distinct`, prompts have 100 tokens and nothing in common, or one of them
@@ -126,8 +126,8 @@ def with_engine(model: PreTrainedModel) -> Run:
 def with_vllm(model: PreTrainedModel, folder: Path) -> Run:
     """vLLM with a copy of the weights, through the engine `vllm`."""
     from tuner.engines.served import ServedEngine
+    from tuner.engines.vllm.client import VllmProcess
     from tuner.engines.vllm.core import VllmSettings
-    from tuner.engines.vllm.in_process import InProcessVllm
 
     tokenizer = make_tokenizer(model.config.vocab_size)
 
@@ -144,9 +144,9 @@ def with_vllm(model: PreTrainedModel, folder: Path) -> Run:
         gpu_memory_utilization=0.4 if model.device.type == "cuda" else None,
     )
     engine = ServedEngine(
-        [InProcessVllm(settings)],
+        [VllmProcess(settings, log=folder / "vllm.log")],
         save=save,
-        folder=folder,
+        folder=folder / "weights",
         tokenizer=tokenizer,
         end_ids=frozenset(),
         vocabulary=model.config.vocab_size,

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from tests.engines.models import make_model
-from tuner.assembly import memory, placement
+from tuner.assembly import arrangement, memory, placement
 from tuner.assembly.memory import Needs, needs_of, peak_of
 from tuner.assembly.models import choose_dtype
 from tuner.assembly.placement import Machine, choose_placement
 from tuner.config import load_config
+from tuner.engines.vllm.core import VllmSettings
 from tuner.errors import ConfigError
 from tuner.training.forward.activations import Activations
 
@@ -59,6 +60,22 @@ def test_on_gpus_it_takes_the_others_or_what_the_trainer_leaves(
     assert (chosen.mode, chosen.gpus) == (mode, places)
     assert chosen.gpu_memory_utilization == part
     assert "20.00 GiB for training" in str(chosen)
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus", "seen"),
+    [(None, [80], ["0"]), ("5", [80], ["5"]), ("GPU-a, GPU-b", [80, 80], ["GPU-b"])],
+)
+def test_a_started_server_sees_the_gpus_that_are_its_own(visible, gpus, seen, monkeypatch):
+    """On one GPU that is the trainer's."""
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    config = load_config(overrides=["explorer.rollout_model.engine_type=vllm"])
+    settings = VllmSettings("float32", 64, 4, ())
+    servers = arrangement._vllm_servers(config, settings, choose(gpus=gpus), None)
+    assert [server._environment["CUDA_VISIBLE_DEVICES"] for server in servers] == seen
 
 
 @pytest.mark.parametrize(

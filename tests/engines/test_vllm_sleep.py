@@ -1,6 +1,7 @@
 """vLLM on the trainer's GPU: what is asked of it, in which order, while the weights are trained.
 
-A CPU cannot sleep, so vLLM itself is a recorder here. Everything above it is the real thing.
+A CPU cannot sleep, so vLLM itself is a recorder here, in a server that is a thread of this process.
+Everything else is the real thing.
 """
 
 import asyncio
@@ -11,12 +12,12 @@ import torch
 from tests.engines.conformance import CONTEXT, Sink, make_rig_model
 from tests.engines.models import VOCABULARY, make_tokenizer, prompt
 from tests.engines.recorded_vllm import Recorder
+from tests.engines.threaded_vllm import ThreadedVllm
 from tuner.engines import EngineError, SamplingParams
 from tuner.engines.served import ServedEngine
 from tuner.engines.token_server import Sampled, Weights
 from tuner.engines.vllm import core
 from tuner.engines.vllm.core import VllmCore, VllmSettings
-from tuner.engines.vllm.in_process import InProcessVllm
 
 SHORT = SamplingParams(max_tokens=3)
 
@@ -41,7 +42,7 @@ def vllm(monkeypatch):
 async def engine(vllm, tmp_path):
     settings = VllmSettings("float32", CONTEXT, 4, (), sleeps=True)
     made = ServedEngine(
-        [InProcessVllm(settings)],
+        [ThreadedVllm(settings, log=tmp_path / "log.txt")],
         save=make_rig_model().save_pretrained,
         folder=tmp_path / "weights",
         tokenizer=make_tokenizer(),

@@ -39,7 +39,6 @@ from tuner.engines.transformers.engine import TransformersEngine
 from tuner.engines.vllm.client import VllmProcess, VllmServer
 from tuner.engines.vllm.core import VllmSettings
 from tuner.engines.vllm.direct import TrainerWeights, transfer_backends
-from tuner.engines.vllm.in_process import InProcessVllm
 from tuner.engines.vllm.sampling import check_for_vllm
 from tuner.errors import ConfigError, MissingDependencyError, pip_install
 
@@ -278,9 +277,6 @@ def _vllm_servers(
                 "(tuner.engine.api_key_env) holds no key; set it to what the servers were given"
             )
         return [VllmServer(url, key, settings) for url in config.tuner.engine.urls]
-    if placement.mode == "colocate":
-        os.environ.update(cache)
-        return [InProcessVllm(settings, trained)]
     logs = config.run_dir / "engine"
     return [
         VllmProcess(

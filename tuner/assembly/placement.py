@@ -64,8 +64,7 @@ class Placement:
     """Where the engine is.
 
     Attributes:
-        mode: "colocate": in this process, on the trainer's device. "separate": in processes of
-            its own.
+        mode: "colocate": on the trainer's device. "separate": on others, where there are GPUs.
         gpus: For each server that is started the GPUs it gets, by PyTorch's numbers.
         gpu_memory_utilization: Part of each GPU's memory; None leaves vLLM's own.
         cpu_cache: Bytes for keys and values of each engine on a CPU.

@@ -338,7 +338,7 @@ def _with_vllm(config: RunConfig) -> Iterator[str]:
     if config.tuner.placement == "colocate" and rollout_model.engine_num > 1:
         yield (
             f"{prefix}.engine_num is {rollout_model.engine_num}, but tuner.placement is colocate, "
-            "which is one engine in this process: set placement to separate, or engine_num to 1"
+            "which is one engine beside the trainer: set placement to separate, or engine_num to 1"
         )
     if config.tuner.engine.sleep and config.synchronizer.sync_offset:
         yield (

@@ -238,9 +238,9 @@ class TunerSection(Section):
     )
     placement: Literal["auto", "colocate", "separate"] = Field(
         default="auto",
-        description="Where the engine is: with the trainer, in this process and on its device "
-        "(`colocate`), or in processes of its own, on other GPUs where there are GPUs "
-        "(`separate`). `auto` takes what fits and says why ([engines](engines.md)).",
+        description="Where an engine with weights of its own is: on the trainer's GPU "
+        "(`colocate`), or on other GPUs (`separate`). `auto` takes what fits and says why "
+        "([engines](engines.md)).",
     )
     engine: EngineSection = EngineSection()
     dtype: Literal["auto", "float32", "bfloat16"] = Field(

@@ -193,7 +193,7 @@ class RemoteServer:
         """Leave it alone."""
 
     def sleep(self) -> None:
-        """Not asked of a server: it has GPUs that nobody trains on.
+        """Not asked of a server elsewhere: it has GPUs that nobody trains on.
 
         Raises:
             EngineError: It was.

@@ -60,9 +60,9 @@ def engine(
     return ServedEngine(servers, save=save, folder=folder, **{**given, **options})
 
 
-def kill_engine_core() -> None:
-    """As vLLM's own process may die that this process has for it."""
-    for child in psutil.Process().children():
+def kill_engine_core(server: int | None = None) -> None:
+    """As vLLM's own process may die that a server has for it; None: a server in this process."""
+    for child in psutil.Process(server).children():
         with suppress(psutil.NoSuchProcess):  # dead, and perhaps not yet waited for
             if "EngineCore" in child.name() or "EngineCore" in " ".join(child.cmdline()):
                 child.kill()

@@ -22,8 +22,8 @@ from tests.integration.vllm import cpu_ipc
 from tests.integration.vllm.rigs import BLOCK, engine, kill_engine_core, saver, settings
 from tuner.assembly.models import checkpoint_tensors
 from tuner.engines import EngineError, EngineLostError, SamplingParams
+from tuner.engines.vllm.client import VllmProcess
 from tuner.engines.vllm.direct import DirectSender, TrainerWeights, transfer_backends
-from tuner.engines.vllm.in_process import InProcessVllm
 
 CPU = torch.device("cpu")
 
@@ -31,24 +31,25 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def parts(toy_folder, tmp_path_factory):
     model, extension = make_rig_model(), f"{cpu_ipc.__name__}_worker.CpuExtension"
-    server = InProcessVllm(
+    server = VllmProcess(
         settings(toy_folder, transfer="ipc", extra={"worker_extension_cls": extension}),
-        TrainerWeights("ipc", partial(checkpoint_tensors, model), CPU),
+        log=tmp_path_factory.mktemp("vllm") / "log.txt",
+        trained=TrainerWeights("ipc", partial(checkpoint_tensors, model), CPU),
     )
     folder = tmp_path_factory.mktemp("weights")
     with pytest.MonkeyPatch.context() as patch:
         cpu_ipc.stand_in(patch.setattr)
-        yield engine([server], saver(model), folder, direct=True), model, folder
+        yield engine([server], saver(model), folder, direct=True), model, folder, server
         server.stop()
 
 
 @pytest.fixture
 async def rig(parts):
-    made, model, _ = parts
+    made, model, _, server = parts
     # The first tokens take long, longer than the suite waits for a request in flight.
     await made.generate(prompt(5), SamplingParams(max_tokens=1), "first")
     await as_new(made, model)
-    return Rig(made, model, kill_engine_core, "EngineDeadError", spare=BLOCK)
+    return Rig(made, model, lambda: kill_engine_core(server.pid), "EngineDeadError", spare=BLOCK)
 
 
 async def test_no_folder_is_written_and_nothing_is_left_in_shared_memory(rig, parts):

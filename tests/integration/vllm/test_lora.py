@@ -7,7 +7,7 @@ from tests.engines.conformance import TOLERANCE, Rig, error, make_rig_model
 from tests.engines.models import make_tokenizer, prompt
 from tests.integration.vllm.rigs import engine, settings
 from tuner.engines import SamplingParams
-from tuner.engines.vllm.in_process import InProcessVllm
+from tuner.engines.vllm.client import VllmProcess
 
 peft = pytest.importorskip("peft")
 
@@ -16,8 +16,9 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"]
 
 
 @pytest.fixture
-def server(toy_folder):
-    made = InProcessVllm(settings(toy_folder, model=str(toy_folder), lora_rank=4))
+def server(toy_folder, tmp_path):
+    adapted = settings(toy_folder, model=str(toy_folder), lora_rank=4)
+    made = VllmProcess(adapted, log=tmp_path / "log.txt")
     yield made
     made.stop()
 
@@ -31,7 +32,7 @@ async def test_an_adapter_is_exchanged_and_no_old_prefix_is_used(server, tmp_pat
         adapter.save_pretrained(str(folder), save_embedding_layers=False)
         make_tokenizer().save_pretrained(folder)
 
-    made = engine([server], save, tmp_path)
+    made = engine([server], save, tmp_path / "weights")
     rig = Rig(made, base, lambda: None, "")
     ids, sampling = prompt(100), SamplingParams(max_tokens=12)
     seen = []

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
+
 from tuner.engines.base import EngineError, EngineLostError, SamplingParams
 from tuner.engines.token_server import RemoteServer, Sampled, Weights
 from tuner.engines.vllm.core import TransferVerb, VllmSettings
@@ -153,6 +155,16 @@ class VllmProcess(VllmServer):
             self._clients = WeakKeyDictionary()
             self._process = self._launch(door)
         self.load(weights)
+
+    def load(self, weights: Weights) -> None:
+        """See `TokenServer.load`."""
+        if self._settings["sleeps"]:
+            torch.cuda.empty_cache()  # what training has freed is vLLM's again
+        super().load(weights)
+
+    def sleep(self) -> None:
+        """See `TokenServer.sleep`."""
+        self._ask("/sleep", {})
 
     def serves(self, label: str) -> bool:
         """No: between us and a process of our own nothing breaks but the process."""

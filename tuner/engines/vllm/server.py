@@ -9,6 +9,7 @@ weights that the run has left behind. Every path demands the key.
 | path | body | answer |
 |---|---|---|
 | `GET /health` | | `{"label"}` |
+| `POST /sleep` | | `{}` when the GPU's memory is given back, until the next weights |
 | `POST /load` | `{"settings", "folder", "label"}` | `{}` when these are served, and nothing old |
 | `POST /transfer` | `{"verb", "info"}` | `{}` when this act of handing over weights is done |
 | `POST /generate` | `{"prompt_ids", "sampling", "label"}` | a line of JSON per step |
@@ -162,6 +163,10 @@ def make_app(host: VllmHost, key: str) -> Starlette:
         await host.load(settings_from(body["settings"]), weights)
         return JSONResponse({})
 
+    async def sleep(request: Request) -> Response:
+        await host.sleep()
+        return JSONResponse({})
+
     async def transfer(request: Request) -> Response:
         body = await request.json()
         await host.transfer(body["verb"], body["info"])
@@ -190,6 +195,7 @@ def make_app(host: VllmHost, key: str) -> Starlette:
         routes=[
             Route("/health", guarded(health)),
             Route("/load", guarded(load), methods=["POST"]),
+            Route("/sleep", guarded(sleep), methods=["POST"]),
             Route("/transfer", guarded(transfer), methods=["POST"]),
             Route("/generate", guarded(generate), methods=["POST"]),
         ]
