@@ -361,7 +361,7 @@ def run_ahead(folder: Path, *overrides: str, stalest: Sequence[int] = (0, 1, 1, 
     it has tokens of two versions; all other tokens are one update older than the weights that they
     train. `stalest` is the age of the oldest token that each step trains.
     """
-    import torch
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     steps, each = 4, 6
     asked = {step: threading.Event() for step in range(1, steps + 1)}
@@ -382,7 +382,7 @@ def run_ahead(folder: Path, *overrides: str, stalest: Sequence[int] = (0, 1, 1, 
         if following in asked and not asked[following].wait(60):
             raise RuntimeError(f"the rollouts of step {following} did not come within 60 s")
 
-    hook = torch.optim.optimizer.register_optimizer_step_pre_hook(held)
+    hook = register_optimizer_step_pre_hook(held)
     try:
         run_rollouts(
             folder,
