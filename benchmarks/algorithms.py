@@ -18,8 +18,7 @@ from _report import Row, report
 from agent_step import is_right, solve
 
 from tuner import Dataset, JudgeOutput, TuneResult, tune
-from tuner.algorithms.spec import ADVANTAGES
-from tuner.algorithms.table import ALGORITHMS
+from tuner.config.algorithms import ADVANTAGES, ALGORITHMS
 
 ROOT = Path(__file__).parents[1]
 WANTED_RATIO = 1.1

@@ -29,8 +29,8 @@ import numpy as np
 from _report import Row, report
 from numpy.typing import NDArray
 
-from tuner.algorithms.allocation import Advice, Fork, Positions, Seen, score
-from tuner.algorithms.forks import Piece, Point, tree_advantages
+from tuner.rollouts.allocation import Advice, Fork, Positions, Seen, score
+from tuner.training.forks import Piece, Point, tree_advantages
 
 DECISIONS = 6
 STATES = 2**DECISIONS - 1  # the states below state s are 2 s + 1 and 2 s + 2, by its action

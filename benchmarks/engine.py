@@ -125,7 +125,7 @@ def with_engine(model: PreTrainedModel) -> Run:
 
 def with_vllm(model: PreTrainedModel, folder: Path) -> Run:
     """vLLM with a copy of the weights, through the engine `vllm`."""
-    from tuner.engines.served import ServedEngine
+    from tuner.engines.remote import ServedEngine
     from tuner.engines.vllm.client import VllmProcess
     from tuner.engines.vllm.core import VllmSettings
 

@@ -7,7 +7,7 @@ little of them can be read. Two agents take two turns each, with a history of th
 reference is there, as it is by default. It is a whole run of `tune()`, its checkpoint included, in
 a process of its own: memory is the most that it had resident (`ru_maxrss`), without what it had
 after a run of the tiny model, which imports all there is. Predicted is what a run counts with
-(`tuner.assembly.memory`).
+(`tuner.runs.placement`).
 
 Of the steps the last one is shown, since the first one makes the optimizer's state. Seconds inside
 of an update are those of the calls that do the part, by a clock around them.
@@ -37,12 +37,11 @@ from train_step import SHAPES
 from transformers import Qwen3ForCausalLM
 
 from tuner import TuneResult, WorkflowOutput, tune
-from tuner.assembly.memory import needs_of
-from tuner.assembly.placement import Machine
 from tuner.config import load_config
-from tuner.training import PolicyTrainer
+from tuner.runs.placement import Machine, needs_of
 from tuner.training.forward.layouts import Forward
 from tuner.training.optimizer import MasterAdamW
+from tuner.training.trainer import PolicyTrainer
 
 TINY = Path(__file__).parents[1] / "models" / "tiny_math"
 SHAPE = SHAPES["cuda"][0]

@@ -23,7 +23,7 @@ import numpy as np
 from _report import Row, report
 from numpy.typing import NDArray
 
-from tuner.run.proof import Plan, evidence_of
+from tuner.runs.statistics import Plan, evidence_of
 
 LOOKS = 4.0  # times the sessions of the test with one look
 GIVEN_UP = 40.0  # the same, after which a deployment counts with what it took

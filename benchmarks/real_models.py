@@ -221,7 +221,7 @@ def train_with_trl(steps: int) -> dict[str, Any]:
     from trl import GRPOConfig, GRPOTrainer
     from trl.chat_template_utils import qwen3_chat_template
 
-    from tuner.assembly.model_folders import model_folder
+    from tuner.runs.models import model_folder
 
     times: list[float] = []
 

@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT / "examples" / "gsm8k"))
 import main as example  # noqa: E402
 
 from tuner import JudgeOutput, TuneResult, rebase, tune  # noqa: E402
-from tuner.functions.outputs import StoredResponse  # noqa: E402
+from tuner.tasks.functions import StoredResponse  # noqa: E402
 from tuner.traces import read_traces  # noqa: E402
 
 

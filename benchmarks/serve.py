@@ -177,8 +177,8 @@ def only_wait(port: int, seconds: float) -> None:
 
 def serve(port: int, seconds: float, folder: Path) -> None:
     """Our server as it is started, with the stub in the engine's place."""
-    from tuner.assembly.stack import build_stack
     from tuner.config.load import checked, read_layers
+    from tuner.runs.stack import build_stack
     from tuner.serving import hosting
 
     def stubbed(*arguments: Any, **options: Any) -> Any:

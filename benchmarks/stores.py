@@ -28,10 +28,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.browser.conftest import Served
 from tuner.engines import SamplingParams
+from tuner.tools.viewer.database import NAME
+from tuner.tools.viewer.index import TraceIndex
 from tuner.traces import Call, Outcome, RolloutId, Trace
 from tuner.traces.store import trace_to_json
-from tuner.viewer.database import NAME
-from tuner.viewer.index import TraceIndex
 
 CALLS, STEPS, GROUP = 10, 100, 8
 VOCABULARY = 151_936

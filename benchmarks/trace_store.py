@@ -22,8 +22,7 @@ from _report import Row, report
 
 from tuner.engines import SamplingParams
 from tuner.traces import Call, Outcome, RolloutId, Trace, branches
-from tuner.traces.plain import to_plain
-from tuner.traces.store import trace_from_json, trace_to_json
+from tuner.traces.store import to_plain, trace_from_json, trace_to_json
 
 VOCABULARY = 151_936
 SYSTEM, SAID, READ = 2000, 150, 350

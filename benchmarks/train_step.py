@@ -40,7 +40,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tuner.engines.base import SamplingParams
 from tuner.traces import RolloutId, TokenTree
-from tuner.training import Batch, PolicyTrainer, Row, TrainerSettings
+from tuner.training.batch import Batch, Row
+from tuner.training.trainer import PolicyTrainer
+from tuner.training.trainer_settings import TrainerSettings
 
 MAX_TOKENS = 16_384
 Work = Callable[[], dict[str, float]]

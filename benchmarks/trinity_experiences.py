@@ -28,14 +28,14 @@ import torch
 from _report import Row, report
 from torch import Tensor
 
-from tuner.algorithms.advantages import call_normalized
-from tuner.assembly.models import load_model, load_tokenizer
-from tuner.chat_models import chat_model
 from tuner.engines.transformers.engine import TransformersEngine
-from tuner.functions.outputs import WorkflowOutput
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults
-from tuner.rollout import RolloutRunner, RolloutSettings
+from tuner.rollouts import RolloutRunner, RolloutSettings
+from tuner.rollouts.chat_models import chat_model
+from tuner.runs.models import load_model, load_tokenizer
+from tuner.tasks.functions import WorkflowOutput
 from tuner.traces import Call, RolloutId, Trace
+from tuner.training.advantages import call_normalized
 from tuner.trinity.experience import TrainedSequence, merged, one_per_call
 
 GROUP = 4

@@ -163,9 +163,9 @@ async def measure_ways(calls: int) -> dict[str, dict[str, float]]:
     import uvicorn
 
     from tuner.gateway.http import _Endpoint, _Server
-    from tuner.rollout.caller import Caller
+    from tuner.rollouts.runner import Caller
+    from tuner.rollouts.worker_pool import Pool
     from tuner.traces import RolloutId
-    from tuner.workers.pool import Pool
 
     gateway = make_gateway(streamed=False)
     pool = Pool(1, caller, None, "plain", 600.0)

@@ -15,10 +15,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from tuner.algorithms.table import ALGORITHMS, NOT_HERE
+from tuner.config.algorithms import ALGORITHMS, NOT_HERE
 from tuner.config.foreign import FOREIGN, Foreign, Same, Values
 from tuner.config.keys import fields
-from tuner.config.section import Section, section_of
+from tuner.config.schema import Section, section_of
 from tuner.trinity.refusals import (
     ALGORITHMS_REFUSED,
     ALGORITHMS_WITHOUT_TINKER,

@@ -6,8 +6,8 @@ import pytest
 
 from tests.loop.test_local import TINY_MATH
 from tuner import JudgeOutput, WorkflowOutput
-from tuner.assembly.stack import build_stack
-from tuner.check import check_run
+from tuner.runs.stack import build_stack
+from tuner.tools.check import check_run
 from tuner.tune import prepare
 
 

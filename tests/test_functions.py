@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from tuner.errors import ConfigError, DatasetError, FunctionError
-from tuner.functions.calling import (
+from tuner.tasks.functions import (
+    JudgeOutput,
+    WorkflowOutput,
     as_judge_output,
     as_workflow_output,
     call_judge,
@@ -21,8 +23,7 @@ from tuner.functions.calling import (
     check_judge_function,
     check_workflow_function,
 )
-from tuner.functions.loading import load_function, without_collection
-from tuner.functions.outputs import JudgeOutput, WorkflowOutput
+from tuner.tasks.loading import load_function, without_collection
 
 
 async def workflow(task, model):

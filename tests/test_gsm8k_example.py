@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tuner import MissingDependencyError
-from tuner.chat_models.agentscope1 import trinity_chat_model
+from tuner.rollouts.agentscope1 import trinity_chat_model
 
 pytest.importorskip("agentscope")
 pytest.importorskip("math_verify")
@@ -58,7 +58,7 @@ async def test_judge_compares_final_answers(example, reply, reward):
 
 
 def test_without_agentscope_the_example_says_what_to_install(monkeypatch) -> None:
-    monkeypatch.setattr("tuner.chat_models.agentscope1.agentscope_version", lambda: None)
+    monkeypatch.setattr("tuner.rollouts.agentscope1.agentscope_version", lambda: None)
     trinity_chat_model.cache_clear()
     spec = importlib.util.spec_from_file_location("gsm8k_without_agentscope", EXAMPLE)
     assert spec is not None

@@ -7,7 +7,7 @@ import pytest
 from tuner.config.foreign import FOREIGN
 from tuner.config.keys import schema_paths
 from tuner.config.schema import TunerSection
-from tuner.run.continuation import MAY_CHANGE_HERE
+from tuner.runs.directory import MAY_CHANGE_HERE
 from tuner.trinity.handover import OUR_DEFAULTS
 from tuner.trinity.refusals import REFUSALS, USED, WITH_TINKER, WITHOUT_EFFECT
 from tuner.trinity.resume import MAY_CHANGE_THERE

@@ -12,15 +12,15 @@ import openai
 import pytest
 
 from tests.chat_server import Refusal, chat_server
-from tuner.chat_models import default_kind
 from tuner.errors import TunerError
+from tuner.rollouts.chat_models import default_kind
 from tuner.testing import Replayed, recorded_rollouts
-from tuner.traces.saved import read_rollouts
+from tuner.traces.store import read_rollouts
 
 pytest_plugins = ["pytester"]
 
 # A pytest inside of this one forgets what it has imported first, and some of it cannot come twice.
-for _module in ("chat_models", "config", "gateway.playback", "gateway.relay", "gateway.results"):
+for _module in ("rollouts.chat_models", "config", "gateway.playback", "gateway.relay"):
     import_module(f"tuner.{_module}")
 default_kind()
 

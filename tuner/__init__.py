@@ -12,13 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tuner.chat_models import require_agentscope1, require_agentscope2
-    from tuner.commands.evaluation import evaluate
-    from tuner.commands.rebasing import Rebase, rebase
-    from tuner.commands.scores import Evaluation
     from tuner.config import RemoteModel, RunConfig
-    from tuner.data.dataset import Dataset, DatasetConfig
-    from tuner.data.task_results import TaskResults
     from tuner.environments.trl import from_trl
     from tuner.errors import (
         ConfigError,
@@ -31,56 +25,67 @@ if TYPE_CHECKING:
         TrainingError,
         TunerError,
     )
-    from tuner.functions.calling import check_judge_function, check_workflow_function
-    from tuner.functions.outputs import (
+    from tuner.gateway.sessions import recorded
+    from tuner.rewards.judges import avg_time_judge, avg_token_consumption_judge
+    from tuner.rollouts.chat_models import require_agentscope1, require_agentscope2
+    from tuner.runs.result import TuneResult
+    from tuner.serving.client import AsyncClient, Client
+    from tuner.tasks.datasets import Dataset, DatasetConfig
+    from tuner.tasks.functions import (
         JudgeOutput,
         JudgeType,
         Rejected,
         WorkflowOutput,
         WorkflowType,
+        check_judge_function,
+        check_workflow_function,
     )
-    from tuner.gateway.results import recorded
-    from tuner.prompts.model_selection import select_model
-    from tuner.prompts.tuning import tune_prompt
-    from tuner.result import TuneResult
-    from tuner.rewards.consumption import avg_time_judge, avg_token_consumption_judge
-    from tuner.serving.client import AsyncClient, Client
-    from tuner.settings import (
+    from tuner.tasks.selection import TaskResults
+    from tuner.tasks.settings import (
         AlgorithmConfig,
         PromptTuneConfig,
         TinkerConfig,
         TunerModelConfig,
     )
+    from tuner.tools.evaluate import Evaluation, evaluate
+    from tuner.tools.rebase import Rebase, rebase
+    from tuner.tools.select_model import select_model
+    from tuner.tools.tune_prompt import tune_prompt
     from tuner.tune import tune
 
     # The class depends on what is installed, so type checkers cannot see it.
     TrinityChatModel = Any
 
 _MODULES = {
-    "tuner.chat_models": ("require_agentscope1", "require_agentscope2"),
+    "tuner.rollouts.chat_models": ("require_agentscope1", "require_agentscope2"),
     "tuner.cli": ("__version__",),
-    "tuner.commands.evaluation": ("evaluate",),
-    "tuner.commands.rebasing": ("Rebase", "rebase"),
-    "tuner.commands.scores": ("Evaluation",),
+    "tuner.tools.evaluate": ("evaluate", "Evaluation"),
+    "tuner.tools.rebase": ("Rebase", "rebase"),
     "tuner.config": ("RemoteModel", "RunConfig"),
-    "tuner.data.dataset": ("Dataset", "DatasetConfig"),
-    "tuner.data.task_results": ("TaskResults",),
+    "tuner.tasks.datasets": ("Dataset", "DatasetConfig"),
+    "tuner.tasks.selection": ("TaskResults",),
     "tuner.environments.trl": ("from_trl",),
-    "tuner.functions.calling": ("check_judge_function", "check_workflow_function"),
-    "tuner.functions.outputs": (
+    "tuner.tasks.functions": (
+        "check_judge_function",
+        "check_workflow_function",
         "JudgeOutput",
         "JudgeType",
         "Rejected",
         "WorkflowOutput",
         "WorkflowType",
     ),
-    "tuner.gateway.results": ("recorded",),
-    "tuner.prompts.model_selection": ("select_model",),
-    "tuner.prompts.tuning": ("tune_prompt",),
-    "tuner.result": ("TuneResult",),
-    "tuner.rewards.consumption": ("avg_time_judge", "avg_token_consumption_judge"),
+    "tuner.gateway.sessions": ("recorded",),
+    "tuner.tools.select_model": ("select_model",),
+    "tuner.tools.tune_prompt": ("tune_prompt",),
+    "tuner.runs.result": ("TuneResult",),
+    "tuner.rewards.judges": ("avg_time_judge", "avg_token_consumption_judge"),
     "tuner.serving.client": ("AsyncClient", "Client"),
-    "tuner.settings": ("AlgorithmConfig", "PromptTuneConfig", "TinkerConfig", "TunerModelConfig"),
+    "tuner.tasks.settings": (
+        "AlgorithmConfig",
+        "PromptTuneConfig",
+        "TinkerConfig",
+        "TunerModelConfig",
+    ),
     "tuner.tune": ("tune",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
@@ -133,7 +138,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "TrinityChatModel":
-        from tuner.chat_models import trinity_chat_model_class
+        from tuner.rollouts.chat_models import trinity_chat_model_class
 
         value: Any = trinity_chat_model_class()
     elif name in __all__ or name == "__version__":  # what is in no other module is an error

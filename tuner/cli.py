@@ -2,31 +2,490 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 
 import typer
 import yaml
 
-from tuner.commands.arguments import (
-    FAILED,
-    AsJson,
-    ConfigFile,
-    Overrides,
-    RunDirectoryPath,
-    functions_of,
-)
-from tuner.commands.check_command import check
-from tuner.commands.rebase_command import rebase
-from tuner.commands.train_command import train
-from tuner.errors import ConfigError, TrainingError, TunerError
-from tuner.rerun.command import rerun
-from tuner.serving.serving_commands import compare, serve
+from tuner.errors import ConfigError, MissingDependencyError, TrainingError, TunerError, pip_install
 from tuner.templates import Template, create, missing
+
+if TYPE_CHECKING:
+    from tuner.config import RunConfig
+    from tuner.environments import Environment
+    from tuner.runs.result import Verdict
+    from tuner.serving.hosting import Server
+    from tuner.tasks.settings import Given
+
+
+# What several commands are given, and what it names.
+
+
+FAILED = 1
+"""The status of a command that found something wrong."""
+
+ConfigFile = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="YAML file in Trinity-RFT's form.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Settings that win over the file's."),
+]
+RunDirectoryPath = Annotated[
+    Path,
+    typer.Argument(metavar="RUN", help="Run directory: <checkpoint_root_dir>/<project>/<name>."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+
+
+class Named(NamedTuple):
+    """What a file names, and its backend.
+
+    Attributes:
+        workflow, judge: None where they are not named, or an environment brings them.
+        backend: "local" or "trinity".
+        environment: That of `tuner.environment`, but for a queue agent's.
+    """
+
+    workflow: Callable[..., Any] | None
+    judge: Callable[..., Any] | None
+    backend: str
+    environment: Environment | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """As `tune()` and `evaluate()` take them."""
+        return {
+            "workflow_func": self.workflow,
+            "judge_func": self.judge,
+            "environment": self.environment,
+        }
+
+
+def functions_of(path: Path, overrides: list[str]) -> Named:
+    """The workflow and the judge that the file names, or its environment; recorded data needs none.
+
+    Raises:
+        ConfigError: The file cannot be read, what it names cannot be loaded, or it names nothing.
+        FunctionError: What it names as its environment is none.
+    """
+    from tuner.config.load import checked, read_layers
+    from tuner.environments.seam import named_in
+    from tuner.tasks.loading import load_function
+
+    load: Callable[..., Any] = load_function
+    layers = read_layers(path, overrides=overrides)
+    if layers.backend == "trinity":
+        from tuner.tasks.loading import load as load_sent
+        from tuner.trinity.handover import resolve
+        from tuner.trinity.stage import ROLLS_OUT
+
+        load, settings = load_sent, resolve(layers)
+        names, rolls_out = settings.tuner, settings.mode in ROLLS_OUT
+    else:
+        config = checked(layers)
+        names, rolls_out = config.tuner, config.mode != "train"
+    workflow: Callable[..., Any] | None = None
+    if names.agent is not None:
+        from tuner.areal import configured_agent
+
+        workflow = configured_agent(names)
+    elif (environment := named_in(names)) is not None:
+        return Named(None, None, layers.backend, environment)
+    elif names.workflow is not None:
+        workflow = load(names.workflow, setting="tuner.workflow")
+    elif rolls_out:
+        raise ConfigError(
+            f"{path}: tuner.workflow is not set: name the workflow as package.module:function or "
+            "path/file.py:function, or set tuner.environment"
+        )
+    judge = None if names.judge is None else load(names.judge, setting="tuner.judge")
+    return Named(workflow, judge, layers.backend)
+
+
+# The command `tuner check`: its options, checked before anything is imported for it.
+
+
+def check(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    of_judge: Annotated[
+        bool, typer.Option("--judge", help="Is the judge any good? It judges rollouts and more.")
+    ] = False,
+    labelled: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="For --judge: JSON lines of task, response, reward."),
+    ] = None,
+    tasks: Annotated[int, typer.Option(min=1, help="For --judge: tasks with rollouts.")] = 4,
+) -> None:
+    """Validate everything, look at two rollouts or at recorded data, and say what would happen.
+
+    For Trinity-RFT: its own check, without a GPU or a cluster; no rollouts.
+    """
+    from tuner.runs.directory import outside_event_loop
+    from tuner.tune import prepare
+
+    if labelled is not None and not of_judge:
+        raise ConfigError("--labelled is for the judge: add --judge")
+    named = functions_of(config, overrides or [])
+    if of_judge and named.backend == "trinity":
+        raise ConfigError("--judge needs rollouts, which are run here: add tuner.backend=local")
+    if named.backend == "trinity":
+        verdict = _check_trinity(config, overrides or [], named)
+    else:
+        run = prepare(**named.arguments, config_path=config, overrides=overrides or [])
+        # These import PyTorch: only once the rest is in order.
+        if of_judge:
+            from tuner.tools.judge_check import check_judge
+
+            verdict = outside_event_loop(lambda: check_judge(run, tasks=tasks, labelled=labelled))
+        elif run.history is not None:
+            from tuner.tools.check import check_history
+
+            verdict = outside_event_loop(lambda: check_history(run))
+        else:
+            from tuner.tools.check import check_run
+
+            verdict = outside_event_loop(lambda: check_run(run))
+    typer.echo(verdict.text)
+    if not verdict.ready:
+        raise typer.Exit(FAILED)
+
+
+def _check_trinity(path: Path, overrides: list[str], named: Named) -> Verdict:
+    from tuner.environments.seam import parts_of
+    from tuner.trinity.preparation import check_trinity
+
+    given: Given = {
+        "environment": named.environment,
+        "config_path": path,
+        "overrides": overrides,
+    }
+    parts = parts_of(named.workflow, named.judge, None, given)
+    return check_trinity(
+        path,
+        parts.given["overrides"],
+        workflow=parts.workflow,
+        judge=parts.judge,
+        train_dataset=parts.train_dataset,
+        eval_dataset=parts.given.get("eval_dataset"),
+    )
+
+
+# The command `tuner rebase`: its options, checked before anything is imported for it.
+
+
+def rebase(
+    run: RunDirectoryPath,
+    judge: Annotated[
+        str, typer.Option(help="The mended one: package.module:function or path/file.py:function.")
+    ],
+    overrides: Overrides = None,
+    workflow: Annotated[
+        str | None, typer.Option(help="Likewise; as the run's configuration names it.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the new run, beside RUN; RUN's with -rebased.")
+    ] = None,
+    min_effective_samples: Annotated[
+        float,
+        typer.Option(
+            metavar="SHARE",
+            help="What the tokens recorded for a step must be worth to the weights that it trains.",
+        ),
+    ] = 0.9,
+    max_reused: Annotated[
+        float,
+        typer.Option(
+            metavar="SHARE",
+            help="Of the steps from the first changed one on how many may be trained again.",
+        ),
+    ] = 0.5,
+) -> None:
+    """The judge was wrong: score a run's rollouts again, and train on from what this changes.
+
+    RUN stays as it is. What was recorded is trained again as long as it is worth it to the weights;
+    from then on rollouts are made anew. Interrupted, the same command goes on.
+    """
+    from tuner.tools.rebase import rebase
+
+    result = rebase(
+        run,
+        judge,
+        workflow=workflow,
+        name=name,
+        min_effective_samples=min_effective_samples,
+        max_reused=max_reused,
+        overrides=overrides or [],
+    )
+    typer.echo(result)
+
+
+# The command `tuner train`: learn from rollouts that were recorded before.
+
+
+def train(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SOURCE... [KEY=VALUE...]",
+            help="Runs, files of traces or folders of them, a server's serving.sqlite, or logs; "
+            "and settings that win over the file's.",
+        ),
+    ],
+    config: Annotated[Path, typer.Option(metavar="FILE", help="YAML file in Trinity-RFT's form.")],
+) -> None:
+    """Train on recorded rollouts, without a new one; a workflow is only for evaluations.
+
+    The same as `tuner run` with `tuner.history.sources`. What is learned is the file's algorithm:
+    sft imitates the best of each task, dpo compares two of a task, all others learn off-policy.
+    """
+    from tuner.tune import tune
+
+    sources, overrides = split_arguments(arguments)
+    history = [f"tuner.history.sources={json.dumps(sources)}"] if sources else []
+    settings = ["mode=train", *history, *overrides]
+    named = functions_of(config, settings)
+    if named.backend == "trinity":
+        raise ConfigError(
+            "tuner train is for the local backend: add tuner.backend=local. Trinity-RFT trains on "
+            "what it explored with `tuner run FILE mode=train`"
+        )
+    typer.echo(tune(**named.arguments, config_path=config, overrides=settings))
+
+
+def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Sources, as absolute paths, and settings, which have a `=` and are no path."""
+    sources, overrides = list[str](), list[str]()
+    for text in arguments:
+        if "=" in text and not Path(text).exists():
+            overrides.append(text)
+        else:
+            sources.append(str(Path(text).expanduser().resolve()))
+    return sources, overrides
+
+
+# The command `tuner rerun`: its options, checked before anything is imported for it.
+
+
+def rerun(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Run directory, or a file of its traces/.")
+    ],
+    trace: Annotated[
+        str, typer.Argument(metavar="TRACE", help="split-step-task-rollout, as in train-3-0-2.")
+    ],
+    until: Annotated[
+        int | None,
+        typer.Option(metavar="CALL", help="Call, from 1, where it ends, or sampling begins."),
+    ] = None,
+    workflow: Annotated[
+        str | None, typer.Option(help="package.module:function or path/file.py:function.")
+    ] = None,
+    judge: Annotated[str | None, typer.Option(help="Likewise; both as the run has them.")] = None,
+    sample: Annotated[
+        bool, typer.Option("--sample", help="Go on with the model where the script ends.")
+    ] = False,
+    candidate: Annotated[
+        str | None,
+        typer.Option("--candidate", "-c", metavar="PATH", help="Its weights; the run's newest."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of what is sampled.")] = 0,
+    save: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Add it to a file for tuner.testing.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Its name there; TRACE.")] = None,
+) -> None:
+    """Run the workflow against a recorded rollout, here, with its breakpoints and prints.
+
+    What the model said is given back, so none is loaded, up to a call or to the end. Where the
+    agent asks for something else than was recorded, the difference is shown.
+    """
+    from rich.console import Console
+
+    from tuner.tools.recorded_run import save_rollouts
+    from tuner.tools.rerun import run_again, say
+
+    if not sample and (candidate is not None or seed):
+        raise ConfigError("--candidate and --seed are for what is sampled: add --sample")
+    if save is not None and (sample or until is not None):
+        raise ConfigError("--save is for whole rollouts as recorded: leave --sample, --until out")
+    result = run_again(
+        run,
+        trace,
+        until=until,
+        workflow=workflow,
+        judge=judge,
+        sample=sample,
+        candidate=candidate,
+        seed=seed,
+    )
+    say(result, Console(highlight=False, soft_wrap=True))
+    if not result.well:
+        raise typer.Exit(1)
+    if save is not None:
+        save_rollouts(run, {name or trace: trace}, save)
+        typer.echo(f"saved   {save}: {name or trace}")
+
+
+# The commands `tuner serve` and `tuner compare`: options, checked before anything is imported.
+
+
+def serve(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; other than loopback needs an admin key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8700,
+    train: Annotated[
+        bool,
+        typer.Option(
+            "--train", help="Learn from judged sessions, and promote what is proven to be better."
+        ),
+    ] = False,
+) -> None:
+    """Serve the model to agents that run elsewhere, and record every call of theirs.
+
+    The model is the file's, the newest checkpoint of its run, or what a server promoted last.
+    Calls, rewards and keys are in serving.sqlite in the run directory; a server that is started
+    again goes on with them.
+    """
+    from tuner.config.keys import require_model_libraries
+    from tuner.config.load import checked, read_layers
+    from tuner.tune import with_default_model
+
+    require_libraries()
+    layers = read_layers(config, overrides=overrides or [])
+    if layers.backend == "trinity":
+        raise ConfigError("tuner serve is for the local backend: add tuner.backend=local")
+    settings, more = with_default_model(checked(layers)), dict[str, Any]()
+    require_model_libraries(settings)
+    if train:
+        settings, more = learns(settings, config, overrides or [])
+
+    from tuner.serving.hosting import serve as serve_model
+
+    serve_model(
+        settings, host=host, port=port, announce=lambda server: typer.echo(said(server)), **more
+    )
+
+
+def learns(config: RunConfig, path: Path, overrides: list[str]) -> tuple[RunConfig, dict[str, Any]]:
+    """The configuration of a server that learns, and what `serve` is given besides.
+
+    Raises:
+        ConfigError: A server cannot learn with it.
+        FunctionError, DatasetError: As `tune()`, of the held-out tasks.
+    """
+    pass
+    from tuner.serving.learning.beside import check_can_learn, learning, learning_config
+    from tuner.tune import prepare_evaluation
+
+    check_can_learn(config)
+    if config.tuner.serving.promotion.by not in ("held_out", "both"):
+        return learning_config(config), {"beside": learning({})}
+    named = functions_of(path, overrides).arguments
+    run = prepare_evaluation(**named, config_path=path, overrides=overrides)
+    functions = {"workflow": run.workflow, "judge": run.judge}
+    return learning_config(config), {**functions, "beside": learning(run.eval_tasks)}
+
+
+def require_libraries() -> None:
+    """
+    Raises:
+        MissingDependencyError: What the control API is built on is not installed.
+    """
+    try:
+        import fastapi
+        import prometheus_client
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"tuner serve needs fastapi and prometheus_client ({error}): {pip_install('serve')}"
+        ) from error
+    del fastapi, prometheus_client
+
+
+def said(server: Server) -> str:
+    """What is printed when the door is open: where, what, and a key that nobody could know."""
+    door, stack = server.door, server.stack
+    assert door is not None, "it is told when the door is open"
+    name = stack.gateway.service.model_name
+    root = door.base_url.removesuffix("/v1")
+    lines = [
+        f"{name}, version {stack.engine.version}, at {door.base_url}",
+        f"sessions, rewards: {root}/tuner/v1 (described by /tuner/v1/openapi.json)",
+        f"kept in {server.store.path}",
+    ]
+    variable = server.config.tuner.serving.admin_key_env
+    if not os.environ.get(variable):
+        lines.append(f"admin key of this start: {server.admin_key} (set {variable} to keep one)")
+    return "\n".join([*lines, "Ctrl-C ends it."])
+
+
+def compare(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Two or more; with --proof two.")
+    ],
+    split: Annotated[
+        str | None,
+        typer.Option(
+            help="Whose tasks: train, or an evaluation set. None: all sets they have in common."
+        ),
+    ] = None,
+    tasks: Annotated[int, typer.Option(min=0, help="How many tasks of a split are shown.")] = 10,
+    proof: Annotated[
+        bool,
+        typer.Option("--proof", help="Is the second run better than the first, on the same tasks?"),
+    ] = False,
+    effect: Annotated[
+        float | None,
+        typer.Option(help="With --proof: the difference in reward that is worth finding."),
+    ] = None,
+    rewards: Annotated[
+        tuple[float, float],
+        typer.Option(metavar="LOW HIGH", help="Between these lies every reward."),
+    ] = (0.0, 1.0),
+    alpha: Annotated[
+        float, typer.Option(help="Chance of a wrong promotion, however often one looks.")
+    ] = 0.05,
+    power: Annotated[
+        float, typer.Option(help="Chance to promote a candidate that is better by the effect.")
+    ] = 0.8,
+    margin: Annotated[float, typer.Option(help="A promotion needs more than this.")] = 0.0,
+    as_json: AsJson = False,
+) -> None:
+    """Runs side by side: settings that differ, curves, and the rewards of the same tasks.
+
+    With --proof: estimate, interval, and promote, keep or not yet.
+    """
+    if not proof:
+        if effect is not None:
+            raise ConfigError("--effect is for --proof: add it")
+        from tuner.tools.compare import compare
+
+        found = compare(runs, split=split)
+        typer.echo(found.model_dump_json(indent=2) if as_json else found.text(tasks))
+        return
+    if effect is None:
+        raise ConfigError(
+            "--effect is not given: say which difference in reward is worth finding, as 0.05"
+        )
+    from tuner.runs.statistics import Plan
+    from tuner.tools.compare import prove
+
+    low, high = rewards
+    plan = Plan(effect=effect, low=low, high=high, alpha=alpha, power=power, margin=margin)
+    proven = prove(runs, plan, split=split)
+    typer.echo(proven.model_dump_json(indent=2) if as_json else proven.text())
+
 
 try:
     __version__ = version("agentscope-tuner")
@@ -163,7 +622,7 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Try models, checkpoints and runs on the evaluation sets: means, pass@k, differences."""
-    from tuner.commands.evaluation import evaluate
+    from tuner.tools.evaluate import evaluate
 
     result = evaluate(
         **functions_of(config, overrides or []).arguments,
@@ -183,7 +642,7 @@ def evaluate(
 @app.command(epilog="Example: tuner doctor")
 def doctor(as_json: AsJson = False) -> None:
     """Python, GPU, libraries and extras: what works here, why not, and what would mend it."""
-    from tuner.commands.doctor import examine
+    from tuner.tools.doctor import examine
 
     found = examine()
     typer.echo(found.model_dump_json(indent=2) if as_json else found)
@@ -211,7 +670,7 @@ def export(
     ] = False,
 ) -> None:
     """Write a checkpoint as a folder that vLLM, SGLang and transformers load, with a model card."""
-    from tuner.commands.export import export
+    from tuner.tools.export import export
 
     where, address = export(source, folder, merge=merge, dtype=dtype, push=push, public=public)
     typer.echo(f"{where} is ready: its README.md says how it is loaded")
@@ -235,14 +694,14 @@ def view(
 ) -> None:
     """Look at a run and its traces in a browser; follows a run that is going on."""
     if report:
-        from tuner.prompts.search_page import is_search, write_page
-        from tuner.viewer import write_report
+        from tuner.tools.prompt_page import is_search, write_page
+        from tuner.tools.viewer import write_report
 
         typer.echo(write_report(run))
         if is_search(run):
             typer.echo(write_page(run))
         return
-    from tuner.viewer.web import serve
+    from tuner.tools.viewer.web import serve
 
     serve(run, port=port, announce=lambda link: typer.echo(f"{link}\nCtrl-C ends it."))
 
@@ -257,8 +716,8 @@ def replay(
     ] = None,
 ) -> None:
     """Score stored traces again with another judge; no model runs."""
-    from tuner.functions.loading import load_function
-    from tuner.viewer.replay import parse_steps, replay, replay_table
+    from tuner.tasks.loading import load_function
+    from tuner.tools.viewer.replay import parse_steps, replay, replay_table
 
     module, _, function = judge.rpartition(":")
     result = replay(

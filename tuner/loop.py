@@ -11,10 +11,10 @@
 A step that is interrupted at any point is taken up from what is on disk: the last checkpoint, and
 the traces of the steps after it. Recorded traces are trained again without generating, so no
 rollout that ended is lost and `save_interval` only decides how much training is repeated. A run
-that goes on from the samples of another (`tuner.run.rebased`) trains them in the same way.
+that goes on from the samples of another (`tuner.runs.rebased`) trains them in the same way.
 
 With `synchronizer.sync_offset` collection runs ahead: training is in a thread, the engine has
-weights of its own, and `tuner.rollout.schedule` says what is begun when and what a step takes.
+weights of its own, and `tuner.rollouts.groups` says what is begun when and what a step takes.
 """
 
 from __future__ import annotations
@@ -31,35 +31,41 @@ from typing import Any, TypeVar
 
 import torch
 
-from tuner.assembly.history_batches import Comparable
-from tuner.assembly.stack import Stack, build_stack, build_trainer
 from tuner.config import RunConfig
-from tuner.data.order import is_due, planned_steps
-from tuner.data.recorded import Examples
-from tuner.data.recorded_traces import History
 from tuner.errors import TrainingError
 from tuner.gateway import SamplingDefaults
-from tuner.recorded_sources import Data, RowSource, TraceSource, training_data, units
-from tuner.result import TuneResult
-from tuner.rollout import Rollouts, StepPlan
-from tuner.run.console import ConsoleMonitor
-from tuner.run.directory import TRAINER_STATE, Report, reported
-from tuner.run.interrupts import run_async
-from tuner.run.metrics import evaluation_metrics
-from tuner.run.record import RunRecord, finished_result, open_directory
-from tuner.sources import RolloutSource, Source
+from tuner.rollouts import Rollouts, StepPlan
+from tuner.runs.console import ConsoleMonitor
+from tuner.runs.directory import TRAINER_STATE, Report, reported, run_async
+from tuner.runs.history import History
+from tuner.runs.metrics import evaluation_metrics
+from tuner.runs.record import RunRecord, finished_result, open_directory
+from tuner.runs.recorded import Examples
+from tuner.runs.result import TuneResult
+from tuner.runs.sources import (
+    Comparable,
+    Data,
+    RolloutSource,
+    RowSource,
+    Source,
+    TraceSource,
+    training_data,
+    units,
+)
+from tuner.runs.stack import Stack, build_stack, build_trainer
+from tuner.tasks.selection import is_due, planned_steps
 from tuner.traces import Trace, TraceStore
-from tuner.training import (
-    Batch,
+from tuner.training.batch import Batch
+from tuner.training.likelihood import (
     Effective,
     OffPolicyBatch,
-    PolicyTrainer,
     RecordedBatch,
     TooFewEffective,
     effective_samples,
     off_policy_update,
     recorded_update,
 )
+from tuner.training.trainer import PolicyTrainer
 
 logger = logging.getLogger("tuner")
 Task = dict[str, Any]

@@ -27,13 +27,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 from tuner.errors import TunerError
-from tuner.traces.saved import SavedRollout, read_rollouts, write_rollouts
-from tuner.traces.store import trace_line
+from tuner.traces.store import SavedRollout, read_rollouts, trace_line, write_rollouts
 
 if TYPE_CHECKING:
     from tuner.gateway import Gateway, Session
     from tuner.gateway.script import Divergence
-    from tuner.rerun.recorded_run import save_rollouts
+    from tuner.tools.recorded_run import save_rollouts
 
 __all__ = ["Replayed", "SavedRollout", "recorded_rollouts", "save_rollouts"]
 
@@ -43,7 +42,7 @@ _RECORDED = pytest.StashKey[list[str]]()
 
 def __getattr__(name: str) -> Any:
     if name == "save_rollouts":  # it imports PyTorch, which tests do without
-        from tuner.rerun.recorded_run import save_rollouts
+        from tuner.tools.recorded_run import save_rollouts
 
         return save_rollouts
     raise AttributeError(f"module 'tuner.testing' has no attribute {name!r}")
@@ -187,9 +186,8 @@ class _Given:
 
     async def returned(self, session: Session, task: dict[str, Any]) -> Any:
         """What the workflow returns, in a session."""
-        from tuner.chat_models import chat_model, default_kind
-        from tuner.functions.calling import call_function
-        from tuner.functions.outputs import TaskRow
+        from tuner.rollouts.chat_models import chat_model, default_kind
+        from tuner.tasks.functions import TaskRow, call_function
 
         model = chat_model(session, kind=default_kind())
         arguments = {
@@ -250,8 +248,8 @@ async def _replay(saved: SavedRollout, task: Mapping[str, Any] | None, given: _G
 
 def _fail_at(saved: SavedRollout, left: Divergence, error: Exception | None) -> NoReturn:
     """Fail with what differs; outside of `except`, so that pytest shows nothing else."""
-    from tuner.functions.places import raised_in
     from tuner.gateway.request_diff import difference_of
+    from tuner.tasks.functions import raised_in
 
     place = None if error is None else raised_in(error)
     lines = [f"the agent leaves the rollout {saved.name!r} {left}"]
@@ -274,7 +272,7 @@ def _fail(text: str) -> NoReturn:
 
 def _answer(returned: Any) -> str:
     """What a workflow returned, as its trace has it."""
-    from tuner.functions.outputs import response_text
+    from tuner.tasks.functions import response_text
 
     is_output = type(returned).__name__ == "WorkflowOutput" and hasattr(returned, "response")
     return response_text(returned.response if is_output else returned)
@@ -297,9 +295,9 @@ class _Recorder:
         self, name: str, task: dict[str, Any], given: _Given
     ) -> tuple[SavedRollout, Any]:
         """A new rollout, and what the workflow returned."""
-        from tuner.chat_models import remote_client
         from tuner.config import RemoteModel
         from tuner.gateway.relay import Relay
+        from tuner.rollouts.chat_models import remote_client
         from tuner.traces import Outcome, RolloutId, Trace
 
         remote = RemoteModel(base_url=self.url, model_name=self.model, api_key_env=self.key_env)

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from tuner.config import RemoteModel, RunConfig
+from tuner.config.keys import require_model_libraries
 from tuner.config.load import Layers, checked, read_layers
-from tuner.config.model_paths import require_model_libraries
-from tuner.data.dataset import Task
-from tuner.data.tasksets import evaluation_tasks, training_tasks
 from tuner.errors import ConfigError, DatasetError, FunctionError
-from tuner.functions.calling import (
+from tuner.runs.directory import outside_event_loop
+from tuner.tasks.datasets import Task
+from tuner.tasks.functions import (
     check_judge_function,
     check_settings,
     check_workflow_function,
@@ -22,21 +22,15 @@ from tuner.functions.calling import (
     names,
     where,
 )
-from tuner.functions.loading import require_nothing_loads, without_collection
-from tuner.run.interrupts import outside_event_loop
-from tuner.settings import (
-    AlgorithmConfig,
-    Given,
-    TunerModelConfig,
-    location,
-    settings_of,
-)
+from tuner.tasks.loading import require_nothing_loads, without_collection
+from tuner.tasks.selection import evaluation_tasks, training_tasks
+from tuner.tasks.settings import AlgorithmConfig, Given, TunerModelConfig, location, settings_of
 
 if TYPE_CHECKING:
-    from tuner.data.recorded_traces import History
     from tuner.environments.seam import Parts
-    from tuner.result import TuneResult
-    from tuner.run.directory import RunDirectory
+    from tuner.runs.directory import RunDirectory
+    from tuner.runs.history import History
+    from tuner.runs.result import TuneResult
 
 logger = logging.getLogger("tuner")
 
@@ -176,7 +170,7 @@ def leave_report(directory: RunDirectory, stopped: str | None) -> Path | None:
         directory: The run's.
         stopped: Why it stopped before its end; None where it did not.
     """
-    from tuner.viewer import write_report
+    from tuner.tools.viewer import write_report
 
     try:
         return write_report(directory.path, stopped=stopped)
@@ -284,7 +278,7 @@ def _prepared(layers: Layers, parts: Parts) -> Run:
     if section is None:
         train_tasks = training_tasks(config, train_dataset)
     else:
-        from tuner.data.recorded_traces import read_history
+        from tuner.runs.history import read_history
 
         train_tasks, history = [], read_history(section, train_dataset)
     tasks = evaluation_tasks(config, parts.given.get("eval_dataset"))

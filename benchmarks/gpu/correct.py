@@ -36,8 +36,9 @@ from tests.engines.models import (
 from tests.models.matrix import LAYOUTS, alone, rows_of
 from tests.training.exact import KINDS, all_float64, computed, model_of
 from tuner.engines import SamplingParams
-from tuner.training import PolicyTrainer, TrainerSettings
-from tuner.training.forward.probing import exact_forward
+from tuner.training.forward.layouts import exact_forward
+from tuner.training.trainer import PolicyTrainer
+from tuner.training.trainer_settings import TrainerSettings
 
 EXACT = 1e-4
 """Of log-probs in nats, and of the difference of gradients beside the gradient, in float32."""

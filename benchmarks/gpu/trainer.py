@@ -90,8 +90,8 @@ def update(device: str, number: int, thousands: int) -> Iterator[Row]:
 
 def _predicted(shape: Shape, unique: int, most: int) -> int:
     """Bytes at the peak of an update of so many distinct tokens, so many in a micro-batch."""
-    from tuner.assembly.memory import needs_of, peak_of  # needs more packages than the rest
     from tuner.config import load_config
+    from tuner.runs.placement import needs_of, peak_of
 
     config = load_config(overrides=["tuner.activation_checkpointing=false", "tuner.compile=true"])
     model = shape.model("meta").bfloat16()

@@ -21,8 +21,8 @@ from tuner.areal import (
     register_agent,
     register_environment,
 )
-from tuner.assembly.models import load_tokenizer
 from tuner.rewards import final_answer, math_equal
+from tuner.runs.models import load_tokenizer
 
 SYSTEM_PROMPT = "You are a helpful math problem solving agent."
 WRONG = "Unfortunately your answer is wrong. Let's try again."

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner import TunerError, TuneResult
-from tuner.environments.trl import GRPOConfig, GRPOTrainer  # was: from trl import ...
+from tuner.environments.trl import GRPOConfig, GRPOTrainer
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

@@ -7,15 +7,15 @@ from statistics import mean, stdev
 import pytest
 import torch
 
-from tuner.algorithms.advantages import (
+from tuner.config.algorithms import GRPOAdvantage, OPMDAdvantage, ReinforcePlusPlusAdvantage
+from tuner.training.advantages import (
     call_normalized,
     leave_one_out,
     mirror_descent,
     shifted_mean,
     whitened_returns,
 )
-from tuner.algorithms.losses import row_weights
-from tuner.algorithms.spec import GRPOAdvantage, OPMDAdvantage, ReinforcePlusPlusAdvantage
+from tuner.training.losses import row_weights
 
 # (set, rollout, reward): rollouts with one call or more in a set, in no order.
 CALLS = [

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from tuner.algorithms.allocation import POSITIONS, Fork, Positions, Seen, score
+from tuner.rollouts.allocation import POSITIONS, Fork, Positions, Seen, score
 
 
 class Chain:

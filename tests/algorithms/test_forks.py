@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tuner.algorithms.advantages import leave_one_out
-from tuner.algorithms.forks import Piece, Point, resolved, tree_advantages
+from tuner.training.advantages import leave_one_out
+from tuner.training.forks import Piece, Point, resolved, tree_advantages
 
 TOKENS = 2  # of a call; each is one binary decision
 DEPTH = 6

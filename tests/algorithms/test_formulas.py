@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tuner.algorithms.advantages import call_normalized, group_std
-from tuner.algorithms.losses import KL_ESTIMATORS, ppo_clip
-from tuner.algorithms.spec import GRPOAdvantage, PPOLoss
+from tuner.config.algorithms import GRPOAdvantage, PPOLoss
+from tuner.training.advantages import call_normalized, group_std
+from tuner.training.losses import KL_ESTIMATORS, ppo_clip
 
 finite = st.floats(-5, 5, allow_nan=False)
 

@@ -6,10 +6,10 @@ import random
 import pytest
 import torch
 
-from tuner.algorithms import losses
-from tuner.algorithms.spec import CISPOLoss, GSPOLoss, OPMDLoss, PPOLoss, SAPOLoss, TOPRLoss
-from tuner.training import TrainerSettings
+from tuner.config.algorithms import CISPOLoss, GSPOLoss, OPMDLoss, PPOLoss, SAPOLoss, TOPRLoss
+from tuner.training import losses
 from tuner.training.loss import Tokens, micro_batch_loss
+from tuner.training.trainer_settings import TrainerSettings
 
 ROWS = [0, 0, 0, 1, 1, 2, 2, 2, 2]
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tuner.algorithms.openness import _GRID, ALIKE, Shown, openness
+from tuner.rollouts.allocation import _GRID, ALIKE, Shown, openness
 
 SCORES = np.array([1.0, 3.0, 2.0, 2.0])
 

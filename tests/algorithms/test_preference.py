@@ -6,9 +6,9 @@ import random
 import pytest
 import torch
 
-from tuner.algorithms.advantages import distilled
-from tuner.algorithms.losses import dpo
-from tuner.algorithms.spec import DistillAdvantage, DPOLoss
+from tuner.config.algorithms import DistillAdvantage, DPOLoss
+from tuner.training.advantages import distilled
+from tuner.training.losses import dpo
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from tuner.algorithms.advantages import gae, turn_returns, whitened
-from tuner.algorithms.spec import PPOAdvantage
+from tuner.config.algorithms import PPOAdvantage
+from tuner.training.advantages import gae, turn_returns, whitened
 
 # a ─┬─ b ── d,  e
 #    └─ c

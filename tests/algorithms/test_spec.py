@@ -9,10 +9,12 @@ import torch
 
 from docs.tables import CONFIGURATION
 from tests.training.test_trainer import random_batch, tiny_model
-from tuner.algorithms.losses import dpo
-from tuner.algorithms.spec import ADVANTAGES, POLICY_LOSSES, EntropyLoss, KLLoss, KLPenalty
+from tuner.config.algorithms import ADVANTAGES, POLICY_LOSSES, EntropyLoss, KLLoss, KLPenalty
 from tuner.config.keys import schema_paths
-from tuner.training import PolicyTrainer, TrainerSettings, build_batch
+from tuner.training.batch import build_batch
+from tuner.training.losses import dpo
+from tuner.training.trainer import PolicyTrainer
+from tuner.training.trainer_settings import TrainerSettings
 
 PARTS = {
     **{("advantage_fn", name): part for name, part in ADVANTAGES.items()},

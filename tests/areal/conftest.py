@@ -6,11 +6,11 @@ import pytest
 
 from tests.areal.queue_agents import Counting
 from tuner.areal import FinetuneSpec, GRPOConfig, PPOActor, RolloutEngine
-from tuner.assembly.models import load_model, load_tokenizer
-from tuner.chat_models import PlainChatModel
 from tuner.engines.transformers.engine import TransformersEngine
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults
-from tuner.rollout import RolloutRunner, RolloutSettings
+from tuner.rollouts import RolloutRunner, RolloutSettings
+from tuner.rollouts.chat_models import PlainChatModel
+from tuner.runs.models import load_model, load_tokenizer
 from tuner.traces import RolloutId
 
 

@@ -15,7 +15,7 @@ from tuner.areal import (
     register_agent,
     register_environment,
 )
-from tuner.assembly.models import load_tokenizer
+from tuner.runs.models import load_tokenizer
 
 
 def math_verify_call(id2info, answers, qids):

@@ -17,8 +17,8 @@ from tuner.areal import (
     TokenWorkflow,
 )
 from tuner.errors import ConfigError, FunctionError
-from tuner.functions.outputs import WorkflowOutput
-from tuner.training import build_batch
+from tuner.tasks.functions import WorkflowOutput
+from tuner.training.batch import build_batch
 
 HI = [{"role": "user", "content": "hi"}]
 

@@ -6,7 +6,7 @@ import torch
 from tests.areal.loop import ROWS, Random, step
 from tuner.areal import StatefulDataLoader
 from tuner.errors import TrainingError
-from tuner.rollout.schedule import admissible
+from tuner.rollouts.groups import admissible
 
 
 @pytest.mark.parametrize(

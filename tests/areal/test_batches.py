@@ -9,8 +9,8 @@ from tuner.areal import ModelRequest
 from tuner.areal.trajectory_batch import to_batch
 from tuner.engines import SamplingParams
 from tuner.errors import TrainingError
-from tuner.functions.outputs import WorkflowOutput
-from tuner.training import Selection
+from tuner.tasks.functions import WorkflowOutput
+from tuner.training.batch import Selection
 
 
 def test_a_batch_has_what_was_sampled_and_says_which_rollouts_are_compared(make_loop):

@@ -17,12 +17,12 @@ from tuner.areal import (
     register_agent,
 )
 from tuner.areal.queues import serve
-from tuner.commands.arguments import functions_of
+from tuner.cli import functions_of
 from tuner.config import load_config
 from tuner.engines.base import Generation
 from tuner.errors import ConfigError, FunctionError
-from tuner.functions.outputs import WorkflowOutput
-from tuner.training import Selection, build_batch
+from tuner.tasks.functions import WorkflowOutput
+from tuner.training.batch import Selection, build_batch
 
 
 async def test_a_bundle_has_whole_sequences_logprobs_and_versions(run):

@@ -19,9 +19,11 @@ from tuner.areal import (
 )
 from tuner.areal.trajectories import Trajectory, settle
 from tuner.errors import ConfigError, FunctionError
-from tuner.functions.outputs import WorkflowOutput
 from tuner.gateway.request_error import RequestError
-from tuner.training import PolicyTrainer, TrainerSettings, build_batch
+from tuner.tasks.functions import WorkflowOutput
+from tuner.training.batch import build_batch
+from tuner.training.trainer import PolicyTrainer
+from tuner.training.trainer_settings import TrainerSettings
 
 GCONFIG = GenerationHyperparameters(max_new_tokens=5)
 PROMPT = [40, 41, 42]

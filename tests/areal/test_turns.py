@@ -10,8 +10,9 @@ from tests.areal.test_updates import rewarded_by_call
 from tuner.areal import Agent, AgentWorkflow, GRPOConfig, QueueWorkflow
 from tuner.errors import ConfigError, TrainingError
 from tuner.traces import Outcome
-from tuner.training import Selection, TrainerSettings, build_batch
+from tuner.training.batch import Selection, build_batch
 from tuner.training.scoring import critic_advantages, row_advantages
+from tuner.training.trainer_settings import TrainerSettings
 from tuner.tune import prepare
 
 LONE = Selection(lone_rewards=True)

@@ -8,11 +8,10 @@ import torch
 from tests.areal.loop import GCONFIG, ROWS, Random, Turns, step
 from tests.areal.test_agents import Conversation
 from tests.areal.test_tokens import TwoTurns
-from tuner.assembly.parameters import selection
-from tuner.assembly.stack import build_trainer
 from tuner.errors import TrainingError
-from tuner.functions.outputs import WorkflowOutput
-from tuner.training import build_batch
+from tuner.runs.stack import build_trainer, selection
+from tuner.tasks.functions import WorkflowOutput
+from tuner.training.batch import build_batch
 
 
 class Mixed(TwoTurns):

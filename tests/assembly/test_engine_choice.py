@@ -7,13 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from tests.loop import runs
-from tuner.assembly import arrangement
-from tuner.assembly.arrangement import choose_engine
-from tuner.assembly.memory import Needs
-from tuner.assembly.placement import Machine
-from tuner.assembly.stack import build_stack
 from tuner.config import load_config
 from tuner.errors import ConfigError
+from tuner.runs import placement as arrangement
+from tuner.runs.placement import Machine, Needs, choose_engine
+from tuner.runs.stack import build_stack
 
 GIB = 2**30
 MODEL = Path(__file__).parents[2] / "models" / "tiny_math"

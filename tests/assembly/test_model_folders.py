@@ -13,15 +13,14 @@ from gguf import GGMLQuantizationType as Kind
 
 from tests import forked, gguf_files
 from tests.loop import runs
-from tuner.assembly import model_folders
-from tuner.assembly.arrangement import vllm_settings
-from tuner.assembly.model_folders import model_folder
-from tuner.assembly.models import load_model, load_settings, load_tokenizer
-from tuner.commands.candidates import Candidate, find_candidate
-from tuner.commands.card import model_card
 from tuner.errors import ConfigError, ModelLoadError
 from tuner.loop import run_local
-from tuner.run.directory import RunDirectory
+from tuner.runs import models as model_folders
+from tuner.runs.directory import RunDirectory
+from tuner.runs.models import load_model, load_settings, load_tokenizer, model_folder
+from tuner.runs.placement import vllm_settings
+from tuner.tools.evaluate import Candidate, find_candidate
+from tuner.tools.export import model_card
 from tuner.trinity.installed import models_as_folders
 
 SETTING = "model.critic_model_path"

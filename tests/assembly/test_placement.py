@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from tests.engines.models import make_model
-from tuner.assembly import arrangement, memory, placement
-from tuner.assembly.memory import Needs, needs_of, peak_of
-from tuner.assembly.models import choose_dtype
-from tuner.assembly.placement import Machine, choose_placement
 from tuner.config import load_config
 from tuner.engines.vllm.core import VllmSettings
 from tuner.errors import ConfigError
-from tuner.training.forward.activations import Activations
+from tuner.runs import placement
+from tuner.runs import placement as arrangement
+from tuner.runs import placement as memory
+from tuner.runs.models import choose_dtype
+from tuner.runs.placement import Machine, Needs, choose_placement, needs_of, peak_of
+from tuner.training.memory import Activations
 
 GIB = 2**30
 SMALL = Needs(trainer=20 * GIB, weights=4 * GIB, request=GIB)

@@ -9,8 +9,8 @@ import uvicorn
 from playwright.sync_api import sync_playwright
 
 from tests.browser.example_run import write_example
-from tuner.viewer import write_report
-from tuner.viewer.web import _bind, viewer_app
+from tuner.tools.viewer import write_report
+from tuner.tools.viewer.web import _bind, viewer_app
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 ARGUMENTS = [

@@ -9,7 +9,7 @@ from playwright.sync_api import sync_playwright
 
 from tests.browser.conftest import ARGUMENTS, chromium
 from tests.browser.example_run import write_example
-from tuner.viewer import write_report
+from tuner.tools.viewer import write_report
 
 PICTURE = Path(__file__).parents[2] / "docs/viewer.png"
 COLOURS = 256

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.serving.learning_parts import Server, config
-from tuner.viewer import write_report
+from tuner.tools.viewer import write_report
 
 TINY = "models/tiny_math"
 

@@ -12,11 +12,11 @@ from tests.browser.example_run import TINY, example_trace, write_example
 from tests.browser.test_viewer import choose, open_trace
 from tests.loop import runs
 from tuner.loop import run_local
+from tuner.tools.viewer import RunReader, write_report
+from tuner.tools.viewer.page import page as html_of
+from tuner.tools.viewer.page import report_data
+from tuner.tools.viewer.queries import tree
 from tuner.traces import Origin, RolloutId, TraceStore
-from tuner.viewer import RunReader, write_report
-from tuner.viewer.page import page as html_of
-from tuner.viewer.page import report_data
-from tuner.viewer.queries import tree
 
 
 @pytest.fixture(scope="session")

@@ -10,11 +10,11 @@ from playwright.sync_api import expect
 
 from tests.browser.example_run import HOSTILE, example_trace, write_example
 from tests.browser.many import write_many
+from tuner.tools.viewer import RunReader
+from tuner.tools.viewer.index import TraceIndex
+from tuner.tools.viewer.page import page as html_of
+from tuner.tools.viewer.page import report_data
 from tuner.traces import Outcome, RolloutId, TraceStore
-from tuner.viewer import RunReader
-from tuner.viewer.index import TraceIndex
-from tuner.viewer.page import page as html_of
-from tuner.viewer.page import report_data
 
 TRACES = 12 * 4 * 4
 # How soon a page with a hundred thousand traces must be there, and answer a filter: many times what
@@ -438,7 +438,7 @@ def test_a_stopped_run_says_why_and_fields_of_a_call_are_shown_when_present(page
 
 
 def test_traces_of_the_first_format_are_shown_too(page, serve, tmp_path, run):
-    from tuner.traces.plain import to_plain
+    from tuner.traces.store import to_plain
 
     old = write_example(tmp_path / "run", steps=1)
     path = old / "traces/step_000001.jsonl"

@@ -27,7 +27,7 @@ from tests.golden.runs import hashed, parts, timeless
 from tests.loop import async_runs
 from tests.loop.runs import judge
 from tuner.errors import TunerError
-from tuner.run.directory import RunDirectory, damage
+from tuner.runs.directory import RunDirectory, damage
 from tuner.traces import read_traces
 from tuner.traces.store import complete_lines
 

@@ -26,7 +26,7 @@ from tests.chaos.runs import begin, end, unsound, warm_up, with_models
 from tests.golden import recipes
 from tests.golden.recipes import run_rollouts
 from tuner import WorkflowOutput
-from tuner.run.directory import RunDirectory
+from tuner.runs.directory import RunDirectory
 
 
 async def workflow(task: Any, model: Any) -> WorkflowOutput:

@@ -14,10 +14,10 @@ os.environ["AGENTSCOPE_DISABLE_CONSOLE_OUTPUT"] = "true"
 from tests.engines.test_grammar import make_engine
 from tests.gateway import again
 from tests.gateway.toy import StubEngine, gateway_of, text_of
-from tuner.chat_models import PlainChatModel, chat_model, trinity_chat_model_class
-from tuner.chat_models.agentscope1 import trinity_chat_model
 from tuner.errors import MissingDependencyError
 from tuner.gateway import SamplingDefaults, Session
+from tuner.rollouts.agentscope1 import trinity_chat_model
+from tuner.rollouts.chat_models import PlainChatModel, chat_model, trinity_chat_model_class
 
 pytest.importorskip("agentscope")
 
@@ -208,8 +208,8 @@ async def test_a_call_may_set_its_own_sampling() -> None:
     [(None, "not installed"), ("2.0.10", r"2\.0\.10 is installed")],
 )
 def test_missing_agentscope_names_the_extra(monkeypatch, found, sentence) -> None:
-    monkeypatch.setattr("tuner.chat_models.agentscope1.agentscope_version", lambda: found)
-    monkeypatch.setattr("tuner.chat_models.agentscope_version", lambda: found)
+    monkeypatch.setattr("tuner.rollouts.agentscope1.agentscope_version", lambda: found)
+    monkeypatch.setattr("tuner.rollouts.chat_models.agentscope_version", lambda: found)
     trinity_chat_model.cache_clear()
     try:
         with pytest.raises(MissingDependencyError, match=sentence) as error:

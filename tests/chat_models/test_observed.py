@@ -6,10 +6,10 @@ import openai
 import pytest
 
 from tests.chat_server import Refusal, chat_server
-from tuner.chat_models.observed import is_chat_model, observed, session_of
 from tuner.gateway import SessionLimits
 from tuner.gateway.relay import ELSEWHERE, Relay
 from tuner.gateway.request_error import RequestError
+from tuner.rollouts.observed import is_chat_model, observed, session_of
 from tuner.traces import Usage
 
 pytest.importorskip("agentscope.agent")

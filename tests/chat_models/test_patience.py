@@ -11,9 +11,10 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from tuner.chat_models import patience, remote_chat_model
-from tuner.chat_models.patience import PatientClient
 from tuner.gateway.clients import http_library
+from tuner.rollouts import patience
+from tuner.rollouts.chat_models import remote_chat_model
+from tuner.rollouts.patience import PatientClient
 
 http = http_library(openai.DefaultAsyncHttpxClient)
 

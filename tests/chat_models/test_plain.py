@@ -9,7 +9,7 @@ import sys
 import openai
 
 from tests.gateway.toy import ADD_TOOL, StubEngine, gateway_of
-from tuner.chat_models import chat_model
+from tuner.rollouts.chat_models import chat_model
 
 USER = [{"role": "user", "content": "2 + 40?"}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 40}}\n</tool_call>'
@@ -64,7 +64,7 @@ async def test_the_clients_other_ways_to_call_work_in_process() -> None:
 
 def test_importing_chat_models_and_gateway_loads_nothing_heavy() -> None:
     script = (
-        "import sys, tuner.chat_models, tuner.gateway\n"
+        "import sys, tuner.rollouts.chat_models, tuner.gateway\n"
         "print([n for n in ('torch', 'transformers', 'agentscope', 'openai', 'uvicorn') "
         "if n in sys.modules])"
     )

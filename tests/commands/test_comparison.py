@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.viewer.stored import small, store_run
-from tuner.commands.comparison import compare, prove, sparkline
 from tuner.errors import ProofError, TunerError
-from tuner.run.proof import Plan
+from tuner.runs.statistics import Plan
+from tuner.tools.compare import compare, prove, sparkline
 from tuner.traces import Outcome, RolloutId
 
 

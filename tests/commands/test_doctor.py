@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tuner import cli
-from tuner.commands.doctor import examine
+from tuner.tools.doctor import examine
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIRES = (
@@ -158,7 +158,7 @@ def test_a_driver_that_does_not_answer_is_no_traceback(site, tmp_path, program, 
 
 
 def test_without_metadata_it_says_so(site, monkeypatch):
-    monkeypatch.setattr("tuner.commands.doctor.DISTRIBUTION", "nobody-has-this")
+    monkeypatch.setattr("tuner.tools.doctor.DISTRIBUTION", "nobody-has-this")
     result = examine()
     assert not result.well
     assert "not installed" in found("nobody-has-this").found

@@ -9,8 +9,8 @@ import pytest
 import tuner
 from tests.builders import trace
 from tests.loop import runs
-from tuner.commands.scores import scores_of
 from tuner.errors import ConfigError, DatasetError, TunerError
+from tuner.tools.evaluate import scores_of
 from tuner.traces import Outcome, read_traces
 
 TASKS = [{"question": f"question {i}"} for i in range(3)]

@@ -13,8 +13,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tuner.commands.export import export
 from tuner.errors import ConfigError, TunerError
+from tuner.tools.export import export
 
 
 def logits(model):

@@ -10,9 +10,9 @@ import pytest
 from tests.chat_server import chat_server
 from tests.rollout.clock import jump
 from tuner import JudgeOutput, WorkflowOutput
-from tuner.commands.judge_check import check_judge
 from tuner.errors import ConfigError, DatasetError
 from tuner.rewards import llm_judge
+from tuner.tools.judge_check import check_judge
 from tuner.tune import prepare
 
 FUNCTIONS = """

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.loop import runs
-from tuner.commands.arguments import functions_of
+from tuner.cli import functions_of
 from tuner.traces.store import read_traces
 from tuner.tune import tune
 

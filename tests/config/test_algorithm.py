@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tuner.algorithms.spec import GSPOLoss, PPOAdvantage
-from tuner.algorithms.table import ALGORITHMS, NOT_HERE
-from tuner.assembly.parameters import selection, trainer_settings
 from tuner.config import load_config
+from tuner.config.algorithms import ALGORITHMS, NOT_HERE, GSPOLoss, PPOAdvantage
 from tuner.errors import ConfigError
-from tuner.training import CriticSettings, Overlong, TrainerSettings
+from tuner.runs.stack import selection, trainer_settings
+from tuner.training.batch import Overlong
+from tuner.training.trainer_settings import CriticSettings, TrainerSettings
 
 # Without which an algorithm cannot be loaded.
 NEEDED = {

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from docs.tables import CAPABILITIES, CONFIGURATION, capabilities, configuration
 from tuner.config import RunConfig, load_config
-from tuner.config.explorer import LoraSection
 from tuner.config.foreign import FOREIGN, Same, find_foreign
 from tuner.config.keys import known_paths, nearest, schema_paths
+from tuner.config.schema import LoraSection
 from tuner.config.source import MASK, concealed, secret_references
 from tuner.errors import ConfigError
-from tuner.run.record import open_directory
+from tuner.runs.record import open_directory
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

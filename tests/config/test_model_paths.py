@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests import gguf_files
-from tuner.config import load_config, model_paths
-from tuner.config.model_paths import located, require_model_libraries
+from tuner.config import keys as model_paths
+from tuner.config import load_config
+from tuner.config.keys import located, require_model_libraries
 from tuner.config.source import path_or_name
 from tuner.errors import MissingDependencyError, ModelLoadError
 

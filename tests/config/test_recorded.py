@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tuner.algorithms.spec import DistillAdvantage, DPOLoss
-from tuner.algorithms.table import ALGORITHMS
-from tuner.assembly.parameters import rollout_settings, selection, trainer_settings
 from tuner.config import load_config
+from tuner.config.algorithms import ALGORITHMS, DistillAdvantage, DPOLoss
 from tuner.errors import ConfigError
+from tuner.runs.stack import rollout_settings, selection, trainer_settings
 
 BUFFER = "buffer.trainer_input.experience_buffer"
 TEACHER = "explorer.auxiliary_models=[{name: big, model_path: org/big}]"

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from tuner.data.chat_logs import logged
 from tuner.errors import DatasetError
+from tuner.runs.history import logged
 
 USER = {"role": "user", "content": "What is 6*7?"}
 ANSWER = {"role": "assistant", "content": "42"}

@@ -12,13 +12,19 @@ from hypothesis import strategies as st
 
 from tests.data import curriculum_functions
 from tuner.config.load import load_config
-from tuner.config.tuner_section import SelectorSection
-from tuner.data.curriculum import Curriculum, Strata, check_selector
-from tuner.data.lazy_rows import StreamRows
-from tuner.data.order import batch_indices
-from tuner.data.task_results import TaskResults, by_success, draw
+from tuner.config.schema import SelectorSection
 from tuner.errors import ConfigError, DatasetError, FunctionError, TunerError
-from tuner.run.continuation import may_change_here
+from tuner.runs.directory import may_change_here
+from tuner.tasks.datasets import StreamRows
+from tuner.tasks.selection import (
+    Curriculum,
+    Strata,
+    TaskResults,
+    batch_indices,
+    by_success,
+    check_selector,
+    draw,
+)
 from tuner.trinity.refusals import tuner_section
 
 FUNCTIONS = curriculum_functions.__name__

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tuner import Dataset, DatasetConfig
-from tuner.data.dataset import check_fills_a_batch, load_tasks
 from tuner.errors import ConfigError, DatasetError
+from tuner.tasks.datasets import check_fills_a_batch, load_tasks
 
 ROWS = [
     {"question": "What is 2 + 2?", "answer": "4"},
@@ -143,7 +143,7 @@ def test_unknown_and_wrong_fields_are_refused():
 
 def test_plain_files_are_read_without_the_datasets_library(folder):
     code = (
-        "import sys; from tuner import Dataset; from tuner.data.dataset import load_tasks\n"
+        "import sys; from tuner import Dataset; from tuner.tasks.datasets import load_tasks\n"
         f"load_tasks(Dataset(path={str(folder)!r}), role='t')\n"
         "assert 'datasets' not in sys.modules and 'torch' not in sys.modules"
     )

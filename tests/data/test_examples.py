@@ -9,10 +9,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.gateway.toy import ADD_TOOL, TEMPLATE, tokenizer
-from tuner.config.buffer import FormatSection
-from tuner.data.recorded import examples_of
+from tuner.config.schema import FormatSection
 from tuner.errors import DatasetError
 from tuner.gateway import ChatRenderer
+from tuner.runs.recorded import examples_of
 from tuner.traces.tree import TokenTree
 
 TINY_MATH = Path(__file__).parents[2] / "models" / "tiny_math"

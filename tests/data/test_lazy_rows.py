@@ -7,11 +7,11 @@ import datasets
 import pytest
 
 from tuner import Dataset, WorkflowOutput, tune
-from tuner.data import dataset, lazy_rows
-from tuner.data.dataset import load_tasks
-from tuner.data.lazy_rows import ArrowRows, JsonLines, StreamRows
 from tuner.errors import DatasetError
-from tuner.run.record import fingerprint_of
+from tuner.runs.record import fingerprint_of
+from tuner.tasks import datasets as dataset
+from tuner.tasks import datasets as lazy_rows
+from tuner.tasks.datasets import ArrowRows, JsonLines, StreamRows, load_tasks
 from tuner.traces import TraceStore
 
 ROWS = [{"question": f"What is {n}?", "hint": None if n % 2 else "count"} for n in range(50)]

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from tests.builders import call, trace
 from tests.viewer.stored import store_run
-from tuner.config.history import HistorySection
-from tuner.data.history_examples import examples_of_history
-from tuner.data.recorded_traces import is_held_out, read_history
+from tuner.config.schema import HistorySection
 from tuner.errors import ConfigError, DatasetError
+from tuner.runs.history import examples_of_history, is_held_out, read_history
 from tuner.traces import Origin, Outcome, RolloutId, TraceStore
 
 

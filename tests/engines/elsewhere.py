@@ -18,7 +18,7 @@ import uvicorn
 
 from tests.engines.local_server import LocalServer
 from tuner.engines import SamplingParams
-from tuner.engines.token_server import Sampled, Weights
+from tuner.engines.servers import Sampled, Weights
 from tuner.engines.vllm.core import VllmSettings
 from tuner.engines.vllm.server import VllmHost, make_app
 

@@ -13,7 +13,7 @@ from tests.engines.conformance import CONTEXT
 from tests.engines.models import make_tokenizer
 from tuner.engines import EngineLostError, SamplingParams
 from tuner.engines.sampling import kept_ids
-from tuner.engines.token_server import Sampled, Weights
+from tuner.engines.servers import Sampled, Weights
 from tuner.engines.transformers.engine import TransformersEngine
 
 

@@ -18,9 +18,8 @@ from tests import forked
 from tests.engines import sglang_server
 from tests.engines.conformance import CONTEXT, make_rig_model
 from tests.engines.models import VOCABULARY, make_tokenizer
-from tuner.engines.served import ServedEngine
-from tuner.engines.sglang.client import SglangServer, SglangSettings
-from tuner.engines.sglang.sampling import check_for_sglang
+from tuner.engines.remote import ServedEngine
+from tuner.engines.sglang.client import SglangServer, SglangSettings, check_for_sglang
 
 ROOT = Path(__file__).parents[2]
 END = frozenset({make_tokenizer().eos_token_id})

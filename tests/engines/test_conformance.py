@@ -9,7 +9,7 @@ from tests.engines.conformance import *  # noqa: F403  # pytest collects the sui
 from tests.engines.conformance import CONTEXT, Rig, make_rig_model
 from tests.engines.local_server import LocalServer
 from tests.engines.models import VOCABULARY, make_tokenizer
-from tuner.engines.served import ServedEngine
+from tuner.engines.remote import ServedEngine
 from tuner.engines.transformers.engine import TransformersEngine
 
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.engines.models import error, generate_all, make_engine, make_model, prompt, until
 from tuner.engines import SamplingParams
-from tuner.engines.transformers.graphs import PassGraphs
+from tuner.engines.transformers.passes import PassGraphs
 
 
 def in_few_shapes(engine):
@@ -118,7 +118,7 @@ async def test_a_prompt_with_one_token_left_is_not_taken_for_one_that_is_decoded
 
 
 async def test_passes_over_many_tokens_are_not_recorded(monkeypatch):
-    monkeypatch.setattr("tuner.engines.transformers.graphs._TOKENS", 256)
+    monkeypatch.setattr("tuner.engines.transformers.passes._TOKENS", 256)
     model = make_model()
     engine = make_engine(model, max_model_len=200, max_slots=4)
     shapes = in_few_shapes(engine)

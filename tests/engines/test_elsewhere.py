@@ -16,7 +16,7 @@ from tests.engines.sglang_rig import StandIn, connected
 from tests.engines.sglang_rig import engine as sglang_engine
 from tuner import JudgeOutput, WorkflowOutput, tune
 from tuner.engines import EngineError, EngineLostError, SamplingParams
-from tuner.engines.served import ServedEngine
+from tuner.engines.remote import ServedEngine
 from tuner.engines.vllm.client import VllmServer
 from tuner.engines.vllm.core import VllmSettings
 
@@ -132,7 +132,7 @@ async def test_a_server_that_was_started_again_meanwhile_gets_the_weights(fleet,
 
 async def test_loads_come_one_at_a_time_and_the_same_one_only_once(tmp_path):
     """As where the second is asked for while a lost connection's first is still under way."""
-    from tuner.engines.token_server import Weights
+    from tuner.engines.servers import Weights
 
     host, model = ToyHost(LocalServer()), make_rig_model()
     model.save_pretrained(tmp_path)
@@ -166,7 +166,7 @@ async def test_folders_that_the_server_does_not_see_are_refused_by_name(there, t
         """Between two machines a path is another folder."""
 
         def load(self, weights):
-            from tuner.engines.token_server import Weights
+            from tuner.engines.servers import Weights
 
             super().load(Weights(weights.folder.with_name("unseen"), weights.label))
 

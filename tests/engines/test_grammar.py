@@ -23,7 +23,7 @@ from tuner.engines import EngineError, SamplingParams
 from tuner.engines.grammar import Grammars, GrammarState, unpacked
 from tuner.engines.grammar_text import GrammarError
 from tuner.engines.transformers.engine import TransformersEngine
-from tuner.gateway.model.grammar_rules import json_schema
+from tuner.gateway.families.grammars import json_schema
 
 PADDING = 5  # logits that stand for no token
 VOCABULARY = len(tokenizer()) + PADDING

@@ -7,7 +7,7 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tests.engines.models import crowd, error, generate_all, make_engine, make_model, prompt
 from tests.training.lora import change_adapter, wrapped
 from tuner.engines import SamplingParams
-from tuner.engines.transformers.weights import WeightsGuard
+from tuner.engines.transformers.passes import WeightsGuard
 from tuner.errors import ConfigError
 from tuner.training.references import AdapterReference
 

@@ -16,7 +16,7 @@ from tests.engines.conformance import (
 from tests.engines.local_server import LocalServer
 from tests.engines.models import VOCABULARY, change_weights, make_tokenizer, prompt
 from tuner.engines import EngineError, EngineLostError, SamplingParams
-from tuner.engines.served import ServedEngine
+from tuner.engines.remote import ServedEngine
 
 SHORT = SamplingParams(max_tokens=3)
 

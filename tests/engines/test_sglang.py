@@ -15,8 +15,8 @@ from tests.engines.models import change_weights, make_tokenizer, prompt
 from tests.engines.sglang_rig import END, connected, engine
 from tests.engines.sglang_server import Server, make_app
 from tuner.engines import EngineError, EngineLostError, SamplingParams
-from tuner.engines.sglang.sampling import check_for_sglang, sampled, sglang_request
-from tuner.engines.token_server import Weights
+from tuner.engines.servers import Weights
+from tuner.engines.sglang.client import check_for_sglang, sampled, sglang_request
 from tuner.errors import ConfigError
 
 SHORT = SamplingParams(max_tokens=5)

@@ -20,13 +20,13 @@ from tests.engines.models import (
     prompt,
     until,
 )
-from tuner.assembly.stack import context_length
 from tuner.engines import SamplingParams
-from tuner.engines.transformers import rows
+from tuner.engines.transformers import slots as rows
 from tuner.engines.transformers.kv_cache import Placement, SlotCache
-from tuner.engines.transformers.row_pass import RowPass, rows_agree
+from tuner.engines.transformers.passes import RowPass, rows_agree
 from tuner.engines.transformers.slots import SlotRunner
 from tuner.errors import ConfigError
+from tuner.runs.stack import context_length
 
 BATCHED = ["qwen3", "llama", "mistral", "gemma3", "gemma4"]
 

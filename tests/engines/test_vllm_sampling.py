@@ -8,7 +8,7 @@ import torch
 
 from tuner.engines import EngineError, SamplingParams
 from tuner.engines.sampling import SamplingBatch
-from tuner.engines.vllm.sampling import check_for_vllm, listed, sampled, vllm_sampling
+from tuner.engines.vllm.core import check_for_vllm, listed, sampled, vllm_sampling
 from tuner.errors import ConfigError
 
 LONGEST = 16

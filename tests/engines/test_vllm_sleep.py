@@ -14,8 +14,8 @@ from tests.engines.models import VOCABULARY, make_tokenizer, prompt
 from tests.engines.recorded_vllm import Recorder
 from tests.engines.threaded_vllm import ThreadedVllm
 from tuner.engines import EngineError, SamplingParams
-from tuner.engines.served import ServedEngine
-from tuner.engines.token_server import Sampled, Weights
+from tuner.engines.remote import ServedEngine
+from tuner.engines.servers import Sampled, Weights
 from tuner.engines.vllm import core
 from tuner.engines.vllm.core import VllmCore, VllmSettings
 

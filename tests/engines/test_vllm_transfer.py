@@ -9,7 +9,7 @@ import uvicorn
 
 from tests.engines.recorded_vllm import Recorder
 from tuner.engines import EngineError, EngineLostError
-from tuner.engines.token_server import Weights
+from tuner.engines.servers import Weights
 from tuner.engines.vllm import core
 from tuner.engines.vllm.client import VllmServer
 from tuner.engines.vllm.core import VllmSettings

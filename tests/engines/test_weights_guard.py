@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.engines.models import make_model
-from tuner.engines.transformers.weights import WeightsGuard
+from tuner.engines.transformers.passes import WeightsGuard
 
 
 def adamw(**options):

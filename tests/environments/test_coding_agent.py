@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.gateway.toy import StubEngine, gateway_of, ids_of, tokenizer
-from tuner.chat_models.without_framework import PlainChatModel
 from tuner.environments.program import Program
+from tuner.rollouts.without_framework import PlainChatModel
 from tuner.traces import Outcome, RolloutId, TokenTree, Trace
 from tuner.training.batch import build_batch
 

@@ -15,12 +15,12 @@ import pytest
 from tests.gateway.toy import StubEngine, gateway_of
 from tests.rewards.test_sandbox import those_in
 from tuner import JudgeOutput, tune
-from tuner.chat_models.without_framework import PlainChatModel
 from tuner.config import load_config
 from tuner.environments.program import Program
 from tuner.environments.seam import from_settings
 from tuner.errors import ConfigError, MissingDependencyError, ProgramError
 from tuner.rewards import sandbox
+from tuner.rollouts.without_framework import PlainChatModel
 from tuner.traces import TraceStore
 from tuner.tune import prepare
 

@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 from tuner import TunerModelConfig, WorkflowOutput, evaluate, rebase, tune
 from tuner.cli import app
 from tuner.config.load import load_config
-from tuner.config.tuner_section import KINDS
+from tuner.config.schema import KINDS
 from tuner.environments import Areal, Environment, Gymnasium
 from tuner.environments.seam import CLASSES, brought, from_settings
 from tuner.errors import ConfigError, DatasetError, FunctionError, TrainingError, TunerError
-from tuner.functions.loading import load_named
-from tuner.functions.outputs import JudgeOutput
+from tuner.tasks.functions import JudgeOutput
+from tuner.tasks.loading import load_named
 from tuner.traces import TraceStore
 from tuner.tune import prepare
 

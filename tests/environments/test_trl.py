@@ -12,13 +12,13 @@ import pytest
 
 from tests.gateway import drift
 from tuner import from_trl, tune
-from tuner.chat_models.without_framework import PlainChatModel
 from tuner.config.load import load_config
-from tuner.environments import trl_rewards
+from tuner.environments import trl as trl_rewards
 from tuner.environments.trl import TRL, GRPOConfig, GRPOTrainer
 from tuner.environments.trl_config import settings_of
 from tuner.errors import ConfigError, DatasetError, FunctionError
-from tuner.functions.calling import check_settings
+from tuner.rollouts.without_framework import PlainChatModel
+from tuner.tasks.functions import check_settings
 from tuner.traces import TraceStore
 from tuner.tune import prepare
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.gateway import again, drift
-from tuner.chat_models.without_framework import PlainChatModel
+from tuner.rollouts.without_framework import PlainChatModel
 from tuner.traces import TraceStore
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "any_language"

@@ -34,8 +34,8 @@ from tests.gateway.drift import Scripted, ask, merging, path
 from tests.gateway.toy import ADD_TOOL
 from tuner.errors import ConfigError
 from tuner.gateway import ChatRenderer, Gateway
-from tuner.gateway.model.parsing import TOOL_CALL_PARSERS
-from tuner.gateway.model.same_turn import LONGEST_OPENER, opener
+from tuner.gateway.conversations import LONGEST_OPENER, opener
+from tuner.gateway.families.parsing import TOOL_CALL_PARSERS
 from tuner.gateway.request_error import RequestError
 from tuner.traces import Call, ReasoningPolicy
 

@@ -18,11 +18,11 @@ from anthropic.types import Message
 from tests.engines.models import until
 from tests.gateway import again
 from tests.gateway.toy import StubEngine, gateway_of, text_of
-from tuner.chat_models.without_framework import PlainChatModel
 from tuner.engines.base import EngineError
 from tuner.errors import MissingDependencyError
 from tuner.gateway import Session
-from tuner.gateway.routes import Reply
+from tuner.gateway.app import Reply
+from tuner.rollouts.without_framework import PlainChatModel
 from tuner.traces import TokenTree
 
 USER: list[Any] = [{"role": "user", "content": "hi"}]
@@ -491,7 +491,7 @@ async def test_the_chat_model_has_anthropics_client_too() -> None:
 
 def test_anthropic_is_not_imported_unless_its_client_is_asked_for() -> None:
     program = (
-        "import sys, tuner, tuner.chat_models.without_framework, tuner.gateway.routes\n"
+        "import sys, tuner, tuner.rollouts.without_framework, tuner.gateway.app\n"
         "import tuner.gateway.clients\n"
         "sys.exit('anthropic' in sys.modules)"
     )

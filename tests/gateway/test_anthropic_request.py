@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from tests.gateway.toy import StubEngine, gateway_of
 from tuner.gateway import Gateway
-from tuner.gateway.dialects.anthropic_request import COUNT_FIELDS, MESSAGES_FIELDS
-from tuner.gateway.routes import StreamReply
+from tuner.gateway.app import StreamReply
+from tuner.gateway.dialects.anthropic import COUNT_FIELDS, MESSAGES_FIELDS
 
 USER = [{"role": "user", "content": "hi"}]
 ADD: dict[str, Any] = {"name": "add", "input_schema": {"type": "object"}}

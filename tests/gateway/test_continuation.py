@@ -28,8 +28,8 @@ from tests.gateway.drift import (
     rendered,
 )
 from tests.gateway.toy import ADD_TOOL, TEMPLATE
-from tuner.chat_models import chat_model, default_kind
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults
+from tuner.rollouts.chat_models import chat_model, default_kind
 from tuner.traces import ReasoningPolicy
 
 pytestmark = pytest.mark.usefixtures("vocabulary")

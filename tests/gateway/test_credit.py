@@ -9,9 +9,9 @@ import openai
 import pytest
 
 from tests.gateway.toy import StubEngine, gateway_of, ids_of
-from tuner.chat_models import PlainChatModel
 from tuner.errors import TunerError
 from tuner.gateway import Session, SessionLimits
+from tuner.rollouts.chat_models import PlainChatModel
 
 USER: list[Any] = [{"role": "user", "content": "hi"}]
 

@@ -20,7 +20,7 @@ from tests.gateway.families import DEEPSEEK, FAMILIES, TEMPLATES, Family, texts,
 from tests.gateway.toy import ADD_TOOL, TEMPLATE, tokenizer
 from tuner.errors import ConfigError
 from tuner.gateway import ChatRenderer, Gateway
-from tuner.gateway.model.parsing import TOOL_CALL_PARSERS, ParsedToolCall
+from tuner.gateway.families.parsing import TOOL_CALL_PARSERS, ParsedToolCall
 
 ANY_TOOL = {
     "type": "function",

@@ -21,7 +21,7 @@ from tests.gateway.toy import gateway_of, tokenizer
 from tuner.engines.base import Generation, SamplingParams, TokenSink
 from tuner.engines.grammar import Grammars
 from tuner.gateway import Gateway, Session
-from tuner.gateway.routes import EXCHANGES, StreamReply
+from tuner.gateway.app import EXCHANGES, StreamReply
 
 ROUTES = (*EXCHANGES, "/v1/messages/count_tokens")
 GRAMMARS = Grammars(tokenizer(), [tokenizer().eos_token_id])

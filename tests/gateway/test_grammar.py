@@ -19,8 +19,8 @@ from tuner.engines import Generation
 from tuner.engines.grammar import Grammars, GrammarState, unpacked
 from tuner.engines.grammar_text import GrammarError
 from tuner.gateway import ChatRenderer
-from tuner.gateway.model.grammars import AnswerSchema, Constraints, ToolChoice, grammar_of
-from tuner.gateway.model.parsing import TOOL_CALL_PARSERS
+from tuner.gateway.families.grammars import AnswerSchema, Constraints, ToolChoice, grammar_of
+from tuner.gateway.families.parsing import TOOL_CALL_PARSERS
 from tuner.gateway.request_error import RequestError
 
 RENDERER = ChatRenderer(tokenizer())

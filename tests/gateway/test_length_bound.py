@@ -22,7 +22,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from tuner.gateway.model.lengths import LengthBound, is_long
+from tuner.gateway.families.renderer import LengthBound, is_long
 
 # What tokenizers merge, compose, replace, or know as one token.
 _PIECES = [

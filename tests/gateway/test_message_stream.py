@@ -16,8 +16,8 @@ from tests.gateway.families import FAMILIES, Family, texts
 from tests.gateway.qwen import qwen
 from tests.gateway.toy import ADD_TOOL, ids_of, tokenizer
 from tuner.gateway import ChatRenderer
-from tuner.gateway.model.message_stream import MessageStream, TextStream
-from tuner.gateway.model.parsing import Delta, ParsedMessage, joined
+from tuner.gateway.completion import MessageStream, TextStream
+from tuner.gateway.families.parsing import Delta, ParsedMessage, joined
 
 family_of = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 # Bytes, words, parts of characters and special tokens.

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.gateway.toy import ADD_TOOL, ids_of, tokenizer
 from tuner.gateway import ChatRenderer
-from tuner.gateway.model.parsing import REASONING_PARSERS, TOOL_CALL_PARSERS, ParsedToolCall
+from tuner.gateway.families.parsing import REASONING_PARSERS, TOOL_CALL_PARSERS, ParsedToolCall
 
 parse_deepseek_r1 = REASONING_PARSERS["deepseek_r1"]
 

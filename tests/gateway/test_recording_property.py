@@ -18,7 +18,7 @@ from tests.gateway.toy import ADD_TOOL, StubEngine, gateway_of, ids_of, text_of
 from tuner.engines.base import Generation, SamplingParams, TokenSink
 from tuner.gateway import Gateway, Session
 from tuner.traces import Call, Outcome, RolloutId, TokenTree, Trace
-from tuner.training import build_batch
+from tuner.training.batch import build_batch
 
 MOVES = [
     *("go_on", "stream", "fork", "parallel", "sub_agent", "compact", "rewrite", "strip", "retry"),

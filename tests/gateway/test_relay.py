@@ -7,9 +7,9 @@ import pytest
 
 from tests.builders import trace
 from tests.chat_server import Refusal, chat_server
-from tuner.chat_models import chat_model
 from tuner.gateway import SessionLimits
 from tuner.gateway.relay import ELSEWHERE, Relay
+from tuner.rollouts.chat_models import chat_model
 from tuner.traces import Usage
 from tuner.traces.store import trace_from_json, trace_to_json
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from openai.types.chat import completion_create_params
 
 from tests.gateway.toy import ADD_TOOL, StubEngine, gateway_of, tokenizer
+from tuner.gateway.app import Gateway
 from tuner.gateway.dialects.chat import CHAT_FIELDS
-from tuner.gateway.routes import Gateway
 
 USER = [{"role": "user", "content": "hi"}]
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}

@@ -14,8 +14,8 @@ from openai.types.responses import response_create_params
 
 from tests.gateway.toy import StubEngine, gateway_of, text_of
 from tuner.gateway import Gateway, Session
-from tuner.gateway.dialects.responses_request import RESPONSES_FIELDS
-from tuner.gateway.routes import Reply
+from tuner.gateway.app import Reply
+from tuner.gateway.dialects.responses import RESPONSES_FIELDS
 
 ADD: dict[str, Any] = {"type": "function", "name": "add", "parameters": {"type": "object"}}
 CALL = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}

@@ -22,7 +22,7 @@ from tuner.errors import TunerError
 from tuner.gateway import Gateway, Session, SessionLimits
 from tuner.gateway.script import Divergence, Script, difference
 from tuner.traces import Call, Trace
-from tuner.training import build_batch
+from tuner.training.batch import build_batch
 
 # What agents do whose next request depends on nothing but their answers and their own seed.
 REPEATABLE = [name for name in MOVES if name not in ("cancel", "close_early", "abandon_choices")]

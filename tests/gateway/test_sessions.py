@@ -14,8 +14,9 @@ import pytest
 from tests.engines.models import until
 from tests.gateway.toy import StubEngine, gateway_of, text_of
 from tests.rollout.clock import jump
-from tuner.gateway import Gateway, Session, routes
-from tuner.gateway.in_flight import CutOff, InFlight
+from tuner.gateway import Gateway, Session
+from tuner.gateway import app as routes
+from tuner.gateway.sessions import CutOff, InFlight
 
 USER = [{"role": "user", "content": "hi"}]
 

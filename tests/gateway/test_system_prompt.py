@@ -13,7 +13,7 @@ from tests.gateway.template_matrix import _spoken, spelled
 from tests.gateway.toy import ADD_TOOL, TEMPLATE, tokenizer
 from tuner.errors import ConfigError
 from tuner.gateway import ChatRenderer, Gateway
-from tuner.gateway.model.system_prompt import SystemPrompt
+from tuner.gateway.families.renderer import SystemPrompt
 from tuner.traces import Call
 
 PROMPT = "Think hard.\nBe brief."

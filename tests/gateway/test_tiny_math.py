@@ -15,7 +15,9 @@ from tests.builders import trace
 from tests.gateway.toy import ADD_TOOL
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults
 from tuner.traces import Call
-from tuner.training import PolicyTrainer, TrainerSettings, build_batch
+from tuner.training.batch import build_batch
+from tuner.training.trainer import PolicyTrainer
+from tuner.training.trainer_settings import TrainerSettings
 
 MODEL = Path(__file__).parents[2] / "models" / "tiny_math"
 QUESTION = [{"role": "user", "content": "Tom has 3 apples and buys 4 more. How many apples?"}]

@@ -39,15 +39,18 @@ from tests.gateway.drift import merging
 from tests.gateway.toy import StubEngine, tokenizer
 from tuner.engines.base import EngineCapabilities
 from tuner.gateway import ChatRenderer, Gateway, Session
+from tuner.gateway.app import EXCHANGES
 
 # What knows the gateway from inside, for `read` and `keep` alone.
-from tuner.gateway.dialects.anthropic import MessagesExchange
-from tuner.gateway.dialects.anthropic_request import read_count_request, read_messages_request
+from tuner.gateway.dialects.anthropic import (
+    MessagesExchange,
+    read_count_request,
+    read_messages_request,
+)
 from tuner.gateway.dialects.chat import read_chat_request
-from tuner.gateway.dialects.responses_request import read_responses_request
+from tuner.gateway.dialects.responses import read_responses_request
 from tuner.gateway.dialects.text import read_text_request
 from tuner.gateway.request_error import RequestError
-from tuner.gateway.routes import EXCHANGES
 from tuner.gateway.service import StreamReply
 from tuner.gateway.sessions import KeptResponse
 

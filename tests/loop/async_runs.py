@@ -3,10 +3,10 @@
 import asyncio
 
 from tests.loop import runs
-from tuner.functions.outputs import WorkflowOutput
 from tuner.loop import run_local
-from tuner.run import directory as run_directory
-from tuner.training import PolicyTrainer
+from tuner.runs import directory as run_directory
+from tuner.tasks.functions import WorkflowOutput
+from tuner.training.trainer import PolicyTrainer
 
 STEPS = 6
 

@@ -2,7 +2,7 @@
 
 from tests.loop.runs import killing_itself
 from tuner import AlgorithmConfig, JudgeOutput, TunerModelConfig, tune
-from tuner.training import PolicyTrainer
+from tuner.training.trainer import PolicyTrainer
 
 ROWS = [
     {"prompt": f"What is {i}?", "response": f"It is {i}.", "chosen": f"{i}.", "rejected": "no"}

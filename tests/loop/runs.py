@@ -10,11 +10,11 @@ import random
 import signal
 
 from tuner.config.load import load_config
-from tuner.functions.outputs import JudgeOutput, WorkflowOutput
 from tuner.loop import run_local
-from tuner.run import directory as run_directory
-from tuner.run import monitors as base
-from tuner.training import PolicyTrainer
+from tuner.runs import console as base
+from tuner.runs import directory as run_directory
+from tuner.tasks.functions import JudgeOutput, WorkflowOutput
+from tuner.training.trainer import PolicyTrainer
 
 TRAIN = [{"question": f"train {i}"} for i in range(7)]
 EVAL = [{"question": f"eval {i}"} for i in range(2)]

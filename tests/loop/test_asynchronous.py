@@ -13,18 +13,18 @@ from safetensors.torch import load_file
 
 from tests import forked
 from tests.loop import async_runs, runs
-from tuner.assembly.models import ServedCopy
-from tuner.assembly.parameters import selection
-from tuner.assembly.stack import build_stack, build_trainer
-from tuner.data.order import batch_indices
 from tuner.engines.transformers.engine import TransformersEngine
 from tuner.errors import FunctionError
-from tuner.functions.outputs import WorkflowOutput
 from tuner.gateway import SamplingDefaults
 from tuner.loop import deterministic_torch, run_local
-from tuner.rollout import StepPlan, collect
+from tuner.rollouts import StepPlan, collect
+from tuner.runs.models import ServedCopy
+from tuner.runs.stack import build_stack, build_trainer, selection
+from tuner.tasks.functions import WorkflowOutput
+from tuner.tasks.selection import batch_indices
 from tuner.traces import TraceStore
-from tuner.training import PolicyTrainer, build_batch
+from tuner.training.batch import build_batch
+from tuner.training.trainer import PolicyTrainer
 
 
 def tune(config, workflow=async_runs.workflow, judge=runs.judge):

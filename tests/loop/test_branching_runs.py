@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from tests import forked
 from tests.loop import runs
 from tuner.errors import ConfigError, TunerError
-from tuner.functions.outputs import JudgeOutput, WorkflowOutput
 from tuner.loop import run_local
+from tuner.tasks.functions import JudgeOutput, WorkflowOutput
 from tuner.traces.store import read_traces
 
 TREE = (

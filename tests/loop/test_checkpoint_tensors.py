@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tuner.assembly.models import checkpoint_tensors
+from tuner.runs.models import checkpoint_tensors
 
 SIZES = {
     "vocab_size": 64,

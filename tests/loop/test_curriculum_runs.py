@@ -11,9 +11,9 @@ from tests import forked
 from tests.loop import async_runs, runs
 from tests.loop.test_resume import without_times
 from tests.test_pages import ROOT, blocks
-from tuner.commands.rebasing import rebase
 from tuner.errors import ConfigError
 from tuner.loop import run_local
+from tuner.tools.rebase import rebase
 from tuner.traces.store import read_traces
 
 SELECTOR = (

@@ -12,7 +12,7 @@ from tests.loop.test_lora import NEW
 from tests.loop.test_ppo import PPO
 from tests.loop.test_resume import flip, tune
 from tuner.errors import ConfigError
-from tuner.run.directory import TRAINER_STATE, RunDirectory
+from tuner.runs.directory import TRAINER_STATE, RunDirectory
 
 KINDS = {
     "ahead": (async_runs, ("buffer.total_steps=4",)),

@@ -6,9 +6,9 @@ import pytest
 
 from tests.loop import runs
 from tuner.errors import TrainingError
-from tuner.functions.outputs import JudgeOutput, WorkflowOutput
 from tuner.loop import run_local
-from tuner.result import TuneResult
+from tuner.runs.result import TuneResult
+from tuner.tasks.functions import JudgeOutput, WorkflowOutput
 from tuner.tune import leave_report
 
 MIXED, LOW, HIGH = (0.0, 1.0), (0.0,), (1.0,)

@@ -5,9 +5,9 @@ import stat
 
 import pytest
 
-from tuner.assembly import arrangement as engines
-from tuner.assembly.placement import WeightPath
 from tuner.config import load_config
+from tuner.runs import placement as engines
+from tuner.runs.placement import WeightPath
 
 SHARED, DISK = WeightPath("shared_memory", ""), WeightPath("disk", "")
 

@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 
 from tests.loop.test_recorded import TEST, TINY_MATH, problems, solve
 from tuner import AlgorithmConfig, TunerModelConfig, WorkflowOutput, tune
-from tuner.algorithms.table import ALGORITHMS
 from tuner.cli import app
+from tuner.config.algorithms import ALGORITHMS
 from tuner.errors import ConfigError, DatasetError, FunctionError, TrainingError
-from tuner.result import TuneResult
-from tuner.run.directory import RunDirectory
+from tuner.runs.directory import RunDirectory
+from tuner.runs.result import TuneResult
 from tuner.traces import read_traces
-from tuner.training import PolicyTrainer
+from tuner.training.trainer import PolicyTrainer
 
 MODEL = TunerModelConfig(model_path=str(TINY_MATH), max_model_len=512, max_tokens=96)
 TRAIN = [{"question": q, "answer": a} for q, _, a in problems("train", 48)]

@@ -11,7 +11,7 @@ from tests import forked
 from tests.loop import runs
 from tuner import AlgorithmConfig, TunerModelConfig, WorkflowOutput, tune
 from tuner.loop import run_local
-from tuner.rollout import limits
+from tuner.rollouts import limits
 from tuner.tune import leave_report
 
 

@@ -5,8 +5,8 @@ import pytest
 from tests.loop import runs
 from tuner import tune as tune_function
 from tuner.errors import FunctionError
-from tuner.functions.outputs import JudgeOutput, WorkflowOutput
 from tuner.loop import run_local
+from tuner.tasks.functions import JudgeOutput, WorkflowOutput
 from tuner.traces import read_traces
 
 

@@ -12,13 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.loop import runs
-from tuner.assembly.models import load_model, load_tokenizer
-from tuner.chat_models import default_kind
-from tuner.config.model_paths import check_path
-from tuner.data.order import planned_steps
+from tuner.config.keys import check_path
 from tuner.errors import ConfigError, FunctionError, ModelLoadError, TrainingError
-from tuner.functions.outputs import JudgeOutput, WorkflowOutput
 from tuner.loop import run_local
+from tuner.rollouts.chat_models import default_kind
+from tuner.runs.models import load_model, load_tokenizer
+from tuner.tasks.functions import JudgeOutput, WorkflowOutput
+from tuner.tasks.selection import planned_steps
 from tuner.traces import read_traces
 
 TINY_MATH = Path(__file__).parents[2] / "models" / "tiny_math"

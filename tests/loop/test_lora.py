@@ -17,13 +17,12 @@ from tests.loop import runs
 from tests.loop.test_resume import without_times
 from tests.training.lora import change_adapter
 from tuner import tune
-from tuner.assembly.adapters import add_adapter
-from tuner.assembly.models import load_model
-from tuner.config.explorer import LoraSection
+from tuner.config.schema import LoraSection
 from tuner.engines.transformers.engine import TransformersEngine
 from tuner.errors import ConfigError, MissingDependencyError, ModelLoadError
 from tuner.loop import run_local
-from tuner.training import PolicyTrainer
+from tuner.runs.models import add_adapter, load_model
+from tuner.training.trainer import PolicyTrainer
 
 REPOSITORY = Path(__file__).parents[2]
 NEW = "model.lora_configs=[{lora_rank: 4}]"

@@ -11,8 +11,8 @@ from tests.loop import runs
 from tests.loop.test_resume import without_times
 from tuner.errors import ConfigError
 from tuner.loop import run_local
-from tuner.run.directory import TRAINER_STATE
-from tuner.training import PolicyTrainer
+from tuner.runs.directory import TRAINER_STATE
+from tuner.training.trainer import PolicyTrainer
 
 PPO = (
     "algorithm.algorithm_type=ppo",

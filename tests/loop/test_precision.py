@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from tests.loop import runs
 from tuner.errors import ConfigError
 from tuner.loop import run_local
-from tuner.run.directory import TRAINER_STATE
+from tuner.runs.directory import TRAINER_STATE
 
 BFLOAT16 = ("tuner.dtype=bfloat16", "trainer.save_interval=0", "algorithm.optimizer.lr=1e-4")
 

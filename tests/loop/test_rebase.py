@@ -15,8 +15,8 @@ from tests.loop import async_runs, runs
 from tests.loop.test_resume import without_times
 from tuner import rebase
 from tuner.errors import ConfigError, FunctionError, TrainingError, TunerError
-from tuner.functions.outputs import JudgeOutput, WorkflowOutput
 from tuner.loop import run_local
+from tuner.tasks.functions import JudgeOutput, WorkflowOutput
 from tuner.traces import Outcome
 from tuner.traces.store import read_traces, trace_line, trace_to_json
 
@@ -225,8 +225,9 @@ def test_a_rebased_run_that_is_killed_goes_on_to_the_same_weights(
 def _killed(run, moment, least):
     from pathlib import Path
 
-    from tuner.run import monitors, rebased
-    from tuner.training import PolicyTrainer
+    from tuner.runs import console as monitors
+    from tuner.runs import rebased
+    from tuner.training.trainer import PolicyTrainer
 
     what, count = moment.split(":")
     judge, workflow = runs.judge, runs.workflow

@@ -17,9 +17,9 @@ from tests.loop import recorded_runs
 from tuner import AlgorithmConfig, TunerModelConfig, WorkflowOutput, tune
 from tuner.cli import app
 from tuner.errors import ConfigError, DatasetError, FunctionError
-from tuner.result import TuneResult
+from tuner.runs.result import TuneResult
 from tuner.traces import read_traces
-from tuner.training import PolicyTrainer
+from tuner.training.trainer import PolicyTrainer
 
 REPOSITORY = Path(__file__).parents[2]
 TINY_MATH = REPOSITORY / "models" / "tiny_math"

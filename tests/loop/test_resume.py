@@ -15,12 +15,12 @@ from tests import forked
 from tests.loop import runs
 from tuner.errors import ConfigError, ModelLoadError, TunerError
 from tuner.loop import run_local
-from tuner.result import TuneResult
-from tuner.run import directory as run_directory
-from tuner.run.monitors import JsonlMonitor
+from tuner.runs import directory as run_directory
+from tuner.runs.console import JsonlMonitor
+from tuner.runs.result import TuneResult
 from tuner.traces import TraceStore
 from tuner.traces.store import read_traces
-from tuner.training import PolicyTrainer
+from tuner.training.trainer import PolicyTrainer
 from tuner.tune import leave_report
 
 # In the first step's rollouts, in its update, in the second step's rollouts, before metrics are

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tuner.assembly.placement import Sides, choose_weight_path
 from tuner.errors import ConfigError
+from tuner.runs.placement import Sides, choose_weight_path
 
 GIB = 2**30
 

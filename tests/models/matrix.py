@@ -36,8 +36,8 @@ from tests.training.exact import computed, gradient, row, small_parts, weighed, 
 from tuner.engines import SamplingParams
 from tuner.engines.transformers.model_shape import length_limit
 from tuner.errors import ConfigError
-from tuner.training import Row
-from tuner.training.forward.probing import exact_forward
+from tuner.training.batch import Row
+from tuner.training.forward.layouts import exact_forward
 from tuner.training.trainer_settings import Layout
 
 TABLE = Path(__file__).parents[2] / "docs" / "models.md"

@@ -8,7 +8,7 @@ import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.models.matrix import TABLE, check, page, verdicts
-from tuner.training.forward import probing
+from tuner.training.forward import layouts as probing
 
 WRITTEN = verdicts(TABLE.read_text(encoding="utf-8"))
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.gateway.families import FAMILIES
 from tuner.config.load import load_config
-from tuner.gateway.model.parsing import REASONING_PARSERS, TOOL_CALL_PARSERS
+from tuner.gateway.families.parsing import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 PRESETS = sorted((Path(__file__).parents[2] / "models" / "presets").glob("*.yaml"))
 

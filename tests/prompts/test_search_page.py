@@ -10,10 +10,10 @@ from tests.chat_server import chat_server
 from tuner import JudgeOutput, PromptTuneConfig, RemoteModel, WorkflowOutput, tune_prompt
 from tuner.cli import app
 from tuner.errors import TrainingError
-from tuner.prompts.search_page import difference, write_page
+from tuner.tools.prompt_page import difference, write_page
+from tuner.tools.viewer import RunReader, write_report
+from tuner.tools.viewer.page import report_data
 from tuner.traces import Outcome, RolloutId, Trace, TraceStore
-from tuner.viewer import RunReader, write_report
-from tuner.viewer.page import report_data
 
 EVIL = "<script>alert(1)</script></pre></details>"
 ROWS = [{"number": n, "text": EVIL} for n in range(20)]

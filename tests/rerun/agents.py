@@ -7,7 +7,7 @@ import random
 import openai
 
 import tuner
-from tuner.functions.outputs import JudgeOutput, WorkflowOutput
+from tuner.tasks.functions import JudgeOutput, WorkflowOutput
 
 DID: list[str] = []
 """What ran, in order: not a part of any rollout."""

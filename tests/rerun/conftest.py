@@ -11,15 +11,14 @@ from tests.chat_server import chat_server
 from tests.gateway.toy import TEMPLATE, StubEngine, tokenizer
 from tests.rerun import agents
 from tuner import cli
-from tuner.assembly.models import load_tokenizer
-from tuner.assembly.parameters import rollout_settings
-from tuner.assembly.stack import chat_renderer
-from tuner.chat_models import chat_model
 from tuner.config import load_config
 from tuner.gateway import Gateway, SamplingDefaults
 from tuner.gateway.relay import Relay
-from tuner.rollout import RolloutRunner
-from tuner.run.directory import RunDirectory
+from tuner.rollouts import RolloutRunner
+from tuner.rollouts.chat_models import chat_model
+from tuner.runs.directory import RunDirectory
+from tuner.runs.models import load_tokenizer
+from tuner.runs.stack import chat_renderer, rollout_settings
 from tuner.traces import RolloutId, TraceStore
 
 ID = RolloutId(3, 0, 2)

@@ -10,10 +10,10 @@ from tests.loop import runs
 from tests.rerun import agents
 from tuner.errors import TunerError
 from tuner.loop import run_local
-from tuner.rerun.again import run_again
 from tuner.testing import Replayed, save_rollouts
+from tuner.tools.rerun import run_again
 from tuner.traces import RolloutId, read_traces
-from tuner.traces.saved import read_rollouts
+from tuner.traces.store import read_rollouts
 
 
 @pytest.fixture

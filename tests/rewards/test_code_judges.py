@@ -9,9 +9,8 @@ import psutil
 import pytest
 
 from tuner.errors import MissingDependencyError, RewardError, SandboxError
-from tuner.functions.calling import call_judge
-from tuner.functions.outputs import MissingFieldError
 from tuner.rewards import Limits, code_in, code_judge, code_judges, pytest_judge, weighted
+from tuner.tasks.functions import MissingFieldError, call_judge
 
 ISOLATIONS = ("auto", "process")
 FEW = Limits(seconds=5.0, memory_mb=512)

@@ -12,8 +12,6 @@ from tuner.errors import (
     RewardError,
     RewardTimeout,
 )
-from tuner.functions.calling import call_judge
-from tuner.functions.outputs import JudgeOutput, MissingFieldError
 from tuner.rewards import (
     exact_judge,
     f1_judge,
@@ -25,6 +23,7 @@ from tuner.rewards import (
     schema_judge,
     weighted,
 )
+from tuner.tasks.functions import JudgeOutput, MissingFieldError, call_judge
 
 
 async def judged(judge, response, **task):

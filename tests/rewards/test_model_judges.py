@@ -16,17 +16,17 @@ import pytest
 
 from tests.builders import logged
 from tests.chat_server import Refusal, chat_server
-from tuner.assembly.auxiliary import AuxiliaryModels
-from tuner.assembly.models import load_model, load_tokenizer
-from tuner.chat_models import chat_model
 from tuner.config import RemoteModel
 from tuner.engines.transformers.engine import TransformersEngine
 from tuner.errors import ConfigError, FunctionError, RewardError, RewardTimeout
-from tuner.functions.outputs import JudgeOutput, MissingFieldError, StoredResponse, WorkflowOutput
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults
 from tuner.rewards import llm_judge, ruler
-from tuner.rewards.verdicts import Asker, read
-from tuner.rollout import RolloutRunner, RolloutSettings, StepPlan, collect
+from tuner.rewards.model_judges import Asker, read
+from tuner.rollouts import RolloutRunner, RolloutSettings, StepPlan, collect
+from tuner.rollouts.chat_models import chat_model
+from tuner.runs.auxiliary import AuxiliaryModels
+from tuner.runs.models import load_model, load_tokenizer
+from tuner.tasks.functions import JudgeOutput, MissingFieldError, StoredResponse, WorkflowOutput
 from tuner.traces import Outcome, TraceStore
 
 PAGE = Path(__file__).parents[2] / "docs/judges.md"

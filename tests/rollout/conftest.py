@@ -4,11 +4,11 @@ import contextlib
 
 import pytest
 
-from tuner.assembly.models import load_model, load_tokenizer
-from tuner.chat_models import chat_model
 from tuner.engines.transformers.engine import TransformersEngine
 from tuner.gateway import ChatRenderer, Gateway
-from tuner.rollout import RolloutRunner, RolloutSettings
+from tuner.rollouts import RolloutRunner, RolloutSettings
+from tuner.rollouts.chat_models import chat_model
+from tuner.runs.models import load_model, load_tokenizer
 
 
 @pytest.fixture

@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from tuner.algorithms.forks import Point
-from tuner.config.explorer import BranchingSection
-from tuner.functions.outputs import WorkflowOutput
+from tuner.config.schema import BranchingSection
 from tuner.gateway import SamplingDefaults
-from tuner.rollout import Rollouts
-from tuner.rollout.branching import Branching, stands_still
-from tuner.rollout.where import Where
+from tuner.rollouts import Rollouts
+from tuner.rollouts.branching import Branching, Where, stands_still
+from tuner.tasks.functions import WorkflowOutput
 from tuner.traces import Outcome, RolloutId, TokenTree, Trace, TraceStore
-from tuner.training import TrainerSettings, build_batch
+from tuner.training.batch import build_batch
+from tuner.training.forks import Point
 from tuner.training.scoring import row_advantages
+from tuner.training.trainer_settings import TrainerSettings
 
 DEFAULTS = SamplingDefaults(max_tokens=6)
 TASK = {"question": "hi"}

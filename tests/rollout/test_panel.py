@@ -7,9 +7,9 @@ import pytest
 
 from tests.rollout.test_runner import DEFAULTS, ask, run
 from tuner.errors import FunctionError
-from tuner.functions.outputs import JudgeOutput, WorkflowOutput
 from tuner.gateway import SessionLimits
-from tuner.rollout import RolloutSettings, StepPlan, collect
+from tuner.rollouts import RolloutSettings, StepPlan, collect
+from tuner.tasks.functions import JudgeOutput, WorkflowOutput
 from tuner.traces import Outcome, TraceStore
 
 

@@ -11,8 +11,8 @@ import pytest
 import tuner
 from tests.rollout.test_runner import DEFAULTS, MESSAGES, ask
 from tuner.errors import FunctionError
-from tuner.functions.outputs import JudgeOutput, WorkflowOutput
-from tuner.rollout.attempt import Again
+from tuner.rollouts.runner import Again
+from tuner.tasks.functions import JudgeOutput, WorkflowOutput
 from tuner.traces import FunctionResult, Outcome, RolloutId
 from tuner.traces.store import trace_from_json, trace_to_json
 

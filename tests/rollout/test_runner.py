@@ -13,11 +13,11 @@ import pytest
 from tests.rewards import functions
 from tests.rollout.clock import jump
 from tuner.errors import FunctionError, TrainingError
-from tuner.functions.outputs import JudgeOutput, Rejected, WorkflowOutput
 from tuner.gateway import SamplingDefaults
 from tuner.rewards import in_process
-from tuner.rollout import RolloutSettings, StepPlan, collect, limits
-from tuner.rollout.limits import Ending
+from tuner.rollouts import RolloutSettings, StepPlan, collect, limits
+from tuner.rollouts.limits import Ending
+from tuner.tasks.functions import JudgeOutput, Rejected, WorkflowOutput
 from tuner.traces import Outcome, RolloutId, TraceStore
 
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.rollout.clock import simulate
-from tuner.rollout.schedule import Schedule, admissible, in_time
+from tuner.rollouts.groups import Schedule, admissible, in_time
 
 
 @dataclass

@@ -9,9 +9,9 @@ import openai
 import pytest
 
 from tests.rollout.test_runner import MESSAGES, ask, run
-from tuner.functions.outputs import JudgeOutput, WorkflowOutput
-from tuner.rollout import watchdog
-from tuner.rollout.watchdog import Standstill
+from tuner.rollouts import limits as watchdog
+from tuner.rollouts.limits import Standstill
+from tuner.tasks.functions import JudgeOutput, WorkflowOutput
 from tuner.traces import Outcome
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from tests.builders import call as make_call
-from tuner.config.explorer import BranchingSection
+from tuner.config.schema import BranchingSection
 from tuner.errors import FunctionError
-from tuner.rollout.where import Grown, Shares, Where, exploring
+from tuner.rollouts.branching import Grown, Shares, Where, exploring
 from tuner.traces import Origin, Outcome, RolloutId, Trace
 
 IDS = [RolloutId(1, 0, number) for number in range(4)]

@@ -3,7 +3,7 @@
 import pytest
 
 from tuner.config.load import load_config
-from tuner.run.advice import advice
+from tuner.runs.notices import advice
 
 PARTS = ("generation", "agent", "judge")
 

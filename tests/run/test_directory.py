@@ -13,10 +13,9 @@ from tests.loop import runs
 from tuner.config import load_config
 from tuner.errors import ConfigError, TunerError
 from tuner.loop import run_local
-from tuner.run import directory as run_directory
-from tuner.run.continuation import WEIGHTS
-from tuner.run.directory import RunDirectory, held, make_private
-from tuner.run.record import fingerprint_of_weights, open_directory
+from tuner.runs import directory as run_directory
+from tuner.runs.directory import WEIGHTS, RunDirectory, held, make_private
+from tuner.runs.record import fingerprint_of_weights, open_directory
 
 
 def hold_and_die(path):

@@ -6,7 +6,7 @@ from statistics import NormalDist, fmean, stdev
 import numpy as np
 import pytest
 
-from tuner.run.estimates import estimate, pass_at_k, pass_hat_k, passes, spearman
+from tuner.runs.estimates import estimate, pass_at_k, pass_hat_k, passes, spearman
 
 
 @pytest.mark.parametrize(

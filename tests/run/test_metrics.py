@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.builders import call, trace
-from tuner.run.metrics import (
+from tuner.runs.metrics import (
     batch_metrics,
     evaluation_metrics,
     has_signal,
@@ -13,7 +13,7 @@ from tuner.run.metrics import (
     time_split,
 )
 from tuner.traces import Outcome
-from tuner.training import build_batch
+from tuner.training.batch import build_batch
 
 
 def group(task, rewards):

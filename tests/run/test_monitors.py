@@ -8,8 +8,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from tests.builders import call, trace
-from tuner.run.console import ConsoleMonitor
-from tuner.run.monitors import JsonlMonitor
+from tuner.runs.console import ConsoleMonitor, JsonlMonitor
 from tuner.traces import Outcome
 
 METRICS = {

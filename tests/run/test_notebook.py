@@ -9,8 +9,8 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from rich.console import Console
 
-from tuner.result import TokenCounts, TuneResult
-from tuner.run.console import ConsoleMonitor
+from tuner.runs.console import ConsoleMonitor
+from tuner.runs.result import TokenCounts, TuneResult
 
 METRICS = {"reward/mean": 0.5, "tokens_per_second": 10.0, "time/step": 1.0}
 

@@ -8,7 +8,7 @@ import pytest
 from tests.builders import call, trace
 from tests.run.test_metrics import failed, group
 from tuner.config.load import load_config
-from tuner.run.notices import (
+from tuner.runs.notices import (
     CallSettings,
     Notices,
     SignalHistory,

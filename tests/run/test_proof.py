@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tuner.errors import ProofError
-from tuner.run.proof import Comparison, Plan, evidence_of
+from tuner.runs.statistics import Comparison, Plan, evidence_of
 
 PLAN = Plan(effect=0.1)
 SHARES = st.sampled_from([0.1, 0.5, 0.8])

@@ -4,7 +4,7 @@ import pytest
 
 from tests.viewer.stored import small, store_run
 from tuner.errors import TunerError
-from tuner.run.summary import differing_settings, find_runs, read_run
+from tuner.runs.estimates import differing_settings, find_runs, read_run
 
 
 def test_settings_that_differ_are_named_with_the_value_of_each_run(tmp_path):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.builders import call, trace
-from tuner.run.timeline import Timeline
+from tuner.runs.timeline import Timeline
 
 
 def events(path):

@@ -11,8 +11,8 @@ import pytest
 from tests.builders import call, trace
 from tuner.config import load_config
 from tuner.errors import ConfigError, MissingDependencyError
-from tuner.run.record import RunRecord, open_directory
-from tuner.run.trackers import Tracker, open_trackers
+from tuner.runs.record import RunRecord, open_directory
+from tuner.runs.trackers import Tracker, open_trackers
 from tuner.traces import Outcome
 
 

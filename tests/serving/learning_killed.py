@@ -4,10 +4,10 @@ import asyncio
 
 from tests.loop.runs import killing_itself
 from tests.serving.learning_parts import Server, config
-from tuner.run import directory as run_directory
+from tuner.runs import directory as run_directory
 from tuner.serving.learning.ledger import Ledger
 from tuner.serving.serving_store import ServingStore
-from tuner.training import PolicyTrainer
+from tuner.training.trainer import PolicyTrainer
 
 
 def main(model, root, moment):

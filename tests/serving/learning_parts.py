@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch
 
-from tuner.assembly.stack import build_stack
 from tuner.config.load import load_config
-from tuner.functions.outputs import JudgeOutput, WorkflowOutput
 from tuner.gateway import SamplingDefaults
 from tuner.rewards import final_answer, math_equal
-from tuner.run.directory import RunDirectory, make_private
+from tuner.runs.directory import RunDirectory, make_private
+from tuner.runs.stack import build_stack
 from tuner.serving.learning.beside import build_learner, check_can_learn, learning_config
 from tuner.serving.serving_store import ServingStore
+from tuner.tasks.functions import JudgeOutput, WorkflowOutput
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY, GSM8K = ROOT / "models/tiny_math", ROOT / "examples/gsm8k/data"

@@ -12,9 +12,9 @@ import httpx
 import openai
 
 from tuner.config.load import checked, read_layers
-from tuner.run.directory import RunDirectory
+from tuner.runs.directory import RunDirectory
 from tuner.serving.hosting import Server, running
-from tuner.serving.tables import StoredCall
+from tuner.serving.serving_store import StoredCall
 from tuner.tune import TINY_MODEL, with_default_model
 
 ADMIN = "sk-admin-of-the-tests"

@@ -20,10 +20,10 @@ from tests.serving.learning_parts import (
 from tests.serving.server import ADMIN_KEY
 from tuner import AsyncClient
 from tuner.errors import ConfigError
-from tuner.run.directory import RunDirectory, make_private, read_metrics
+from tuner.runs.directory import RunDirectory, make_private, read_metrics
 from tuner.serving.hosting import running
 from tuner.serving.learning.beside import check_can_learn, learning, learning_config
-from tuner.viewer.reader import served
+from tuner.tools.viewer.reader import served
 
 
 @pytest.mark.parametrize(

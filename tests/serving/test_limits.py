@@ -7,10 +7,10 @@ import openai
 import pytest
 
 from tests.serving.served import MODEL, QUESTION, config_of, say, served, until
+from tuner.cli import require_libraries
 from tuner.errors import ConfigError, MissingDependencyError
-from tuner.serving.front import Rates, TooOften
 from tuner.serving.hosting import admin_key_for
-from tuner.serving.serving_commands import require_libraries
+from tuner.serving.routing import Rates, TooOften
 
 
 async def test_a_key_that_asks_too_often_is_told_when_to_come_again(tmp_path):
@@ -30,7 +30,7 @@ async def test_a_key_that_asks_too_often_is_told_when_to_come_again(tmp_path):
 
 def test_a_bucket_fills_with_time(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("tuner.serving.front.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("tuner.serving.routing.time.monotonic", lambda: now[0])
     rates = Rates(60)
     for _ in range(10):
         rates.take("k")

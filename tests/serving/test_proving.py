@@ -17,9 +17,9 @@ from tests.serving.learning_parts import (
     same,
 )
 from tuner.errors import TrainingError
-from tuner.functions.outputs import JudgeOutput
-from tuner.run.directory import read_metrics
+from tuner.runs.directory import read_metrics
 from tuner.serving.learning.proving import Pairs
+from tuner.tasks.functions import JudgeOutput
 
 
 def rewards_for(server, *, better):

@@ -9,9 +9,8 @@ import pytest
 
 from tests.builders import call
 from tests.serving.served import MODEL, say, served
-from tuner.serving.restoring import SessionSink, redacted
-from tuner.serving.serving_store import ServingStore
-from tuner.traces.plain import to_plain
+from tuner.serving.serving_store import ServingStore, SessionSink, redacted
+from tuner.traces.store import to_plain
 
 REDACTED = "\n".join(
     [

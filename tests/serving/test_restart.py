@@ -242,7 +242,7 @@ async def test_no_key_is_on_disk(tmp_path):
 async def test_two_servers_do_not_share_a_run(tmp_path):
     from tests.serving.served import config_of
     from tuner.errors import ConfigError
-    from tuner.run.directory import held
+    from tuner.runs.directory import held
     from tuner.serving.hosting import serve
 
     config = config_of(tmp_path)

@@ -1,9 +1,14 @@
 """A session made again from its calls, and conversations that are known by their words."""
 
 from tests.gateway.toy import StubEngine, gateway_of
-from tuner.serving.restoring import SessionSink, beginnings, restored_conversations, talk_of
-from tuner.serving.serving_store import ServingStore
-from tuner.serving.tables import digest
+from tuner.serving.serving_store import (
+    ServingStore,
+    SessionSink,
+    beginnings,
+    digest,
+    restored_conversations,
+    talk_of,
+)
 
 CALLED = {
     "role": "assistant",

@@ -12,8 +12,7 @@ import pytest
 
 from tests.builders import call
 from tuner.errors import TunerError
-from tuner.serving.serving_store import ServingStore
-from tuner.serving.tables import StoredReply
+from tuner.serving.serving_store import ServingStore, StoredReply
 from tuner.traces import Outcome, RolloutId
 from tuner.traces.store import trace_from_json, trace_to_json
 

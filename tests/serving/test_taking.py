@@ -4,10 +4,9 @@ from dataclasses import replace
 
 from tests.builders import call
 from tests.serving.learning_parts import Server, config, run
-from tuner.run.directory import read_metrics
+from tuner.runs.directory import read_metrics
 from tuner.serving.learning.judged import Groups, JudgedSource, chosen, units
-from tuner.serving.serving_store import ServingStore
-from tuner.serving.tables import StoredSession
+from tuner.serving.serving_store import ServingStore, StoredSession
 
 
 def stored(number, *, group=None, task_number=None):

@@ -8,7 +8,7 @@ from tests import forked
 from tests.serving import learning_killed
 from tests.serving.learning_parts import Server, config, run, same
 from tuner.errors import ConfigError
-from tuner.run.directory import read_metrics
+from tuner.runs.directory import read_metrics
 from tuner.serving.hosting import weights_to_serve
 from tuner.serving.learning.ledger import Ledger
 from tuner.serving.serving_store import ServingStore

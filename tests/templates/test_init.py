@@ -10,7 +10,7 @@ import pytest
 from tests import forked
 from tests.test_command_line import said
 from tuner import templates
-from tuner.commands.arguments import functions_of
+from tuner.cli import functions_of
 from tuner.errors import ConfigError
 from tuner.templates import Template, create, missing
 

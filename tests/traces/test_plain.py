@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
-from tuner.traces.plain import from_plain, to_plain
+from tuner.traces.store import from_plain, to_plain
 
 
 class Kind(StrEnum):

@@ -13,9 +13,7 @@ from tests.traces.agents import rollouts
 from tuner.engines import SamplingParams
 from tuner.errors import TunerError
 from tuner.traces import Call, Outcome, RolloutId, Trace, TraceStore, branches
-from tuner.traces.packing import is_one_path
-from tuner.traces.plain import to_plain
-from tuner.traces.store import trace_from_json, trace_to_json
+from tuner.traces.store import is_one_path, to_plain, trace_from_json, trace_to_json
 
 ids = st.lists(st.integers(0, 2**17), max_size=6).map(tuple)
 number = st.floats(allow_nan=False, allow_infinity=False)

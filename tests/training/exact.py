@@ -21,11 +21,12 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from tests.engines.models import VOCABULARY, make_model
 from tuner.engines import SamplingParams
 from tuner.engines.grammar import Grammars
-from tuner.training import Batch, PolicyTrainer, Row, TrainerSettings
-from tuner.training.forward import head, tree_blocks
-from tuner.training.forward.layouts import Forward
-from tuner.training.forward.probing import exact_forward
-from tuner.training.trainer_settings import Layout
+from tuner.training.batch import Batch, Row
+from tuner.training.forward import head
+from tuner.training.forward import tree_pass as tree_blocks
+from tuner.training.forward.layouts import Forward, exact_forward
+from tuner.training.trainer import PolicyTrainer
+from tuner.training.trainer_settings import Layout, TrainerSettings
 
 KINDS = ["qwen3", "llama", "mistral", "gemma2", "gemma3"]
 """Shapes of models that can be computed on a token tree, with sliding windows and soft capping."""

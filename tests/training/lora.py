@@ -6,8 +6,8 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from tuner.assembly.adapters import add_adapter
-from tuner.config.explorer import LoraSection
+from tuner.config.schema import LoraSection
+from tuner.runs.models import add_adapter
 
 
 def wrapped(model: nn.Module, *, new: bool = False, **settings: object) -> PeftModel:

@@ -10,11 +10,13 @@ from tests.builders import call, trace
 from tests.engines.models import prompt
 from tests.training.exact import model_of as model_of_kind
 from tests.training.lora import wrapped
-from tuner.engines.transformers.weights import causal_model
+from tuner.engines.transformers.passes import causal_model
 from tuner.traces import TokenTree
-from tuner.training import PolicyTrainer, TrainerSettings, build_batch
-from tuner.training.forward.activations import Activations
-from tuner.training.forward.probing import exact_forward
+from tuner.training.batch import build_batch
+from tuner.training.forward.layouts import exact_forward
+from tuner.training.memory import Activations
+from tuner.training.trainer import PolicyTrainer
+from tuner.training.trainer_settings import TrainerSettings
 
 KINDS = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 DTYPES = [torch.float32, torch.bfloat16]

@@ -12,11 +12,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.builders import call, trace
 from tests.training.test_trainer import gradient_of, random_batch, tiny_model
-from tuner.algorithms.spec import ADVANTAGES, KLLoss, KLPenalty
-from tuner.algorithms.table import ALGORITHMS
-from tuner.assembly.parameters import selection, trainer_settings
 from tuner.config import load_config
-from tuner.training import PolicyTrainer, TrainerSettings, build_batch
+from tuner.config.algorithms import ADVANTAGES, ALGORITHMS, KLLoss, KLPenalty
+from tuner.runs.stack import selection, trainer_settings
+from tuner.training.batch import build_batch
+from tuner.training.trainer import PolicyTrainer
+from tuner.training.trainer_settings import TrainerSettings
 
 BASE = TrainerSettings(
     total_steps=10,

@@ -8,8 +8,8 @@ from tests.engines.models import make_model
 from tests.training.exact import model_of, row
 from tuner.errors import ConfigError
 from tuner.training.forward import layouts
-from tuner.training.forward.activations import Activations
-from tuner.training.forward.probing import exact_forward
+from tuner.training.forward.layouts import exact_forward
+from tuner.training.memory import Activations
 
 ROWS = [row((3, 10, 17), (24, 31)), row((3, 10, 17), (24, 38, 45)), row((3, 10), (52, 3))]
 

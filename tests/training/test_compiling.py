@@ -9,9 +9,10 @@ import torch
 from tests.engines.models import make_model
 from tests.models.matrix import alone, rows_of
 from tests.training.exact import computed
-from tuner.training import PolicyTrainer, TrainerSettings
 from tuner.training.forward import kernels
-from tuner.training.forward.probing import exact_forward
+from tuner.training.forward.layouts import exact_forward
+from tuner.training.trainer import PolicyTrainer
+from tuner.training.trainer_settings import TrainerSettings
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,12 @@ import torch
 
 from tests.builders import call, trace
 from tests.training.test_trainer import tiny_model
-from tuner.algorithms.advantages import call_normalized
-from tuner.run.metrics import has_signal
+from tuner.runs.metrics import has_signal
 from tuner.traces import Trace
-from tuner.training import PolicyTrainer, TrainerSettings, build_batch
+from tuner.training.advantages import call_normalized
+from tuner.training.batch import build_batch
+from tuner.training.trainer import PolicyTrainer
+from tuner.training.trainer_settings import TrainerSettings
 
 
 def rollout(number: int, reward: float, *calls: tuple[str | None, float | None]) -> Trace:

@@ -15,11 +15,12 @@ from tests.engines.models import make_model
 from tests.training.exact import all_float64
 from tests.training.test_trainer import VOCABULARY, random_batch, tiny_model
 from tests.training.test_turn_discount import agent, short
-from tuner.algorithms.spec import KLPenalty, PPOAdvantage
+from tuner.config.algorithms import KLPenalty, PPOAdvantage
 from tuner.errors import TrainingError
-from tuner.run.metrics import has_signal
-from tuner.training import CriticSettings, PolicyTrainer, Selection, TrainerSettings, build_batch
-from tuner.training.critic import Critic
+from tuner.runs.metrics import has_signal
+from tuner.training.batch import Selection, build_batch
+from tuner.training.trainer import Critic, PolicyTrainer
+from tuner.training.trainer_settings import CriticSettings, TrainerSettings
 
 ALONE = Selection(needs_group=False, lone_rewards=True)
 PPO = TrainerSettings(total_steps=10, advantage="ppo", kl="none", grad_clip=1e9)

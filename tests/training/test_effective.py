@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from tests.builders import call, trace
 from tests.training.test_trainer import random_batch, tiny_model
 from tuner.errors import TrainingError
-from tuner.training import PolicyTrainer, TrainerSettings, build_batch
-from tuner.training.effective import effective_of, effective_samples, effective_size
+from tuner.training.batch import build_batch
+from tuner.training.likelihood import effective_of, effective_samples, effective_size
+from tuner.training.trainer import PolicyTrainer
+from tuner.training.trainer_settings import TrainerSettings
 
 logs = st.lists(st.floats(-30, 30), min_size=1, max_size=40)
 

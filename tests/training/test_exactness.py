@@ -27,10 +27,12 @@ from tests.training.exact import (
 )
 from tests.training.recorded import recorded
 from tests.training.test_algorithms import REWARDED, settings_of
-from tuner.algorithms.spec import EntropyLoss
-from tuner.assembly.parameters import selection
 from tuner.config import load_config
-from tuner.training import Batch, PolicyTrainer, TrainerSettings, build_batch
+from tuner.config.algorithms import EntropyLoss
+from tuner.runs.stack import selection
+from tuner.training.batch import Batch, build_batch
+from tuner.training.trainer import PolicyTrainer
+from tuner.training.trainer_settings import TrainerSettings
 
 
 def settings_with_entropy(algorithm: str) -> TrainerSettings:

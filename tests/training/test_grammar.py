@@ -13,13 +13,15 @@ from tests.engines.models import generate_all
 from tests.engines.test_grammar import END, grammars, make_engine, make_model
 from tests.gateway.toy import ids_of
 from tests.training.exact import all_float64
-from tuner.algorithms.spec import EntropyLoss, KLLoss
+from tuner.config.algorithms import EntropyLoss, KLLoss
 from tuner.engines import SamplingParams
 from tuner.engines.grammar_text import GrammarError
 from tuner.errors import TrainingError
-from tuner.gateway.model.grammar_rules import json_schema
+from tuner.gateway.families.grammars import json_schema
 from tuner.traces.store import trace_from_json, trace_to_json
-from tuner.training import PolicyTrainer, TrainerSettings, build_batch
+from tuner.training.batch import build_batch
+from tuner.training.trainer import PolicyTrainer
+from tuner.training.trainer_settings import TrainerSettings
 
 SETTINGS = TrainerSettings(total_steps=5, kl="none", grad_clip=1e9)
 GRAMMAR = "start: %json " + json_schema(

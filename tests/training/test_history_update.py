@@ -11,19 +11,20 @@ import torch
 
 from tests.builders import call, trace
 from tests.training.test_trainer import random_batch, tiny_model
-from tuner.algorithms.spec import KLPenalty
+from tuner.config.algorithms import KLPenalty
 from tuner.errors import TrainingError
-from tuner.training import (
+from tuner.training.batch import build_batch
+from tuner.training.likelihood import (
     OffPolicyBatch,
-    PolicyTrainer,
     RecordedBatch,
     TooFewEffective,
-    TrainerSettings,
-    build_batch,
+    held_out_loss,
+    held_out_rewards,
     off_policy_update,
     recorded_update,
 )
-from tuner.training.history_update import held_out_loss, held_out_rewards
+from tuner.training.trainer import PolicyTrainer
+from tuner.training.trainer_settings import TrainerSettings
 
 
 def trainer_of(model=None, **settings):

@@ -18,16 +18,17 @@ from tests.models.shapes import tiny_model
 from tests.training.exact import assert_same_gradient, gradient, row, seeded, small_parts
 from tuner.engines.transformers.model_shape import probe_length
 from tuner.errors import ConfigError, TrainingError
-from tuner.training import PolicyTrainer, TrainerSettings, build_batch
-from tuner.training.forward import probing
-from tuner.training.forward.plain_rows import packed_logprobs, packs
-from tuner.training.forward.probing import exact_forward
-from tuner.training.throughput import ModelFlops
+from tuner.training.batch import build_batch
+from tuner.training.forward import layouts as probing
+from tuner.training.forward.layouts import exact_forward
+from tuner.training.forward.rows import packed_logprobs, packs
+from tuner.training.trainer import ModelFlops, PolicyTrainer
+from tuner.training.trainer_settings import TrainerSettings
 
 
 def lines(caplog):
     """What the choice of a layout has logged since."""
-    found = [r.getMessage() for r in caplog.records if r.name == "tuner.training.forward.probing"]
+    found = [r.getMessage() for r in caplog.records if r.name == "tuner.training.forward.layouts"]
     caplog.clear()
     return found
 
@@ -53,7 +54,7 @@ def test_a_model_that_carries_more_than_keys_from_row_to_row_trains_on_padded_ro
     weights = []
     for layout in ("padded", "packed", "tree"):
         model = make_model(kind)
-        with caplog.at_level(logging.WARNING, logger="tuner.training.forward.probing"):
+        with caplog.at_level(logging.WARNING, logger="tuner.training.forward.layouts"):
             settings = TrainerSettings(total_steps=1, lr=1e-2, kl="none", layout=layout)
             trainer = PolicyTrainer(model, settings)
         said = lines(caplog)
@@ -75,7 +76,7 @@ ROWS = [row(prompt(n), prompt(m, seed=n)) for n, m in ((3, 9), (12, 2), (1, 1), 
 
 def test_a_model_that_attends_in_chunks_trains_on_packed_rows(caplog):
     model = make_model("llama4")
-    with caplog.at_level(logging.WARNING, logger="tuner.training.forward.probing"):
+    with caplog.at_level(logging.WARNING, logger="tuner.training.forward.layouts"):
         assert exact_forward(model, None).layout == "packed"
     (line,) = lines(caplog)
     assert "packed rows" in line
@@ -165,7 +166,7 @@ def test_a_window_that_the_configuration_names_and_the_layout_does_not_know_is_n
     model = make_model("mistral")
     with (
         mock.patch.object(probing, "layer_windows", return_value={"full_attention": None}),
-        caplog.at_level(logging.WARNING, logger="tuner.training.forward.probing"),
+        caplog.at_level(logging.WARNING, logger="tuner.training.forward.layouts"),
     ):
         assert exact_forward(model, None).layout == "packed"
     assert "log-probs would differ by" in lines(caplog)[0]
@@ -220,7 +221,7 @@ def test_flash_attention_computes_packed_rows_one_by_one_and_without_a_bound(kin
     model, attended = make_model(kind), []
     model.config._attn_implementation = "flash_attention_2"
     with flash_stand_in(attended):
-        with caplog.at_level(logging.WARNING, logger="tuner.training.forward.probing"):
+        with caplog.at_level(logging.WARNING, logger="tuner.training.forward.layouts"):
             forward = exact_forward(model, None)
         (line,) = lines(caplog)
         assert "attn_implementation is 'flash_attention_2', which takes no mask" in line
@@ -285,7 +286,7 @@ def test_a_head_that_would_be_computed_differently_is_found_in_every_layout(capl
         return output
 
     model.forward = louder
-    with caplog.at_level(logging.WARNING, logger="tuner.training.forward.probing"):
+    with caplog.at_level(logging.WARNING, logger="tuner.training.forward.layouts"):
         found = exact_forward(model, None)
     assert found.layout == "padded"
     assert "logits of all tokens of a micro-batch at once" in lines(caplog)[-1]

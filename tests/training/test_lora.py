@@ -20,10 +20,12 @@ from tests.training.exact import (
 )
 from tests.training.lora import wrapped
 from tests.training.test_trainer import random_batch, tiny_model
-from tuner.algorithms.spec import KLLoss
-from tuner.training import PolicyTrainer, TrainerSettings, build_batch
-from tuner.training.forward.probing import exact_forward
+from tuner.config.algorithms import KLLoss
+from tuner.training.batch import build_batch
+from tuner.training.forward.layouts import exact_forward
 from tuner.training.references import AdapterReference
+from tuner.training.trainer import PolicyTrainer
+from tuner.training.trainer_settings import TrainerSettings
 
 CUTS = [("tree", 10_000), ("tree", 17), ("packed", 10_000), ("padded", 40)]
 

@@ -10,10 +10,12 @@ import torch
 
 from tests.training.exact import all_float64
 from tests.training.test_trainer import gradient_of, random_batch, tiny_model
-from tuner.algorithms.spec import GSPOLoss
+from tuner.config.algorithms import GSPOLoss
 from tuner.traces import Trace
-from tuner.training import PolicyTrainer, TrainerSettings, build_batch
+from tuner.training.batch import build_batch
 from tuner.training.forward.layouts import whole_calls
+from tuner.training.trainer import PolicyTrainer
+from tuner.training.trainer_settings import TrainerSettings
 
 LONGEST = 16
 SETTINGS = TrainerSettings(total_steps=1, kl="none", grad_clip=1e9, max_completion=LONGEST)

@@ -9,9 +9,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.builders import call, trace
 from tests.engines.models import prompt
-from tuner.algorithms.spec import EntropyLoss, KLLoss
-from tuner.training import PolicyTrainer, TrainerSettings, build_batch
+from tuner.config.algorithms import EntropyLoss, KLLoss
+from tuner.training.batch import build_batch
 from tuner.training.forward import head
+from tuner.training.trainer import PolicyTrainer
+from tuner.training.trainer_settings import TrainerSettings
 
 WIDTH = 8
 LAYOUTS = ["tree", "packed", "padded"]

@@ -8,7 +8,10 @@ from torch import nn
 
 from tests.training.test_trainer import random_batch, tiny_model
 from tuner.errors import ConfigError, TrainingError
-from tuner.training import PolicyTrainer, TrainerSettings, build_batch, make_optimizer
+from tuner.training.batch import build_batch
+from tuner.training.optimizer import make_optimizer
+from tuner.training.trainer import PolicyTrainer
+from tuner.training.trainer_settings import TrainerSettings
 
 SETTINGS = {"lr": 1e-6, "betas": (0.9, 0.99), "weight_decay": 0.1}
 

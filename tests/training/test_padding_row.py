@@ -8,11 +8,11 @@ from tests.builders import call, trace
 from tests.engines.models import VOCABULARY
 from tests.training.exact import all_float64, row, weights_of
 from tests.training.test_critic import ALONE, PPO, with_head
-from tuner.assembly.models import load_model
-from tuner.training import PolicyTrainer, TrainerSettings, build_batch
-from tuner.training.critic import Critic
-from tuner.training.forward.layouts import Forward
-from tuner.training.forward.probing import exact_forward
+from tuner.runs.models import load_model
+from tuner.training.batch import build_batch
+from tuner.training.forward.layouts import Forward, exact_forward
+from tuner.training.trainer import Critic, PolicyTrainer
+from tuner.training.trainer_settings import TrainerSettings
 
 PAD = 2
 ROWS = [

@@ -12,9 +12,11 @@ import torch
 from tests.builders import call
 from tests.training.lora import change_adapter, wrapped
 from tests.training.test_trainer import random_batch, tiny_model
-from tuner.algorithms.spec import DistillAdvantage
+from tuner.config.algorithms import DistillAdvantage
 from tuner.errors import TrainingError
-from tuner.training import PolicyTrainer, Selection, TrainerSettings, build_batch
+from tuner.training.batch import Selection, build_batch
+from tuner.training.trainer import PolicyTrainer
+from tuner.training.trainer_settings import TrainerSettings
 
 SETTINGS = TrainerSettings(
     total_steps=10,

@@ -11,15 +11,12 @@ from torch.nn.functional import logsigmoid
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.training.test_trainer import VOCABULARY, gradient_of, random_batch, tiny_model
-from tuner.algorithms.spec import DistillAdvantage, DPOLoss
+from tuner.config.algorithms import DistillAdvantage, DPOLoss
 from tuner.errors import TrainingError
-from tuner.training import (
-    PolicyTrainer,
-    RecordedBatch,
-    TrainerSettings,
-    build_batch,
-    recorded_update,
-)
+from tuner.training.batch import build_batch
+from tuner.training.likelihood import RecordedBatch, recorded_update
+from tuner.training.trainer import PolicyTrainer
+from tuner.training.trainer_settings import TrainerSettings
 
 PREFERENCE = DPOLoss(beta=0.3, label_smoothing=0.1)
 SFT = TrainerSettings(
@@ -278,7 +275,7 @@ def test_the_teacher_is_never_trained_and_must_be_there():
 
 
 def test_a_teacher_needs_neither_rewards_nor_groups():
-    from tuner.training import Selection
+    from tuner.training.batch import Selection
 
     alone = [replace(item, reward=None) for item in random_batch(9) if item.id.rollout == 0]
     batch = build_batch(alone, selection=Selection(needs_group=False, needs_reward=False))

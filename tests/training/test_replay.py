@@ -29,7 +29,9 @@ from tuner.engines.sampling import kept_ids, packed_kept
 from tuner.errors import TrainingError
 from tuner.traces import Call
 from tuner.traces.store import trace_from_json, trace_to_json
-from tuner.training import PolicyTrainer, TrainerSettings, build_batch
+from tuner.training.batch import build_batch
+from tuner.training.trainer import PolicyTrainer
+from tuner.training.trainer_settings import TrainerSettings
 
 SETTINGS = {
     "top-k": {"top_k": 9},

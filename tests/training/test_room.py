@@ -9,8 +9,10 @@ import torch
 from tests.engines.models import make_model, prompt
 from tests.training.exact import row
 from tuner.errors import TrainingError
-from tuner.training import Batch, PolicyTrainer, TrainerSettings
+from tuner.training.batch import Batch
 from tuner.training.forward.layouts import Forward
+from tuner.training.trainer import PolicyTrainer
+from tuner.training.trainer_settings import TrainerSettings
 
 ROWS = [row(prompt(200, n // 2), prompt(60, 90 + n)) for n in range(8)]
 

@@ -8,8 +8,8 @@ import pytest
 
 from tests.builders import call, trace
 from tuner.errors import TrainingError
-from tuner.run.metrics import batch_metrics, has_signal
-from tuner.training import Overlong, Selection, build_batch
+from tuner.runs.metrics import batch_metrics, has_signal
+from tuner.training.batch import Overlong, Selection, build_batch
 
 
 def group(task, *rewards, tokens=2):

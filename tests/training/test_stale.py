@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.builders import call, trace
-from tuner.training import build_batch
+from tuner.training.batch import build_batch
 
 
 def aged(id, versions, masked=()):

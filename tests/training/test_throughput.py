@@ -10,9 +10,10 @@ from tests.engines.models import make_model
 from tests.training.exact import model_of, row
 from tests.training.test_trainer import random_batch, tiny_model
 from tuner.traces import TokenTree
-from tuner.training import PolicyTrainer, TrainerSettings, build_batch
+from tuner.training.batch import build_batch
 from tuner.training.forward.tree_pass import tree_logprobs
-from tuner.training.throughput import ModelFlops, Throughput, peak_flops
+from tuner.training.trainer import ModelFlops, PolicyTrainer, Throughput, peak_flops
+from tuner.training.trainer_settings import TrainerSettings
 
 ROWS = [row((3, 10, 17), (24, 31)), row((3, 10, 17), (24, 38, 45)), row((3, 10), (52, 3))]
 

@@ -9,11 +9,13 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.builders import call, trace
-from tuner.algorithms.spec import EntropyLoss, KLLoss
+from tuner.config.algorithms import EntropyLoss, KLLoss
 from tuner.errors import TrainingError
 from tuner.traces import Outcome
-from tuner.training import PolicyTrainer, TrainerSettings, build_batch
+from tuner.training.batch import build_batch
 from tuner.training.optimizer import lr_factor
+from tuner.training.trainer import PolicyTrainer
+from tuner.training.trainer_settings import TrainerSettings
 
 VOCABULARY = 53
 

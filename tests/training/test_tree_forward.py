@@ -25,10 +25,11 @@ from tests.training.exact import (
 )
 from tuner.engines import SamplingParams
 from tuner.traces import TokenTree
-from tuner.training.forward import tree_attention, tree_blocks
-from tuner.training.forward import tree_attention as flex_mask
+from tuner.training.forward import tree_pass as flex_mask
+from tuner.training.forward import tree_pass as tree_attention
+from tuner.training.forward import tree_pass as tree_blocks
 from tuner.training.forward import tree_pass as tree_forward
-from tuner.training.forward.probing import exact_forward
+from tuner.training.forward.layouts import exact_forward
 
 IDS = VOCABULARY
 

@@ -12,10 +12,12 @@ import torch
 
 from tests.builders import call, trace
 from tests.training.test_trainer import random_batch, tiny_model
-from tuner.algorithms.spec import TURN_DISCOUNTED, GRPOAdvantage, KLPenalty
-from tuner.run.metrics import has_signal
+from tuner.config.algorithms import TURN_DISCOUNTED, GRPOAdvantage, KLPenalty
+from tuner.runs.metrics import has_signal
 from tuner.traces import Trace
-from tuner.training import PolicyTrainer, Selection, TrainerSettings, build_batch
+from tuner.training.batch import Selection, build_batch
+from tuner.training.trainer import PolicyTrainer
+from tuner.training.trainer_settings import TrainerSettings
 
 S, T, U, V = 10, 20, 30, 40
 LONE = Selection(lone_rewards=True)

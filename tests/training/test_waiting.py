@@ -12,8 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.training import test_grammar as grammar
 from tests.training.test_trainer import random_batch, tiny_model
-from tuner.algorithms.spec import EntropyLoss
-from tuner.training import PolicyTrainer, TrainerSettings, build_batch
+from tuner.config.algorithms import EntropyLoss
+from tuner.training.batch import build_batch
+from tuner.training.trainer import PolicyTrainer
+from tuner.training.trainer_settings import TrainerSettings
 
 WAITING = {
     "_local_scalar_dense",

@@ -6,12 +6,12 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.trinity.served import serving
-from tuner.assembly.models import load_model, load_tokenizer
 from tuner.engines import SamplingParams
 from tuner.engines.base import EngineError
 from tuner.engines.grammar_text import with_head
 from tuner.engines.transformers.engine import TransformersEngine
 from tuner.errors import ContextLengthError
+from tuner.runs.models import load_model, load_tokenizer
 from tuner.trinity.endpoints import ServedEngine
 
 PROMPT = [10, 20, 30, 40]

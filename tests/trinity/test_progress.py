@@ -9,7 +9,7 @@ import pytest
 
 from tests.builders import call, trace
 from tuner.errors import FunctionError, TrainingError
-from tuner.run.directory import RunDirectory
+from tuner.runs.directory import RunDirectory
 from tuner.traces import Outcome, TraceStore
 from tuner.trinity.progress import Journal, Progress, report_file
 

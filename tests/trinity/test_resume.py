@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from tests.builders import call, trace
 from tuner.config.source import MASK
 from tuner.errors import ConfigError
-from tuner.run.directory import RunDirectory
+from tuner.runs.directory import RunDirectory
 from tuner.traces import Outcome, TraceStore
 from tuner.trinity.handover import CALL_REWARDS, restored
 from tuner.trinity.preparation import to_yaml

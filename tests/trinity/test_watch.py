@@ -12,8 +12,8 @@ from rich.console import Console
 
 from tests.builders import call, trace
 from tuner.errors import FunctionError, TrainingError
-from tuner.run.console import ConsoleMonitor
-from tuner.run.directory import RunDirectory
+from tuner.runs.console import ConsoleMonitor
+from tuner.runs.directory import RunDirectory
 from tuner.traces import Outcome
 from tuner.trinity import watch as watching
 from tuner.trinity.progress import Journal, Progress, report_file

@@ -8,11 +8,11 @@ from starlette.testclient import TestClient
 
 from tests.builders import call, trace
 from tests.viewer.stored import read_data, small, store_run
-from tuner.viewer import RunReader, write_report
-from tuner.viewer import page as report
-from tuner.viewer.index import TraceIndex
-from tuner.viewer.queries import Wanted, find, summary
-from tuner.viewer.web import viewer_app
+from tuner.tools.viewer import RunReader, write_report
+from tuner.tools.viewer import page as report
+from tuner.tools.viewer.index import TraceIndex
+from tuner.tools.viewer.queries import Wanted, find, summary
+from tuner.tools.viewer.web import viewer_app
 
 
 def resampled(task, rollout, times=2, **fields):

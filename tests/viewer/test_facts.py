@@ -6,10 +6,18 @@ import json
 import pytest
 
 from tests.builders import call, trace
+from tuner.tools.viewer.facts import (
+    UNREADABLE,
+    Tally,
+    answered,
+    asked,
+    folded,
+    row,
+    tallies,
+    tool_uses,
+)
 from tuner.traces import Outcome
-from tuner.traces.plain import to_plain
-from tuner.traces.store import trace_to_json
-from tuner.viewer.facts import UNREADABLE, Tally, answered, asked, folded, row, tallies, tool_uses
+from tuner.traces.store import to_plain, trace_to_json
 
 
 def plain(item):

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from tests.viewer.stored import small, store_run
 from tuner.errors import TunerError
+from tuner.tools.viewer.follow import LineFollower, MetricsFollower
+from tuner.tools.viewer.index import TraceIndex
 from tuner.traces import Outcome, RolloutId
 from tuner.traces.store import trace_to_json
-from tuner.viewer.follow import LineFollower, MetricsFollower
-from tuner.viewer.index import TraceIndex
 
 
 def lines_of(traces):

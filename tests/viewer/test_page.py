@@ -12,10 +12,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tests.builders import call, trace
 from tests.viewer.stored import read_data, small, store_run
 from tuner.errors import TunerError
+from tuner.tools.viewer import RunReader, write_report
+from tuner.tools.viewer.page import page, selection, template
+from tuner.tools.viewer.reader import BEGINS_CHARACTER, Vocabulary, to_json
 from tuner.traces import Outcome
-from tuner.viewer import RunReader, write_report
-from tuner.viewer.page import page, selection, template
-from tuner.viewer.reader import BEGINS_CHARACTER, Vocabulary, to_json
 
 TINY = Path(__file__).parents[2] / "models/tiny_math"
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!-- \u2028 %DATA% %NONCE%"

@@ -10,10 +10,10 @@ import pytest
 from tests.builders import call, trace
 from tests.viewer.stored import store_run
 from tuner.errors import FunctionError, TunerError
-from tuner.functions.outputs import JudgeOutput, StoredResponse
+from tuner.tasks.functions import JudgeOutput, StoredResponse
+from tuner.tools.viewer import replay
+from tuner.tools.viewer.replay import parse_steps, replay_table
 from tuner.traces import Outcome
-from tuner.viewer import replay
-from tuner.viewer.replay import parse_steps, replay_table
 
 
 def answered(task, rollout, response, reward, **fields):

@@ -11,8 +11,8 @@ from tests.loop import runs
 from tests.viewer.stored import read_data
 from tuner import cli
 from tuner.errors import ModelLoadError, TrainingError
-from tuner.functions.outputs import JudgeOutput
 from tuner.loop import run_local
+from tuner.tasks.functions import JudgeOutput
 from tuner.tune import leave_report
 
 
@@ -45,7 +45,7 @@ def test_a_report_that_cannot_be_written_is_said_and_the_run_completes(
     def full(*_args, **_options):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("tuner.viewer.write_report", full)
+    monkeypatch.setattr("tuner.tools.viewer.write_report", full)
     with caplog.at_level(logging.WARNING, logger="tuner"):
         result = run(random_model_path, tmp_path)
     assert result.status == "completed"

@@ -7,8 +7,8 @@ from starlette.testclient import TestClient
 
 from tests.viewer.stored import read_data, small, store_run
 from tuner.errors import TunerError
-from tuner.viewer import web as server
-from tuner.viewer.web import serve, viewer_app
+from tuner.tools.viewer import web as server
+from tuner.tools.viewer.web import serve, viewer_app
 
 TOKEN = "unguessable"
 PATHS = (

@@ -3,9 +3,9 @@
 import dataclasses
 
 from tests.viewer.stored import read_data, small, store_run
+from tuner.tools.viewer import RunReader, write_report
+from tuner.tools.viewer.queries import TASK_COLUMNS, TASKS_BY_ORDER, summary, tasks_over_time
 from tuner.traces import Outcome, RolloutId
-from tuner.viewer import RunReader, write_report
-from tuner.viewer.queries import TASK_COLUMNS, TASKS_BY_ORDER, summary, tasks_over_time
 
 
 def tasks_of(path, traces, settings=""):

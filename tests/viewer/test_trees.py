@@ -7,15 +7,15 @@ import pytest
 
 from tests.builders import call, trace
 from tests.viewer.stored import read_data, store_run
-from tuner.algorithms.forks import Point, Value, point_values
 from tuner.errors import TunerError
-from tuner.functions.outputs import JudgeOutput
+from tuner.tasks.functions import JudgeOutput
+from tuner.tools.viewer import RunReader, write_report
+from tuner.tools.viewer.facts import Tally, row, tallies, tool_uses
+from tuner.tools.viewer.queries import Wanted, count, find, summary, tree
+from tuner.tools.viewer.replay import replay
 from tuner.traces import Origin, Outcome, RolloutId
 from tuner.traces.store import trace_to_json
-from tuner.viewer import RunReader, write_report
-from tuner.viewer.facts import Tally, row, tallies, tool_uses
-from tuner.viewer.queries import Wanted, count, find, summary, tree
-from tuner.viewer.replay import replay
+from tuner.training.forks import Point, Value, point_values
 
 
 def answers(rollout, *, given=(), calls=3):

@@ -5,16 +5,15 @@ import contextlib
 
 import pytest
 
-from tuner.assembly.models import load_model, load_tokenizer
-from tuner.chat_models import chat_model
-from tuner.config.explorer import RaySection
+from tuner.config.schema import RaySection
 from tuner.engines.transformers.engine import TransformersEngine
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults, SessionLimits
-from tuner.rollout import RolloutRunner, RolloutSettings
+from tuner.rollouts import RolloutRunner, RolloutSettings
+from tuner.rollouts.any_worker import WorkerProcess
+from tuner.rollouts.chat_models import chat_model
+from tuner.rollouts.worker_pool import Placing, Pool
+from tuner.runs.models import load_model, load_tokenizer
 from tuner.traces import RolloutId
-from tuner.workers.pool import Pool
-from tuner.workers.ray_worker import Placing
-from tuner.workers.worker_process import WorkerProcess
 
 DEFAULTS = SamplingDefaults(max_tokens=4)
 

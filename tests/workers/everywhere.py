@@ -18,16 +18,13 @@ from weakref import WeakKeyDictionary
 import pytest
 
 from tests import forked
-from tuner import chat_models
-from tuner.assembly import stack
 from tuner.gateway import Session
-from tuner.rollout import RolloutRunner
-from tuner.workers import pool
-from tuner.workers.any_worker import Worker
-from tuner.workers.line import Line
-from tuner.workers.messages import Ask, Opened
-from tuner.workers.pool import Pool
-from tuner.workers.remote_session import RemoteSession
+from tuner.rollouts import RolloutRunner, chat_models
+from tuner.rollouts import worker_pool as pool
+from tuner.rollouts.any_worker import Worker
+from tuner.rollouts.worker_pool import Pool
+from tuner.rollouts.worker_session import Ask, Line, Opened, RemoteSession
+from tuner.runs import stack
 
 COUNT = 2
 

@@ -13,7 +13,7 @@ import openai
 
 import tuner
 from tuner.errors import RewardError, RewardTimeout
-from tuner.functions.outputs import JudgeOutput, Rejected, WorkflowOutput
+from tuner.tasks.functions import JudgeOutput, Rejected, WorkflowOutput
 from tuner.traces import Outcome
 
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -4,10 +4,8 @@ import asyncio
 
 import pytest
 
-from tuner.gateway.in_flight import InFlight
-from tuner.workers.line import HttpClientDoor, LineDoor
-from tuner.workers.messages import Opened
-from tuner.workers.remote_session import RemoteSession
+from tuner.gateway.sessions import InFlight
+from tuner.rollouts.worker_session import HttpClientDoor, LineDoor, Opened, RemoteSession
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: %s\r\ntransfer-encoding: chunked\r\n\r\n"
 

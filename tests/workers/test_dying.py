@@ -11,7 +11,7 @@ from tests.workers import functions
 from tests.workers.conftest import DEFAULTS, pool_of, waiting
 from tests.workers.functions import DiesWhenLoaded, FailsWhenLoaded, dying
 from tuner.errors import FunctionError, WorkerError
-from tuner.rollout.panel import Panel
+from tuner.rollouts.runner import Panel
 from tuner.traces import Outcome, RolloutId
 
 ID = RolloutId(1, 0, 0)

@@ -16,8 +16,8 @@ from tests.workers import functions
 from tests.workers.conftest import pool_of
 from tests.workers.functions import hanging
 from tuner.gateway import SamplingDefaults
+from tuner.rollouts import any_worker
 from tuner.traces import Outcome, RolloutId
-from tuner.workers import any_worker
 
 DEFAULTS = SamplingDefaults(max_tokens=4)
 ID = RolloutId(1, 0, 0)
@@ -128,8 +128,8 @@ async def test_workers_import_what_calls_need_before_they_begin_and_no_pytorch(m
 
 RUN = """
     import asyncio, os, sys
-    from tuner.functions.outputs import WorkflowOutput
-    from tuner.workers.pool import Pool
+    from tuner.tasks.functions import WorkflowOutput
+    from tuner.rollouts.worker_pool import Pool
 
     async def workflow(task, model):
         return WorkflowOutput(reward=1.0)

@@ -13,13 +13,12 @@ import tuner
 from tests.workers import functions
 from tests.workers.conftest import ByHttp, pool_of
 from tests.workers.functions import DOES, OUTCOMES, STOPPED_AT, judge, workflow
-from tuner.assembly.auxiliary import AuxiliaryModels
 from tuner.errors import FunctionError
-from tuner.functions.shipping import PICKLE, ship
 from tuner.gateway import SamplingDefaults
 from tuner.gateway.service import StreamReply
-from tuner.rollout.attempt import Again
-from tuner.rollout.panel import Panel
+from tuner.rollouts.runner import Again, Panel
+from tuner.runs.auxiliary import AuxiliaryModels
+from tuner.tasks.loading import PICKLE, ship
 from tuner.traces import Outcome, RolloutId
 
 DEFAULTS = SamplingDefaults(max_tokens=4)

@@ -7,15 +7,14 @@ import pytest
 from tests.loop.runs import EVAL, TRAIN, config, judge, workflow
 from tests.workers.functions import computing, group_judge, scored, synchronous
 from tuner.areal import shared_run
-from tuner.config.explorer import RaySection
 from tuner.config.load import load_config
+from tuner.config.schema import RaySection
 from tuner.errors import ConfigError
 from tuner.loop import run_local
-from tuner.prompts import contenders
+from tuner.rollouts.worker_pool import Placing, count_for
 from tuner.serving.hosting import serve
+from tuner.tools import trials as contenders
 from tuner.trinity.refusals import tuner_section
-from tuner.workers.pool import count_for
-from tuner.workers.ray_worker import Placing
 
 
 def trained(model, root, *overrides, workflow=workflow, judge=judge):

@@ -15,12 +15,13 @@ from torch import Tensor
 from tuner.areal.experiment import PPOActorConfig
 from tuner.areal.shared_run import Run
 from tuner.areal.trajectory_batch import Place, gathered, scattered, to_batch
-from tuner.assembly.models import StoredAdapter, load_model
-from tuner.assembly.parameters import selection
-from tuner.assembly.stack import build_trainer
 from tuner.errors import ConfigError, TrainingError
-from tuner.run.directory import TRAINER_STATE
-from tuner.training import Batch, PolicyTrainer, ScoredBatch
+from tuner.runs.directory import TRAINER_STATE
+from tuner.runs.models import StoredAdapter, load_model
+from tuner.runs.stack import build_trainer, selection
+from tuner.training.batch import Batch
+from tuner.training.scoring import ScoredBatch
+from tuner.training.trainer import PolicyTrainer
 
 _PART = re.compile(r"(?:[a-z]+:)?(?P<sizes>(?:[a-z]\d+)+)")
 

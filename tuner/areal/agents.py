@@ -12,14 +12,13 @@ from typing import Any
 import openai
 
 from tuner.areal.token_workflow import EpisodeWorkflow, TokenWorkflow
-from tuner.assembly.parameters import adds_up
-from tuner.chat_models.without_framework import SessionHandle
 from tuner.config import RunConfig
 from tuner.errors import ConfigError, FunctionError
-from tuner.functions.calling import call_function, check_workflow_function
-from tuner.functions.loading import load_function
-from tuner.functions.outputs import Rejected, WorkflowOutput
 from tuner.gateway import RecordedCall
+from tuner.rollouts.without_framework import SessionHandle
+from tuner.runs.stack import adds_up
+from tuner.tasks.functions import Rejected, WorkflowOutput, call_function, check_workflow_function
+from tuner.tasks.loading import load_function
 
 # What requests of such agents say where the model's name does not matter.
 ANY_MODEL = "default"

@@ -271,7 +271,7 @@ def load_expr_config(argv: Sequence[str], config_class: type[ConfigT]) -> tuple[
     folder = Path(config.fileroot) / config.experiment_name / config.trial_name  # type: ignore[attr-defined]
     if isinstance(config, GRPOConfig):
         config.run_config()  # refuses what is in conflict
-    from tuner.run.directory import make_private
+    from tuner.runs.directory import make_private
 
     make_private(folder)
     written = folder / "areal.yaml"

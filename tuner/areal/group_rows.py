@@ -17,8 +17,7 @@ from tuner.areal.trajectories import Trajectory, concat_padded_tensors
 from tuner.areal.trajectory_batch import SAMPLING_KEYS, Account
 from tuner.engines.base import SamplingParams
 from tuner.traces import Call, Outcome, Trace, successors
-from tuner.training import Selection, build_batch
-from tuner.training.batch import unreplayed
+from tuner.training.batch import Selection, build_batch, unreplayed
 
 AcceptFunction = Callable[[Mapping[str, Tensor]], bool]
 

@@ -29,12 +29,11 @@ from tuner.areal.token_workflow import (
     SessionEngine,
     settled_episode,
 )
-from tuner.config.tuner_section import EnvironmentSection, TunerSection
+from tuner.config.schema import EnvironmentSection, TunerSection
 from tuner.errors import ConfigError, FunctionError, MissingDependencyError, pip_install
-from tuner.functions.calling import in_thread, is_async
-from tuner.functions.loading import import_module_or_file, load_function
-from tuner.functions.outputs import Rejected
-from tuner.gateway.access import Access
+from tuner.gateway.sessions import Access
+from tuner.tasks.functions import Rejected, in_thread, is_async
+from tuner.tasks.loading import import_module_or_file, load_function
 
 _AGENTS: dict[str, type[Any]] = {}
 _ENVIRONMENTS: dict[str, type[Any]] = {}

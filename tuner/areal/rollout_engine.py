@@ -17,11 +17,11 @@ from tuner.areal.shared_run import RUNNING, Run
 from tuner.areal.token_workflow import Episode, ModelRequest, ModelResponse, SessionEngine
 from tuner.areal.trajectories import concat_padded_tensors
 from tuner.areal.trajectory_batch import Account, TrajectoryBatch
-from tuner.assembly.parameters import adds_up, selection
-from tuner.data.order import derive_seed
 from tuner.errors import ConfigError, DatasetError, TrainingError
-from tuner.functions.calling import check_settings
-from tuner.rollout.schedule import Ahead, admissible
+from tuner.rollouts.groups import Ahead, admissible
+from tuner.runs.stack import adds_up, selection
+from tuner.tasks.functions import check_settings
+from tuner.tasks.selection import derive_seed
 from tuner.traces import RolloutId
 
 

@@ -11,13 +11,12 @@ from contextvars import ContextVar
 from typing import Any, Literal, TypeVar
 
 from tuner.areal.token_workflow import Episode, EpisodeWorkflow
-from tuner.assembly.stack import Stack, build_stack
 from tuner.config import RunConfig
 from tuner.errors import ConfigError, TrainingError
-from tuner.functions.calling import call_workflow
-from tuner.functions.outputs import WorkflowOutput
 from tuner.gateway import SamplingDefaults
-from tuner.rollout.groups import Rollouts
+from tuner.rollouts.groups import Rollouts
+from tuner.runs.stack import Stack, build_stack
+from tuner.tasks.functions import WorkflowOutput, call_workflow
 from tuner.tune import with_default_model
 
 T = TypeVar("T")

@@ -12,12 +12,11 @@ from typing import Any, Literal, Protocol
 
 from tuner.areal.hyperparameters import GenerationHyperparameters
 from tuner.areal.trajectories import Owners, Trajectory, read_trajectories, settle
-from tuner.chat_models.without_framework import SessionHandle
 from tuner.engines.base import Generation
 from tuner.errors import ConfigError, FunctionError
-from tuner.functions.calling import is_async
-from tuner.functions.outputs import Rejected, WorkflowOutput
-from tuner.gateway.access import Access
+from tuner.gateway.sessions import Access
+from tuner.rollouts.without_framework import SessionHandle
+from tuner.tasks.functions import Rejected, WorkflowOutput, is_async
 from tuner.training.batch import untrainable
 
 StopReason = Literal["stop", "length"]

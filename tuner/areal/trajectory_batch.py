@@ -35,7 +35,7 @@ from tuner.engines.base import SamplingParams
 from tuner.errors import TrainingError
 from tuner.gateway import SamplingDefaults
 from tuner.traces import RolloutId, Trace
-from tuner.training import Batch, Row, Selection
+from tuner.training.batch import Batch, Row, Selection
 
 SAMPLING_KEYS: dict[str, tuple[str, type[float]]] = {
     "temperatures": ("temperature", float),

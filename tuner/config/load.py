@@ -21,11 +21,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from tuner.algorithms.table import ALGORITHMS, Recorded
-from tuner.config.conflicts import conflicts
+from tuner.config.algorithms import ALGORITHMS, Recorded
 from tuner.config.foreign import find_foreign
-from tuner.config.keys import nearest, schema_paths, split_keys
-from tuner.config.problems import Problem, describe
+from tuner.config.keys import Problem, describe, nearest, schema_paths, split_keys
+from tuner.config.rules import conflicts
 from tuner.config.schema import RunConfig
 from tuner.config.source import (
     Override,

@@ -7,20 +7,1574 @@ configuration is loaded (`tuner.config.foreign`), and never gets this far.
 
 from __future__ import annotations
 
+import os
+import re
 import secrets
-from datetime import datetime
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import Field, PrivateAttr, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PrivateAttr,
+    Tag,
+    ValidationInfo,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
-from tuner.algorithms.table import ALGORITHMS
-from tuner.config.algorithm import AlgorithmSection
-from tuner.config.buffer import BufferSection, EvalTasksetSection, RolloutArgs, TasksetSection
-from tuner.config.explorer import ExplorerSection, ModelSection, SynchronizerSection
-from tuner.config.section import Arguments, Section
+from tuner.config.algorithms import (
+    ADVANTAGES,
+    ALGORITHMS,
+    NOT_HERE,
+    POLICY_LOSSES,
+    AdvantageArgs,
+    AdvantageName,
+    Aggregation,
+    AlgorithmName,
+    Args,
+    EntropyLoss,
+    EntropyName,
+    KLLoss,
+    KLName,
+    KLPenalty,
+    PolicyLossArgs,
+    PolicyLossName,
+    PromptTeacher,
+)
 from tuner.config.source import concealed
-from tuner.config.tuner_section import TunerSection
+from tuner.errors import ConfigError
+
+# The base of every section of the configuration: strict names, typed values.
+
+
+def null_is(empty: Callable[[], Any]) -> BeforeValidator:
+    """A key with nothing under it (`monitor_args:`) is as empty as one that is not there."""
+    return BeforeValidator(lambda given: empty() if given is None else given)
+
+
+# Given to something else as they are.
+Arguments = Annotated[dict[str, Any], null_is(dict)]
+
+
+class Section(BaseModel):
+    """A part of the configuration. Unknown keys and booleans in place of numbers are refused."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        coerce_numbers_to_str=True,
+        protected_namespaces=(),
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) and info.field_name is not None:
+            annotation = cls.model_fields[info.field_name].annotation
+            if annotation in (int, float) or {int, float} & set(get_args(annotation)):
+                raise ValueError("Input should be a number, not true or false")
+        return value
+
+    @classmethod
+    def takes_more(cls, given: Mapping[str, Any]) -> bool:
+        """Whether a section like this may have keys that it does not name."""
+        return False
+
+    def changed(self) -> set[str]:
+        """Names of the settings that are not their defaults."""
+        fields = type(self).model_fields
+        return {name for name, info in fields.items() if getattr(self, name) != info.default}
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """The section that a field's type holds: itself, in a union, a tuple or a dict's values."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    if get_origin(annotation) is Annotated:
+        return section_of(get_args(annotation)[0])
+    if get_origin(annotation) in (tuple, dict, Union, UnionType):
+        found = (section_of(argument) for argument in get_args(annotation))
+        return next((section for section in found if section is not None), None)
+    return None
+
+
+# `algorithm.*`: how rewards become a gradient, and the optimizer.
+#
+# What is not set is taken from the table of algorithms when the configuration is loaded: parts from
+# the algorithm's row, their numbers from the parts (`tuner.config.algorithms`). A number that the
+# chosen part does not read stays null, so one that is not null was set, and is refused
+# (`tuner.config.rules`).
+
+
+class OptimizerSection(Section):
+    """`algorithm.optimizer.*`"""
+
+    optimizer_type: Literal["adam"] = Field(
+        default="adam", description="Adam with decoupled weight decay."
+    )
+    lr: float = Field(default=1e-6, gt=0, description="Learning rate after the warmup.")
+    betas: tuple[float, float] = Field(
+        default=(0.9, 0.999), description="Decay of Adam's two moving averages."
+    )
+    weight_decay: float = Field(default=0.01, ge=0, description="Decoupled weight decay.")
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="How the learning rate goes on after the warmup."
+    )
+    lr_warmup_steps: int = Field(
+        default=-1,
+        ge=-1,
+        description="Steps of linear warmup; -1 takes `lr_warmup_steps_ratio` instead.",
+    )
+    lr_warmup_steps_ratio: float = Field(
+        default=0.0, ge=0, le=1, description="Steps of linear warmup as a share of all steps."
+    )
+    min_lr_ratio: float = Field(
+        default=0.01, ge=0, le=1, description="Where `linear` and `cosine` end, as a share of `lr`."
+    )
+
+    def warmup_steps(self, total_steps: int) -> int:
+        """Steps of linear warmup in a run of `total_steps`."""
+        if self.lr_warmup_steps >= 0:
+            return self.lr_warmup_steps
+        return int(self.lr_warmup_steps_ratio * total_steps)
+
+
+def _arguments(name: str, parts: Iterable[type[Args]]) -> type[Section]:
+    """A section of every argument that one of `parts` has; null where it is not read."""
+    found: dict[str, Any] = {}
+    for part in parts:
+        for key, info in part.model_fields.items():
+            kind: Any = info.annotation
+            field = Field(description=info.description)
+            found.setdefault(key, (Annotated[(kind | None, *info.metadata, field)], None))
+    return create_model(name, __base__=Section, __doc__=f"`algorithm.{name}.*`", **found)
+
+
+AdvantageArguments = _arguments("advantage_fn_args", ADVANTAGES.values())
+PolicyLossArguments = _arguments("policy_loss_fn_args", POLICY_LOSSES.values())
+KLPenaltyArguments = _arguments("kl_penalty_fn_args", [KLPenalty])
+KLLossArguments = _arguments("kl_loss_fn_args", [KLLoss])
+EntropyLossArguments = _arguments("entropy_loss_fn_args", [EntropyLoss])
+
+
+class SampleStrategyArgs(Section):
+    """`algorithm.sample_strategy_args.*`"""
+
+    max_staleness: int | None = Field(
+        default=None,
+        ge=0,
+        description="Tokens that are older than so many updates are not trained. For "
+        "staleness_control, which needs it.",
+    )
+
+
+class AlgorithmSection(Section):
+    """`algorithm.*`"""
+
+    algorithm_type: AlgorithmName = Field(
+        default="multi_step_grpo",
+        description="A row of docs/algorithms.md; what is not set below is taken from it.",
+    )
+    repeat_times: int = Field(
+        default=8,
+        ge=1,
+        description="Group size: rollouts of one task in one step. 1 is for advantages that "
+        "compare nothing inside a group: ppo, reinforceplusplus, reinforce, on_policy_distill, "
+        "prompt_distill. Not read without rollouts. Trinity-RFT's is 1.",
+    )
+    optimizer: OptimizerSection = OptimizerSection()
+    advantage_fn: AdvantageName = Field(
+        default="step_wise_grpo",
+        description="How rewards become advantages; `none` where nothing is rolled out.",
+    )
+    advantage_fn_args: AdvantageArguments = AdvantageArguments()  # type: ignore[valid-type]
+    policy_loss_fn: PolicyLossName = Field(
+        default="ppo", description="The loss of a token with an advantage."
+    )
+    policy_loss_fn_args: PolicyLossArguments = PolicyLossArguments()  # type: ignore[valid-type]
+    kl_penalty_fn: KLName = Field(
+        default="none",
+        description="Estimate of KL(policy || reference) taken off the rewards. Not for raft.",
+    )
+    kl_penalty_fn_args: KLPenaltyArguments = KLPenaltyArguments()  # type: ignore[valid-type]
+    kl_loss_fn: KLName = Field(
+        default="k2",
+        description="Estimate of KL(policy || reference) added to the loss. Default of "
+        "multi_step_grpo.",
+    )
+    kl_loss_fn_args: KLLossArguments = KLLossArguments()  # type: ignore[valid-type]
+    entropy_loss_fn: EntropyName = Field(
+        default="default", description="Entropy bonus; it costs nothing while its coefficient is 0."
+    )
+    entropy_loss_fn_args: EntropyLossArguments = EntropyLossArguments()  # type: ignore[valid-type]
+    loss_agg_mode: Aggregation = Field(
+        default="token-mean",
+        description="What each trained token of a step weighs ([algorithms](algorithms.md)); "
+        "`rollout-mean` is not a value of Trinity-RFT's. Default of multi_step_grpo.",
+    )
+    sample_strategy: Literal["default", "staleness_control"] = Field(
+        default="default",
+        description="What a step does about groups that are late where `synchronizer.sync_offset` "
+        "lets collection run ahead: wait for them before they are too old (`default`), or go on "
+        "and leave out what is too old (`staleness_control`).",
+    )
+    sample_strategy_args: SampleStrategyArgs = SampleStrategyArgs()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_the_table(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        filled = {key: value for key, value in given.items() if value is not None}
+        row = ALGORITHMS.get(filled.setdefault("algorithm_type", "multi_step_grpo"))
+        if row is None:
+            return filled
+        for key in PARTS:
+            filled.setdefault(key, getattr(row, key, "none"))
+        filled.setdefault("loss_agg_mode", row.loss_agg_mode)
+        for key in PARTS:
+            args = filled.setdefault(f"{key}_args", {})
+            part = part_of(key, filled[key])
+            if isinstance(args, Mapping) and part is not None:
+                own = filled[key] == getattr(row, key, "none")
+                other = row.policy_loss_args if own and key == "policy_loss_fn" else {}
+                filled[f"{key}_args"] = part.completed(args, other)
+        return filled
+
+    @field_validator("algorithm_type", mode="before")
+    @classmethod
+    def _on_this_backend(cls, value: Any) -> Any:
+        if isinstance(value, str) and value in NOT_HERE:
+            raise ValueError(f"not on this backend: {NOT_HERE[value]}")
+        return value
+
+    @property
+    def advantage(self) -> AdvantageArgs:
+        """The advantage with its numbers."""
+        return _read(ADVANTAGES[self.advantage_fn], self.advantage_fn_args)
+
+    @property
+    def policy_loss(self) -> PolicyLossArgs:
+        """The policy loss with its numbers."""
+        return _read(POLICY_LOSSES[self.policy_loss_fn], self.policy_loss_fn_args)
+
+    @property
+    def kl_penalty(self) -> KLPenalty:
+        """The numbers of the KL that is taken off the rewards."""
+        return _read(KLPenalty, self.kl_penalty_fn_args)
+
+    @property
+    def kl_loss(self) -> KLLoss:
+        """The numbers of the KL term of the loss."""
+        return _read(KLLoss, self.kl_loss_fn_args)
+
+    @property
+    def entropy_loss(self) -> EntropyLoss:
+        """The numbers of the entropy bonus."""
+        return _read(EntropyLoss, self.entropy_loss_fn_args)
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        """(dotted key, what does use it) of each number that was set and that nothing reads."""
+        for key in PARTS:
+            used = part_of(key, getattr(self, key))
+            for name, value in getattr(self, f"{key}_args"):
+                if value is not None and used is not None and name not in used.model_fields:
+                    users = [
+                        other
+                        for other in get_args(type(self).model_fields[key].annotation)
+                        if name in getattr(part_of(key, other), "model_fields", {})
+                    ]
+                    yield f"algorithm.{key}_args.{name}", " or ".join(users)
+
+
+PARTS = ("advantage_fn", "policy_loss_fn", "kl_penalty_fn", "kl_loss_fn", "entropy_loss_fn")
+
+
+ArgsT = TypeVar("ArgsT", bound=Args)
+
+
+def _read(part: type[ArgsT], given: Section) -> ArgsT:
+    """What a part reads of its section."""
+    return part.model_validate({name: getattr(given, name) for name in part.model_fields})
+
+
+def part_of(key: str, name: Any) -> type[Args] | None:
+    """The part that `algorithm.<key>: <name>` chooses, or None where there is no such part."""
+    if key == "advantage_fn":
+        return ADVANTAGES.get(name)
+    if key == "policy_loss_fn":
+        return POLICY_LOSSES.get(name)
+    if name == "none":
+        return Args
+    return {"kl_penalty_fn": KLPenalty, "kl_loss_fn": KLLoss}.get(key, EntropyLoss)
+
+
+class CriticSection(Section):
+    """`tuner.critic.*`: the critic of `algorithm.algorithm_type: ppo`, with Trinity-RFT's numbers.
+
+    Its path is `model.critic_model_path`, its gradient is clipped by `trainer.grad_clip`, and
+    `trainer.critic_warmup` is where it starts alone.
+    """
+
+    lr: float = Field(default=1e-5, gt=0, description="Learning rate of the critic; constant.")
+    betas: tuple[float, float] = Field(
+        default=(0.9, 0.999), description="Decay of Adam's two moving averages."
+    )
+    weight_decay: float = Field(default=0.01, ge=0, description="Decoupled weight decay.")
+    cliprange_value: float = Field(
+        default=0.5,
+        gt=0,
+        description="How far a value may leave the one that the step began with before its "
+        "gradient is cut.",
+    )
+
+
+class AlgorithmExtras(Section):
+    """`tuner.algorithm.*`"""
+
+    reward_scale: float = Field(
+        default=1.0, gt=0, description="Rewards are trained as `(reward + reward_bias) * this`."
+    )
+    reward_bias: float = Field(default=0.0, description="See `reward_scale`.")
+    overlong_buffer: int | None = Field(
+        default=None,
+        ge=1,
+        description="DAPO's soft punishment of long answers: the reward falls over the last so "
+        "many of the tokens that an answer may have. Not set: none.",
+    )
+    overlong_penalty: float = Field(
+        default=1.0, gt=0, description="What an answer of full length loses."
+    )
+    dynamic_sampling: bool | None = Field(
+        default=None,
+        description="Leave out groups whose rewards are all equal, unless calls have rewards of "
+        "their own. Not set: as the algorithm has it (`dapo` does).",
+    )
+    success_rate_lb: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Groups with a smaller share of rewards above 0 are left out: too hard.",
+    )
+    success_rate_ub: float = Field(
+        default=1.0, ge=0, le=1, description="Groups with a larger share are left out: too easy."
+    )
+    turn_discount: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Discount from a call to the one before it. A call is then compared by what "
+        "it leads to ([algorithms](algorithms.md)). Not set: a rollout's reward goes to all its "
+        "calls. For grpo, rloo, opmd, asymre and reinforce.",
+    )
+    updates: int = Field(
+        default=1, ge=1, description="Updates of the weights on each step's batch."
+    )
+    proximal: Literal["auto", "recorded", "recompute", "loglinear"] = Field(
+        default="auto",
+        description="Decoupled PPO: where the log-probs of the weights that a step began with come "
+        "from. `auto` is `recorded` for tokens that these weights sampled, else `recompute`.",
+    )
+    importance_sampling: Literal["truncate", "none"] = Field(
+        default="truncate",
+        description="Weigh tokens that other weights sampled, or not. Of no effect where the "
+        "log-probs are `recorded`.",
+    )
+    importance_cap: float = Field(
+        default=2.0, gt=0, description="Upper bound of that weight. Not with `none`."
+    )
+    rejection_low: float | None = Field(
+        default=None,
+        ge=0,
+        description="Tokens whose weight is below this do not count; set both bounds or none.",
+    )
+    rejection_high: float | None = Field(
+        default=None, gt=0, description="Tokens whose weight is above this do not count."
+    )
+    teacher: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Which of `explorer.auxiliary_models` is the teacher of on_policy_distill. Not "
+        "set: the first.",
+    )
+    prompt: str | None = Field(
+        default=None,
+        min_length=1,
+        description="The system prompt that prompt_distill teaches the model to do without. It "
+        "takes the place of the agent's own, where there is one.",
+    )
+    prompt_teacher: PromptTeacher = Field(
+        default="start",
+        description="Who reads that prompt: the model that the run began with (`start`), or the "
+        "one that is trained, as each step begins (`policy`).",
+    )
+
+
+# `buffer.*`: which tasks or recorded data, in which order, how many for each step.
+
+
+class DataSelector(Section):
+    """`data_selector.*`: the order of the tasks."""
+
+    selector_type: Literal["sequential", "shuffle"] = Field(
+        default="sequential", description="`shuffle` draws a new order for each epoch."
+    )
+    seed: int = Field(default=42, description="Seed of `shuffle`.")
+
+
+class FormatSection(Section):
+    """`buffer.trainer_input.experience_buffer.format.*`: the columns of recorded data."""
+
+    prompt_type: Literal["messages", "plaintext"] | None = Field(
+        default=None,
+        description="`messages`: a list of messages; `plaintext`: text. Not set: `messages` where "
+        "a row has `messages_key`, else `plaintext`.",
+    )
+    messages_key: str = Field(
+        default="messages",
+        min_length=1,
+        description="Messages: for sft the conversation, for dpo what both answers follow. "
+        "Trinity-RFT's default is `message`.",
+    )
+    prompt_key: str = Field(
+        default="prompt", min_length=1, description="What the user says, where it is text."
+    )
+    response_key: str = Field(
+        default="response", min_length=1, description="What the assistant answers. For sft."
+    )
+    system_prompt_key: str | None = Field(
+        default=None, min_length=1, description="The system prompt, where it is text."
+    )
+    system_prompt: str | None = Field(
+        default=None, description="One system prompt for all rows; `system_prompt_key` wins."
+    )
+    tools_key: str = Field(
+        default="tools", min_length=1, description="Tools, as a list or as JSON text."
+    )
+    chosen_key: str = Field(default="chosen", min_length=1, description="The better end. For dpo.")
+    rejected_key: str = Field(
+        default="rejected", min_length=1, description="The worse end. For dpo."
+    )
+    enable_concatenated_multi_turn: bool = Field(
+        default=True,
+        description="Train every assistant turn of a conversation; false: the last message only, "
+        "which is Trinity-RFT's default. For sft.",
+    )
+
+
+class ExperienceBufferSection(Section):
+    """`buffer.trainer_input.experience_buffer.*`: read with `mode: train` only."""
+
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Recorded data, as a taskset's `path`. Read with `mode: train` only.",
+    )
+    split: str = Field(default="train", min_length=1, description="As a taskset's.")
+    subset_name: str | None = Field(default=None, min_length=1, description="As a taskset's.")
+    format: FormatSection = FormatSection()
+    data_selector: DataSelector = DataSelector()
+
+
+class TrainerInput(Section):
+    """`buffer.trainer_input.*`"""
+
+    experience_buffer: ExperienceBufferSection = ExperienceBufferSection()
+
+
+class RolloutArgs(Section):
+    """`rollout_args.*` of the training tasks: how answers are sampled; not set: as `model.*`."""
+
+    temperature: float | None = Field(
+        default=None, ge=0, description="Sampling temperature; not set: `model.temperature`."
+    )
+    top_p: float | None = Field(default=None, gt=0, le=1, description="Not set: `model.top_p`.")
+    top_k: int | None = Field(default=None, ge=-1, description="Not set: `model.top_k`.")
+    max_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens for one answer; not set: `model.max_response_tokens`.",
+    )
+
+
+class EvalRolloutArgs(RolloutArgs):
+    """`rollout_args.*` of an evaluation set; greedy unless said otherwise."""
+
+    temperature: float | None = Field(
+        default=0.0,
+        ge=0,
+        description="Sampling temperature. 0 is greedy, unlike Trinity-RFT, which evaluates at "
+        "the training temperature; null does that here too.",
+    )
+
+
+class _TasksetBase(Section):
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A folder, a .json, .jsonl, .csv or .parquet file, or a name on the Hugging "
+        "Face Hub. Relative paths start at the folder of the configuration file.",
+    )
+    split: str = Field(
+        default="train", min_length=1, description="Split: `train` means `train.jsonl`."
+    )
+    subset_name: str | None = Field(
+        default=None, min_length=1, description="Subset, where the dataset has several."
+    )
+
+
+class TasksetSection(_TasksetBase):
+    """`buffer.explorer_input.taskset.*`: the training tasks."""
+
+    name: str = Field(default="train", min_length=1, description="A name for people.")
+    rollout_args: RolloutArgs = RolloutArgs()
+    data_selector: DataSelector = DataSelector()
+
+
+class EvalTasksetSection(_TasksetBase):
+    """`buffer.explorer_input.eval_tasksets[]`: tasks that are never trained on."""
+
+    name: str = Field(
+        default="eval",
+        min_length=1,
+        pattern=r"^[\w.-]+$",
+        description="Names the set in metrics and results; `train` is taken.",
+    )
+    split: str = Field(
+        default="test", min_length=1, description="Split: `test` means `test.jsonl`."
+    )
+    repeat_times: int = Field(
+        default=1,
+        ge=1,
+        description="Rollouts of each task, n. From 2 on the metrics have `pass_at_<n>` and "
+        "`pass_hat_<n>` too, and the temperature must not be 0 ([commands](commands.md)).",
+    )
+    rollout_args: EvalRolloutArgs = EvalRolloutArgs()
+
+
+class ExplorerInput(Section):
+    """`buffer.explorer_input.*`"""
+
+    taskset: TasksetSection = TasksetSection()
+    eval_tasksets: Annotated[tuple[EvalTasksetSection, ...], null_is(tuple)] = Field(
+        default=(), description="Sets for evaluation, each with the keys below."
+    )
+
+
+class BufferSection(Section):
+    """`buffer.*`"""
+
+    batch_size: int = Field(
+        default=32,
+        ge=1,
+        description="Tasks in one step, or rows of recorded data. Trinity-RFT's default is 1, "
+        "AgentScope's 32.",
+    )
+    total_epochs: int = Field(default=1, ge=1, description="How often to go through the tasks.")
+    total_steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="Steps to run, going through the tasks as often as that takes; wins over "
+        "`total_epochs`. `trainer.total_steps` says the same.",
+    )
+    explorer_input: ExplorerInput = ExplorerInput()
+    trainer_input: TrainerInput = TrainerInput()
+
+
+# `explorer.*`, `model.*`, `synchronizer.*`, `tuner.engine.*`: who answers, and what with.
+
+
+EngineType = Literal["transformers", "vllm", "sglang"]
+
+DEFAULT_RANK = 32
+DEFAULT_ALPHA = 32
+DEFAULT_TARGETS = "all-linear"
+
+WHERE = ("spread", "uncertain", "best")
+_FUNCTION = re.compile(r"[^:]+:[^:]+")
+
+_OF_PATH = "or that of the adapter at `path`"
+TOOL_CALL_PARSER = "Reads tool calls out of the model's text; null leaves the text as it is."
+REASONING_PARSER = "Reads `<think>` out of the model's text; null leaves the text as it is."
+
+# What the policy and auxiliary models are both asked.
+TopK = Annotated[int, Field(ge=-1, description="Keep the k most probable tokens; -1 keeps all.")]
+ResponseTokens = Annotated[
+    int | None,
+    Field(ge=1, description="Tokens for one answer; not set: the room left in the context."),
+]
+Thinking = Annotated[
+    bool | None, Field(description="Given to the chat template; null leaves it to the template.")
+]
+ChatTemplate = Annotated[str | None, Field(description="A chat template of your own, as text.")]
+
+
+class RolloutModelSection(Section):
+    """`explorer.rollout_model.*`: the policy as the agents see it, and what generates."""
+
+    engine_type: EngineType | Literal["auto"] = Field(
+        default="auto",
+        description="What generates: transformers on the trainer's own weights, or vLLM or SGLang "
+        "with a copy. `auto` is vLLM on a GPU where it is installed and can do what the other "
+        "settings ask for, else transformers, and says why ([engines](engines.md)).",
+    )
+    engine_num: int = Field(
+        default=1, ge=1, description="Servers that are started. For vllm; otherwise 1."
+    )
+    tensor_parallel_size: int = Field(
+        default=1, ge=1, description="GPUs of one engine. For vllm; otherwise 1."
+    )
+    gpu_memory_utilization: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Part of a GPU's memory for one engine. For vllm. Not set: what the trainer "
+        "leaves where they share the GPU, else vLLM's own.",
+    )
+    enforce_eager: bool = Field(
+        default=False,
+        description="Do not capture CUDA graphs. For vllm and transformers.",
+    )
+    extra_engine_args: Arguments = Field(
+        default_factory=dict,
+        description="Further arguments of vLLM's `AsyncEngineArgs`, by name. For vllm.",
+    )
+    tool_call_parser: str | None = Field(default="hermes", description=TOOL_CALL_PARSER)
+    reasoning_parser: str | None = Field(default="deepseek_r1", description=REASONING_PARSER)
+
+
+class AuxiliaryModelSection(Section):
+    """`explorer.auxiliary_models[]`: a frozen model for workflows and judges, served here."""
+
+    name: str = Field(min_length=1, description="Key in the functions' `auxiliary_models`.")
+    model_path: str = Field(min_length=1, description="As `model.model_path`.")
+    max_model_len: int | None = Field(default=None, ge=2, description="As `model.max_model_len`.")
+    temperature: float = Field(default=1.0, ge=0, description="Sampling temperature; 0 is greedy.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus mass; 1 keeps every token.")
+    top_k: TopK = -1
+    max_response_tokens: ResponseTokens = None
+    enable_thinking: Thinking = None
+    chat_template: ChatTemplate = None
+    tool_call_parser: str | None = Field(default="hermes", description=TOOL_CALL_PARSER)
+    reasoning_parser: str | None = Field(default="deepseek_r1", description=REASONING_PARSER)
+
+
+class OverRolloutSection(Section):
+    """`explorer.over_rollout.*`: ending the slowest groups early."""
+
+    ratio: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of a step's tasks that need not be waited for: once all others are "
+        "complete, the rollouts that are left are ended. 0: all are waited for.",
+    )
+    wait_after_min: float = Field(
+        default=30.0, ge=0, description="Seconds that those that are left are given then."
+    )
+    return_partial_tasks: bool = Field(
+        default=False,
+        description="Train the rollouts that a task had finished, or leave its group out.",
+    )
+
+
+class ExplorerSection(Section):
+    """`explorer.*`"""
+
+    runner_per_model: int = Field(
+        default=8, ge=1, description="Rollouts that run at the same time."
+    )
+    max_timeout: float = Field(
+        default=1800, gt=0, description="Seconds for one attempt at a rollout."
+    )
+    max_retry_times: int = Field(
+        default=2,
+        ge=0,
+        description="Further attempts after a failure or timeout, each from the start.",
+    )
+    over_rollout: OverRolloutSection = OverRolloutSection()
+    rollout_model: RolloutModelSection = RolloutModelSection()
+    auxiliary_models: tuple[AuxiliaryModelSection, ...] = Field(
+        default=(), description="Frozen models, each with the keys below."
+    )
+    eval_interval: int = Field(
+        default=100, ge=0, description="Evaluate after every so many steps; 0: only at both ends."
+    )
+    eval_on_startup: bool = Field(default=True, description="Evaluate before the first step.")
+
+
+class SynchronizerSection(Section):
+    """`synchronizer.*`"""
+
+    sync_offset: int = Field(
+        default=0,
+        ge=0,
+        description="Steps by which collection may run ahead of training "
+        "([asynchronous](asynchronous.md)): a token is trained at most so many updates after the "
+        "one whose weights sampled it. 0: collection and training take turns.",
+    )
+
+
+class RaySection(Section):
+    """`tuner.ray.*`: workers on the machines of a Ray cluster, where `tuner.workers` is `ray`."""
+
+    workers: int | None = Field(
+        default=None,
+        ge=1,
+        description="How many. Not set: as many as the cluster has room for when the run begins, "
+        "and no more than `explorer.runner_per_model`.",
+    )
+    cpus: float = Field(default=1.0, gt=0, description="CPUs of each, as Ray counts them.")
+    resources: Annotated[dict[str, Annotated[float, Field(gt=0)]], null_is(dict)] = Field(
+        default_factory=dict,
+        description="What else each asks for, by the names that Ray's machines were given "
+        "(`ray start --resources`).",
+    )
+    runtime_env: Arguments = Field(
+        default_factory=dict,
+        description="Ray's runtime environment: `working_dir`, `pip`, `env_vars` and what else it "
+        "knows.",
+    )
+    gateway: str | None = Field(
+        default=None,
+        pattern=r"^(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+)(:\d{1,5})?$",
+        description="Address of this machine at which the workers find the gateway, with a port or "
+        "without (`10.0.0.1`, `10.0.0.1:8700`): it listens there while the run lasts, and every "
+        "request needs its rollout's key. Needed for `ray`.",
+    )
+    base_url: str | None = Field(
+        default=None,
+        pattern=r"^https?://\S+/v1$",
+        description="What the workers ask instead, where a proxy is before the gateway "
+        "(`https://trainer.example/v1`).",
+    )
+
+    def problems(self, address: str | None, *, own_models: bool) -> Iterator[str]:
+        """What lacks or does not go together where `tuner.workers` is `ray`.
+
+        Args:
+            address: `cluster.ray_address`.
+            own_models: Whether frozen models are served here.
+        """
+        if address in (None, "auto", "local"):
+            yield (
+                f"tuner.workers is ray, and cluster.ray_address is {address}: write the cluster's "
+                "address, host:port"
+            )
+        if self.gateway is None:
+            yield (
+                "tuner.workers is ray, and tuner.ray.gateway is not set: write an address of this "
+                "machine that the workers' machines reach"
+            )
+        elif self.gateway.partition(":")[0] == "0.0.0.0" and self.base_url is None:
+            yield (
+                f"tuner.ray.gateway is {self.gateway}, which is no address to be reached at: write "
+                "this machine's, or what the workers ask as tuner.ray.base_url"
+            )
+        if self.base_url is not None and own_models:
+            yield (
+                "tuner.ray.base_url is set, but explorer.auxiliary_models each have a door of "
+                "their own: remove it, or serve them elsewhere (tuner.auxiliary_models)"
+            )
+
+
+class EngineSection(Section):
+    """`tuner.engine.*`: vLLM and SGLang servers, beyond what `explorer.rollout_model` says."""
+
+    urls: tuple[str, ...] = Field(
+        default=(),
+        description="Servers that run elsewhere ([engines](engines.md)), as in "
+        "`http://10.0.0.2:8100`. Not set: vLLM is started here; SGLang is not.",
+    )
+    api_key_env: str = Field(
+        default="TUNER_ENGINE_KEY",
+        min_length=1,
+        description="Environment variable that holds the key of the servers at `urls`. SGLang's "
+        "may have none.",
+    )
+    max_restarts: int = Field(
+        default=3,
+        ge=0,
+        description="How often servers that died are started again, in all; then the run fails.",
+    )
+
+    weights: Literal["auto", "cuda_ipc", "nccl", "shared_memory", "disk"] = Field(
+        default="auto",
+        description="How new weights get to vLLM ([engines](engines.md)): read out of the GPU that "
+        "both use (`cuda_ipc`), broadcast to other GPUs (`nccl`), or as a checkpoint in "
+        "`shared_memory` or on `disk`. `auto` is the fastest that is possible, and says why.",
+    )
+    sleep: bool | None = Field(
+        default=None,
+        description="Whether vLLM gives the GPU's memory to the trainer during an update, where "
+        "they share one. Not set: yes, unless collection runs ahead of training "
+        "(`synchronizer.sync_offset`).",
+    )
+
+    @field_validator("urls")
+    @classmethod
+    def _are_urls(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for url in value:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"{url!r} does not start with http:// or https://")
+        return value
+
+
+class LoraSection(Section):
+    """`model.lora_configs[]`: the adapter that is trained."""
+
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder or Hub name of an adapter to start from; the reference is then the "
+        "model with this adapter. Not set: a new one, which changes nothing until it is trained.",
+    )
+    base_model_name: str | None = Field(
+        default=None,
+        min_length=1,
+        description="What adapters call the model they belong to: compared with the one at `path`, "
+        "and written into checkpoints. Not set: `model.model_path`.",
+    )
+    lora_rank: int | None = Field(
+        default=None, ge=1, description=f"Rank. Not set: {DEFAULT_RANK}, {_OF_PATH}."
+    )
+    lora_alpha: int | None = Field(
+        default=None,
+        ge=1,
+        description="The adapter's part is multiplied by lora_alpha / lora_rank. Not set: "
+        f"{DEFAULT_ALPHA}, {_OF_PATH}.",
+    )
+    lora_dtype: Literal["auto", "float32"] = Field(
+        default="auto", description="Type of the adapter's weights; `auto` is float32."
+    )
+    target_modules: str | tuple[str, ...] | None = Field(
+        default=None,
+        description="Which layers get an adapter: `all-linear` (all but the output layer), a list "
+        "of names or ends of names, or a regular expression for whole names. Not set: "
+        f"`{DEFAULT_TARGETS}`, {_OF_PATH}.",
+    )
+    exclude_modules: str | tuple[str, ...] | None = Field(
+        default=None,
+        description="Layers among those that get none: a list of names or ends of names, or a "
+        "regular expression for whole names.",
+    )
+
+    @field_validator("target_modules", "exclude_modules")
+    @classmethod
+    def _names_something(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        if value is not None and (not value or any(not name for name in value)):
+            raise ValueError("must name at least one layer; remove it for the default")
+        return value
+
+
+class ModelSection(Section):
+    """`model.*`: the policy."""
+
+    model_path: str = Field(
+        default="",
+        description="A causal language model: a Hugging Face folder or Hub name, a GGUF file, or "
+        "`package:NAME` ([model paths](models.md#model-paths)). Not set: the tiny model that comes "
+        "with tuner.",
+    )
+    critic_model_path: str = Field(
+        default="",
+        description="The model that ppo's critic starts from, as `model.model_path`, with the "
+        "tokenizer of the policy. Not set: `model.model_path`.",
+    )
+    max_model_len: int | None = Field(
+        default=None,
+        ge=2,
+        description="Tokens of prompt and answer together; not set: the model's own, less where "
+        "its RoPE frequencies depend on length (`longrope`, `dynamic`).",
+    )
+    max_response_tokens: ResponseTokens = None
+    temperature: float = Field(
+        default=1.0, gt=0, description="Sampling temperature while training."
+    )
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus mass; 1 keeps every token.")
+    top_k: TopK = -1
+    enable_thinking: Thinking = None
+    custom_chat_template: ChatTemplate = None
+    chat_template_path: Path | None = Field(
+        default=None, description="The same from a file; set one of the two at most."
+    )
+    lora_configs: tuple[LoraSection, ...] = Field(
+        default=(),
+        description="Train a LoRA adapter with the keys below ([training](training.md#lora)), one "
+        "at most. Not set: all weights are trained.",
+    )
+
+    @field_validator("lora_configs", mode="before")
+    @classmethod
+    def _one_at_most(cls, value: Any) -> Any:
+        if isinstance(value, (list, tuple)) and len(value) > 1:
+            raise ValueError("one adapter is trained at most; keep one of them")
+        return () if value is None else value
+
+    @property
+    def lora(self) -> LoraSection | None:
+        """The adapter that is trained; None where all weights are."""
+        return self.lora_configs[0] if self.lora_configs else None
+
+
+class BranchingSection(Section):
+    """`tuner.branching.*`: how the `algorithm.repeat_times` rollouts of a task are divided."""
+
+    ends: int = Field(
+        default=4,
+        ge=2,
+        description="Rollouts that go on from each point, the one that is branched from included. "
+        "Not with `best`, which chooses it.",
+    )
+    trunks: int | None = Field(
+        default=None,
+        ge=2,
+        description="Rollouts that start at the beginning. Not set: `repeat_times` / `ends`, at "
+        "least 2. Not with `best`.",
+    )
+    where: str = Field(
+        default="spread",
+        description="Where the others begin: anywhere (`spread`), at calls before which the model "
+        "was unsure (`uncertain`), where earlier steps have shown that it pays, nowhere included "
+        "(`best`), or as a function says (`package.module:function`, `path/file.py:function`; "
+        "[branching](branching.md)).",
+    )
+    inside: bool = Field(
+        default=False,
+        description="Whether they may begin inside an answer. Else before one.",
+    )
+    rounds: int = Field(
+        default=1,
+        ge=1,
+        description="Further rollouts begin in so many rounds; from the second on also inside "
+        "those of the round before.",
+    )
+    on_divergence: Literal["drop", "sample"] = Field(
+        default="drop",
+        description="An agent that asks for something else than it did before the point: the "
+        "rollout ends and is left out (`drop`), or goes on from there (`sample`).",
+    )
+    seed_functions: bool = Field(
+        default=False,
+        description="Set the random states of Python, NumPy and PyTorch before each rollout, to "
+        "the same for those with one beginning. Needs `explorer.runner_per_model: 1`.",
+    )
+
+    @field_validator("where")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value == "open":
+            raise ValueError("open was removed: set it to best, or to spread")
+        if value not in WHERE and not _FUNCTION.fullmatch(value):
+            raise ValueError(f"Input should be {', '.join(WHERE)} or module:function")
+        return value
+
+
+# `tuner.history.*`: rollouts that were recorded before, as what a run learns from.
+
+
+Names = Annotated[tuple[str, ...], null_is(tuple)]
+
+
+class HistorySection(Section):
+    """`tuner.history.*`: which recorded rollouts a run learns from; with it `mode` is `train`."""
+
+    sources: Names = Field(
+        default=(),
+        description="Run directories, files of traces, folders of them, a server's "
+        "`serving.sqlite`, or logs without tokens ([history](history.md)). `tuner train` sets it.",
+    )
+    held_out: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of the tasks that is not trained and whose loss is logged, chosen by a "
+        "hash of each task.",
+    )
+    min_reward: float | None = Field(
+        default=None,
+        allow_inf_nan=False,
+        description="Rollouts with a smaller one are left out.",
+    )
+    max_reward: float | None = Field(
+        default=None, allow_inf_nan=False, description="Those with a larger one are."
+    )
+    after: str | None = Field(
+        default=None,
+        description="Rollouts that began before this are left out: a date or time in ISO 8601, in "
+        "UTC where it names no zone, or Unix seconds.",
+    )
+    before: str | None = Field(
+        default=None, description="Those that began at this time or later are."
+    )
+    min_version: int | None = Field(
+        default=None,
+        ge=0,
+        description="Rollouts with a token of weights that had seen fewer updates are left out.",
+    )
+    max_version: int | None = Field(
+        default=None, ge=0, description="Those with a token of weights that had seen more are."
+    )
+    min_step: int | None = Field(
+        default=None, ge=0, description="Rollouts of earlier steps of their run are left out."
+    )
+    max_step: int | None = Field(default=None, ge=0, description="Those of later steps are.")
+    split: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Whose rollouts: the name of an evaluation set. Not set: those that were for "
+        "training, and served sessions.",
+    )
+    roles: Names = Field(
+        default=(), description="Only calls of these roles are trained. Not set: of all."
+    )
+    outcomes: Names = Field(
+        default=(), description="Only rollouts that ended like this. Not set: all."
+    )
+    tags: Names = Field(
+        default=(), description="Only served sessions with all of these tags. Not set: any."
+    )
+    metadata: Arguments = Field(
+        default_factory=dict,
+        description="Only rollouts with these values in the metadata of their session, or in their "
+        "task.",
+    )
+    best: int = Field(
+        default=1, ge=1, description="How many rollouts of a task are imitated, the best. For sft."
+    )
+    pairs: Literal["best", "all"] = Field(
+        default="best",
+        description="Which rollouts of a task are a pair: the best and the worst, or any two with "
+        "different rewards. For dpo.",
+    )
+    min_gap: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Pairs whose rewards differ by less are none. For dpo.",
+    )
+    min_effective_samples: float = Field(
+        default=0.3,
+        ge=0,
+        le=1,
+        description="The run stops before an update for which the tokens are worth a smaller share "
+        "of as many new ones ([history](history.md#how-far-the-weights-may-go)); 0: never. Not for "
+        "sft and dpo.",
+    )
+
+    @field_validator("after", "before")
+    @classmethod
+    def _is_a_time(cls, value: str | None) -> str | None:
+        if value is not None:
+            unix_seconds(value)
+        return value
+
+    @field_validator("after", "before", mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        return value.isoformat() if hasattr(value, "isoformat") else value
+
+
+def unix_seconds(text: str) -> float:
+    """A time of `tuner.history` in Unix seconds.
+
+    Raises:
+        ValueError: It is neither a number nor a time in ISO 8601.
+    """
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError(
+            f"{text!r} is no time: write 2026-11-24, 2026-11-24T18:00+01:00 or Unix seconds"
+        ) from None
+    return (found if found.tzinfo is not None else found.replace(tzinfo=UTC)).timestamp()
+
+
+# `tuner.serving.*`: read by `tuner serve` alone.
+
+
+class PromotionSection(Section):
+    """`tuner.serving.promotion.*`: when new weights serve, with `tuner serve --train`."""
+
+    by: Literal["held_out", "live", "both", "always"] = Field(
+        default="held_out",
+        description="What proves that a candidate is better: the evaluation sets "
+        "(`buffer.explorer_input.eval_tasksets`), new sessions that are given to it (`live`), the "
+        "first and then the second (`both`), or nothing (`always`: each update serves at once).",
+    )
+    effect: float = Field(
+        default=0.05,
+        gt=0,
+        allow_inf_nan=False,
+        description="The gain in mean reward that a comparison is planned for: a candidate of "
+        "which it is proven that it gains less is not promoted.",
+    )
+    level: float = Field(
+        default=0.05,
+        gt=0,
+        lt=0.5,
+        description="Probability with which a candidate that is not better is promoted, at most, "
+        "however often one looks.",
+    )
+    margin: float = Field(
+        default=0.0,
+        allow_inf_nan=False,
+        description="By how much a candidate must at least be better; below 0: by how much it may "
+        "be worse.",
+    )
+    reward_range: tuple[float, float] = Field(
+        default=(0.0, 1.0),
+        description="Between which bounds every reward is; one outside of them stops learning.",
+    )
+
+    @field_validator("reward_range")
+    @classmethod
+    def _rises(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not value[0] < value[1]:
+            raise ValueError("Input should be two numbers, the smaller one first")
+        return value
+
+    @model_validator(mode="after")
+    def _go_together(self) -> PromotionSection:
+        width = self.reward_range[1] - self.reward_range[0]
+        if not -width < self.margin < self.effect < width:
+            raise ValueError(
+                f"margin {self.margin:g} should be below effect {self.effect:g}, and both "
+                f"differences of rewards in reward_range, of less than {width:g}"
+            )
+        return self
+
+
+class ServingSection(Section):
+    """`tuner.serving.*`: a server's keys, limits and what it keeps."""
+
+    admin_key_env: str = Field(
+        default="TUNER_ADMIN_KEY",
+        min_length=1,
+        description="Environment variable that holds the admin key. Where it is not set one is "
+        "made for this start and printed, on loopback only.",
+    )
+    allowed_hosts: Annotated[tuple[str, ...], null_is(tuple)] = Field(
+        default=(),
+        description="Names that requests may have in `Host` besides those of loopback, without a "
+        "port: those of the reverse proxy, or of the machine.",
+    )
+    session_header: str = Field(
+        default="x-tuner-session",
+        pattern=r"^[A-Za-z0-9-]+$",
+        description="Header in which an application's requests may name their session (a name of "
+        "its own for each conversation), and in which answers say its id.",
+    )
+    max_body_bytes: int = Field(
+        default=32 * 1024 * 1024, ge=1024, description="Bytes of a request's body."
+    )
+    requests_per_minute: int | None = Field(
+        default=None,
+        ge=1,
+        description="Requests with one key in a minute, as many at once as in ten seconds; more "
+        "get 429 with `Retry-After`. Not set: any number.",
+    )
+    idle_minutes: float | None = Field(
+        default=None,
+        gt=0,
+        description="Minutes after which a session without a call ends by itself. Not set: never.",
+    )
+    keep_days: float | None = Field(
+        default=None,
+        gt=0,
+        description="Days after which ended sessions are deleted. Not set: never.",
+    )
+    redact: str | None = Field(
+        default=None,
+        description="What is not to be stored: `package.module:function` or "
+        "`path/file.py:function`, which takes a list of messages and returns the list as it is "
+        "stored. A call that it changes is stored without token ids, and never trained.",
+    )
+    log: bool = Field(
+        default=True,
+        description="Write a line of JSON for each request to the standard error, without contents "
+        "and keys.",
+    )
+    promotion: PromotionSection = PromotionSection()
+    canary: float = Field(
+        default=0.2,
+        gt=0,
+        lt=1,
+        description="Share of new sessions that a candidate gets, with `promotion.by` `live` or "
+        "`both`.",
+    )
+    max_staleness: int = Field(
+        default=1,
+        ge=0,
+        description="Promotions by which the weights that sampled a token may be older than those "
+        "that serve; older tokens are not trained, and counted.",
+    )
+
+    @field_validator("allowed_hosts", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+
+# `tuner.*`: keys of our own, and the sections below them that are not in another file.
+
+
+class Penalize(Section):
+    """`tuner.on_failure: {penalize: value}`"""
+
+    penalize: float = Field(
+        allow_inf_nan=False, description="Reward of a rollout that gives none itself."
+    )
+
+
+class RemoteModel(Section):
+    """A frozen model behind an OpenAI-compatible URL, for workflows and judges."""
+
+    base_url: str = Field(
+        pattern=r"^https?://", description="URL of the API, usually ending in `/v1`."
+    )
+    model_name: str = Field(min_length=1, description="The model's name at that URL.")
+    api_key_env: str | None = Field(
+        default=None, min_length=1, description="Environment variable that holds the API key."
+    )
+    max_concurrent: int | None = Field(
+        default=None,
+        ge=1,
+        description="Requests to it at the same time, of all rollouts. Not set: any number.",
+    )
+    input_price: float | None = Field(
+        default=None,
+        ge=0,
+        allow_inf_nan=False,
+        description="Money for a million tokens that it reads.",
+    )
+    output_price: float | None = Field(
+        default=None,
+        ge=0,
+        allow_inf_nan=False,
+        description="Money for a million tokens that it writes.",
+    )
+
+    @property
+    def prices(self) -> tuple[float, float]:
+        """For a million tokens read, and written; 0 where it is not said."""
+        return self.input_price or 0.0, self.output_price or 0.0
+
+    def api_key(self, setting: str) -> str:
+        """The API key; "none" where none is needed.
+
+        Args:
+            setting: Where this model is set, as the message names it.
+
+        Raises:
+            ConfigError: The environment variable that should hold it is not set.
+        """
+        key = os.environ.get(self.api_key_env) if self.api_key_env else "none"
+        if key is None:
+            raise ConfigError(
+                f"{setting}.api_key_env = {self.api_key_env!r}: this environment variable is not "
+                "set; set it, or leave api_key_env out if no key is needed"
+            )
+        return key
+
+    def cost(self, input_tokens: int, output_tokens: int) -> float | None:
+        """What so many tokens cost; None where neither price is set, of which one is else 0."""
+        if self.input_price is None and self.output_price is None:
+            return None
+        read, written = self.prices
+        return (input_tokens * read + output_tokens * written) / 1e6
+
+
+class NamedClass(Section):
+    """`tuner.agent.*`: a class by name, and what its constructor gets."""
+
+    type: str = Field(
+        min_length=1,
+        description="The name it is registered under, or `package.module:Class`, or "
+        "`path/file.py:Class`.",
+    )
+    args: Arguments = Field(
+        default_factory=dict,
+        description="Arguments of its constructor, given as they are; `gconfig` becomes a "
+        "`GenerationHyperparameters`.",
+    )
+
+
+SELECTORS = ("success", "stratified")
+Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class SelectorSection(Section):
+    """`tuner.tasks.selector.*`: which tasks a step draws, in place of one order of all of them."""
+
+    kind: str = Field(
+        default="success",
+        description="`success`: tasks that are always or never solved are drawn less; "
+        "`stratified`: of each value of `field` its share, each in an order of its own; or a "
+        "function that gives each task a weight (`package.module:function`, "
+        "`path/file.py:function`; [curriculum](curriculum.md)).",
+    )
+    field: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A field of the tasks. Each of its values has its share of every step, as far "
+        "as whole tasks go, whichever `kind` draws inside it. Needed for `stratified`.",
+    )
+    weights: Annotated[dict[str, Weight], null_is(dict)] = Field(
+        default_factory=dict,
+        description="How much of a step goes to each value of `field`, in proportion; all of them "
+        "are named. Not set: as many tasks as it has.",
+    )
+    floor: float = Field(
+        default=0.1,
+        gt=0,
+        le=1,
+        description="The lowest weight of a task, as a share of the highest: so often, beside the "
+        "task that is drawn most, every task is still drawn. 1 draws all alike. Not with "
+        "`stratified`.",
+    )
+
+    @field_validator("kind")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in SELECTORS and not _FUNCTION.fullmatch(value):
+            raise ValueError(f"Input should be {', '.join(SELECTORS)} or module:function")
+        return value
+
+
+class TasksSection(Section):
+    """`tuner.tasks.*`: which tasks a step trains on."""
+
+    selector: SelectorSection | None = None
+
+
+KINDS = ("verifiers", "openenv", "trl", "gymnasium", "areal", "program", "mixture")
+
+
+class EnvironmentSection(Section):
+    """`tuner.environment.*`: an environment in somebody's format; or that of a queue agent."""
+
+    model_config = ConfigDict(extra="allow")
+
+    kind: Literal[KINDS] | None = Field(  # type: ignore[valid-type]  # the table is elsewhere too
+        default=None,
+        description="The format. All further keys are arguments of its class "
+        "([environments](environments.md)).",
+    )
+    type: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Of a queue agent, in place of `kind`: as `tuner.agent.type`.",
+    )
+    args: Arguments = Field(default_factory=dict, description="Beside `type`: as the agent's.")
+
+    @classmethod
+    def takes_more(cls, given: Mapping[str, Any]) -> bool:
+        return "kind" in given
+
+    @model_validator(mode="after")
+    def _one_form(self) -> EnvironmentSection:
+        if (self.kind is None) == (self.type is None):
+            raise ValueError(f"give either kind ({', '.join(KINDS)}), or, beside tuner.agent, type")
+        return self
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the class of `kind` is made with."""
+        own = {"args": self.args} if "args" in self.model_fields_set else {}
+        return {**own, **(self.model_extra or {})}
+
+
+NamedOrMade = Annotated[
+    Annotated[str, Tag("named")] | Annotated[EnvironmentSection, Tag("made")],
+    Discriminator(lambda given: "named" if isinstance(given, str) else "made"),
+]
+
+
+class TrinitySection(Section):
+    """`tuner.trinity.*`: read by the backend `trinity` alone."""
+
+    experiences: Literal["merged", "calls"] = Field(
+        default="merged",
+        description="What Trinity-RFT trains on: a rollout's calls, merged where one continues the "
+        "other, or each call by itself. With `token-mean` the gradient is the same.",
+    )
+
+
+class TunerSection(Section):
+    """`tuner.*`: keys of our own; Trinity-RFT does not know them."""
+
+    workflow: str | None = Field(
+        default=None,
+        description="The workflow for `tuner run` and `tuner check`: `package.module:function` "
+        "or `path/file.py:function`.",
+    )
+    judge: str | None = Field(default=None, description="The judge, in the same form.")
+    agent: NamedClass | None = Field(
+        default=None,
+        description="A queue agent instead of a workflow, with the keys below "
+        "([from_areal](from_areal.md)).",
+    )
+    environment: NamedOrMade | None = Field(
+        default=None,
+        description="Workflow, judge and datasets in one, for the commands: the keys below, or "
+        "`package.module:name` or `path/file.py:name` of an environment or of a function that "
+        "makes one ([environments](environments.md)).",
+    )
+    imports: tuple[str, ...] = Field(
+        default=(),
+        description="Modules that register agents and environments, gymnasium's too: "
+        "`package.module`, or `path/file.py`.",
+    )
+    backend: Literal["auto", "local", "trinity"] = Field(
+        default="auto",
+        description="Who runs the loop: this process, or [Trinity-RFT on Ray](trinity.md). `auto` "
+        "is `trinity` where `cluster.node_num` x `cluster.gpu_per_node` is more than 1, or "
+        "`model.tinker.enable` is true.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto",
+        description="`auto` takes the GPU if there is one. On `trinity`, `cpu` says that the GPUs "
+        "which `cluster` declares are only counted, as in a test.",
+    )
+    placement: Literal["auto", "colocate", "separate"] = Field(
+        default="auto",
+        description="Where an engine with weights of its own is: on the trainer's GPU "
+        "(`colocate`), or on other GPUs (`separate`). `auto` takes what fits and says why "
+        "([engines](engines.md)).",
+    )
+    engine: EngineSection = EngineSection()
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto",
+        description="Type of the weights of policy, engine and reference. `auto` is `bfloat16` on "
+        "a GPU that computes with it, and `float32` elsewhere. With `bfloat16` the optimizer keeps "
+        "a float32 copy of the policy's.",
+    )
+    optimizer_state: Literal["float32", "8bit"] = Field(
+        default="float32",
+        description="Precision of Adam's two moments; `8bit` needs bitsandbytes (extra `gpu`).",
+    )
+    activation_checkpointing: bool | Literal["auto"] = Field(
+        default="auto",
+        description="Compute layers again for the backward pass: less memory. `auto`: on a GPU "
+        "that has no room otherwise.",
+    )
+    compile: bool | None = Field(
+        default=None,
+        description="Compile the layers for training: less time and memory, for a first start that "
+        "takes about a minute longer. Not set: on a GPU.",
+    )
+    seed: int = Field(default=42, ge=0, description="Seed of sampling and initialisation.")
+    deterministic: bool = Field(
+        default=False,
+        description="Same weights, bit for bit, from the same seed, also after a kill. Rollouts "
+        "and answers then come one after the other, so it is many times slower.",
+    )
+    on_failure: Literal["drop", "abort"] | Penalize = Field(
+        default="drop",
+        description="A rollout that gives no reward: leave it out (`drop`), give it one "
+        "(`{penalize: value}`), or stop the run (`abort`).",
+    )
+    tasks: TasksSection = TasksSection()
+    workers: Annotated[int, Field(ge=0)] | Literal["auto", "ray"] = Field(
+        default=0,
+        description="Processes that run the workflow and the judge, beside the one with gateway, "
+        "engine and trainer; 0: that one runs them. `auto` begins with as many as there are cores, "
+        "and says after the first step how many stay and why ([scaling](scaling.md)). `ray`: on "
+        "the machines of the cluster at `cluster.ray_address`, as `tuner.ray` says.",
+    )
+    ray: RaySection = RaySection()
+    branching: BranchingSection | None = None
+    history: HistorySection | None = None
+    algorithm: AlgorithmExtras = AlgorithmExtras()
+    critic: CriticSection = CriticSection()
+    pass_reward: float = Field(
+        default=1.0,
+        allow_inf_nan=False,
+        description="A rollout has passed with at least this reward: for `pass_at_<n>` and "
+        "`pass_hat_<n>` of evaluations, which change nothing that is trained, for "
+        "`feedback_attempts` and for `tasks.selector`.",
+    )
+    feedback_attempts: int = Field(
+        default=0,
+        ge=0,
+        description="How often the workflow runs again in the same rollout, with the judge's "
+        "feedback as its argument `feedback`, while the reward is below `pass_reward`; the last "
+        "reward is the rollout's.",
+    )
+    signal_patience: int = Field(
+        default=3,
+        ge=1,
+        description="Steps in a row without anything to learn from. Then a run that never had any "
+        "stops, and so does one whose rollouts fail; one whose rollouts all have the highest "
+        "reward ends early, as completed; any other continues with a warning.",
+    )
+    max_slots: int = Field(default=64, ge=1, description="Answers generated together.")
+    max_calls: int | None = Field(
+        default=None, ge=1, description="Answers that one rollout may ask for. Not set: any number."
+    )
+    max_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens that the model may write in one rollout. Not set: any number.",
+    )
+    max_tool_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description="Seconds that one attempt at a rollout may spend in the agent's own code and "
+        "tools, while no answer is awaited. Not set: `explorer.max_timeout` alone.",
+    )
+    reasoning: Literal["template", "keep"] = Field(
+        default="template",
+        description="Earlier reasoning that the chat template or the agent leaves out of a prompt: "
+        "leave it out (`template`), or put it back as it was sampled (`keep`).",
+    )
+    layout: Literal["tree", "packed", "padded"] = Field(
+        default="tree",
+        description="Train each distinct token of a micro-batch once (`tree`), or rows of calls, "
+        "one after another (`packed`) or side by side (`padded`). A model that cannot be computed "
+        "so takes the next one, and the log says why. The gradient is the same.",
+    )
+    auxiliary_models: Annotated[dict[str, RemoteModel], null_is(dict)] = Field(
+        default_factory=dict,
+        description="Frozen models behind OpenAI-compatible URLs, by name, each with the keys "
+        "below.",
+    )
+    trinity: TrinitySection = TrinitySection()
+    serving: ServingSection = ServingSection()
+
+    @field_validator("on_failure", mode="before")
+    @classmethod
+    def _known_policy(cls, value: Any) -> Any:
+        if not isinstance(value, (dict, Penalize)) and value not in ("drop", "abort"):
+            raise ValueError("Input should be drop, abort or {penalize: value}")
+        return value
+
+    @field_validator("workers", mode="before")
+    @classmethod
+    def _here(cls, value: Any) -> Any:
+        if isinstance(value, bool) or (isinstance(value, str) and value not in ("auto", "ray")):
+            raise ValueError("Input should be 0, a number of processes, auto or ray")
+        return value
+
+    @field_validator("imports", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value or ()
+
 
 MonitorName = Literal["tensorboard", "wandb", "mlflow", "swanlab"]
 

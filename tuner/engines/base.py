@@ -74,7 +74,7 @@ class SamplingParams:
 
     @property
     def edits_logits(self) -> bool:
-        """Whether single logits are changed before anything else (`tuner.engines.logit_edits`)."""
+        """Whether single logits are changed before anything else (`tuner.engines.sampling`)."""
         return bool(self.repetition_penalty != 1 or self.logit_bias or self._counts_completion)
 
     @property

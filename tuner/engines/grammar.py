@@ -25,10 +25,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tuner.engines.grammar_text import GrammarError, compile_limits, with_head
-from tuner.engines.transfer import to_device
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+
+# Handing numbers to the device without waiting for it.
+#
+# A plain `.to("cuda")` from pageable memory waits until the GPU has done all that was asked before.
+# From page-locked memory the transfer takes its place in the queue and Python goes on.
+
+
+def to_device(values: np.ndarray[Any, Any] | Tensor, device: torch.device) -> Tensor:
+    """An array or tensor of main memory, on `device`."""
+    tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
 
 Bits = NDArray[np.uint8]
 

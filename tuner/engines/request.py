@@ -26,8 +26,15 @@ from tuner.engines.base import (
 )
 from tuner.engines.grammar import Grammars, GrammarState, unpacked
 from tuner.engines.grammar_text import GrammarError
-from tuner.engines.logit_edits import Edit, LogitEdits, edited
-from tuner.engines.sampling import SamplingBatch, choose, most_probable, packed_kept
+from tuner.engines.sampling import (
+    Edit,
+    LogitEdits,
+    SamplingBatch,
+    choose,
+    edited,
+    most_probable,
+    packed_kept,
+)
 from tuner.engines.stop_strings import StopStrings
 from tuner.errors import ConfigError, ContextLengthError
 

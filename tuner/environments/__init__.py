@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from tuner.environments.areal_environments import Areal
     from tuner.environments.gymnasium_environments import Gymnasium
     from tuner.environments.mixture import Mixture
-    from tuner.environments.openenv import OpenEnv
-    from tuner.environments.openenv_episode import ToolCall
+    from tuner.environments.openenv import OpenEnv, ToolCall
     from tuner.environments.program import Program, ProgramOutput
     from tuner.environments.trl import TRL
     from tuner.environments.verifiers_environments import Verifiers
@@ -26,7 +25,7 @@ _MODULE_OF = {
     "Program": "tuner.environments.program",
     "ProgramOutput": "tuner.environments.program",
     "TRL": "tuner.environments.trl",
-    "ToolCall": "tuner.environments.openenv_episode",
+    "ToolCall": "tuner.environments.openenv",
     "Verifiers": "tuner.environments.verifiers_environments",
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 from tuner.areal.queue_workflow import AgentAbstraction, EnvServiceAbstraction, QueueWorkflow
 from tuner.environments.seam import Environment
 from tuner.errors import ConfigError
-from tuner.functions.loading import import_module_or_file
+from tuner.tasks.loading import import_module_or_file
 
 
 class Areal(Environment):

@@ -14,9 +14,8 @@ from tuner.areal.queue_workflow import GymnasiumEnvironment, registered
 from tuner.areal.queues import CheckedEnvironment
 from tuner.environments.seam import Environment, seed_rows
 from tuner.errors import ConfigError, TunerError
-from tuner.functions.calling import call_function, in_thread, is_async, where
-from tuner.functions.loading import function_of
-from tuner.functions.outputs import WorkflowOutput
+from tuner.tasks.functions import WorkflowOutput, call_function, in_thread, is_async, where
+from tuner.tasks.loading import function_of
 
 logger = logging.getLogger("tuner.rollout")
 _NUMBER = re.compile(r"-?\d+")

@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tuner.config import RunConfig
-from tuner.data.dataset import load_tasks
 from tuner.environments.seam import Environment, brought, from_settings
 from tuner.errors import ConfigError, DatasetError, FunctionError, RewardError
-from tuner.functions.calling import (
+from tuner.tasks.datasets import load_tasks
+from tuner.tasks.functions import (
+    JudgeOutput,
+    WorkflowOutput,
     call_judge,
     call_workflow,
     check_judge_function,
@@ -18,9 +20,10 @@ from tuner.functions.calling import (
     check_workflow_function,
     end_run,
     judges_groups,
+    response_text,
+    shown,
 )
-from tuner.functions.loading import function_of
-from tuner.functions.outputs import JudgeOutput, WorkflowOutput, response_text, shown
+from tuner.tasks.loading import function_of
 
 _NAME = re.compile(r"[\w-]+")
 _KEYS = ("environment", "workflow", "judge", "train_dataset", "eval_dataset")

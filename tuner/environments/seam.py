@@ -15,14 +15,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from tuner.config.load import Layers, mode_of, read_layers
+from tuner.config.schema import EnvironmentSection, TunerSection
 from tuner.config.source import lookup
-from tuner.config.tuner_section import EnvironmentSection, TunerSection
 from tuner.errors import ConfigError, FunctionError
-from tuner.functions.calling import end_run
-from tuner.functions.loading import import_module_or_file, load_named
-from tuner.functions.outputs import WorkflowOutput, shown
-from tuner.run.interrupts import outside_event_loop
-from tuner.settings import WITHOUT_FILE, Given, settings_of
+from tuner.runs.directory import outside_event_loop
+from tuner.tasks.functions import WorkflowOutput, end_run, shown
+from tuner.tasks.loading import import_module_or_file, load_named
+from tuner.tasks.settings import WITHOUT_FILE, Given, settings_of
 
 # `kind` in the file -> its class.
 CLASSES: dict[str, str] = {

@@ -20,7 +20,7 @@ from tuner.errors import (
     TunerError,
     pip_install,
 )
-from tuner.functions.outputs import JudgeOutput, WorkflowOutput, shown
+from tuner.tasks.functions import JudgeOutput, WorkflowOutput, shown
 
 _SCORING = "scoring"
 

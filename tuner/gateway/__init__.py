@@ -1,9 +1,8 @@
 """The gateway: speaks OpenAI to agents and token ids to an engine, and records calls."""
 
-from tuner.gateway.credit import RecordedCall
-from tuner.gateway.model.renderer import ChatRenderer
-from tuner.gateway.routes import Gateway
-from tuner.gateway.sessions import SamplingDefaults, Session, SessionLimits
+from tuner.gateway.app import Gateway
+from tuner.gateway.families.renderer import ChatRenderer
+from tuner.gateway.sessions import RecordedCall, SamplingDefaults, Session, SessionLimits
 
 __all__ = [
     "ChatRenderer",

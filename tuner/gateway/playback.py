@@ -15,15 +15,14 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from tuner.engines.base import FINISH_REASONS, EngineCapabilities, Generation, SamplingParams
-from tuner.gateway.answering import complete, once
+from tuner.gateway.app import EXCHANGES, IDEMPOTENCY_HEADER, Gateway, complete, once
 from tuner.gateway.completion import Completion
-from tuner.gateway.completion_request import Answer, Choice, CompletionRequest
 from tuner.gateway.dialects import Exchange
 from tuner.gateway.dialects.chat import ChatExchange
-from tuner.gateway.model.parsing import Delta, ParsedMessage, ParsedToolCall
+from tuner.gateway.families.parsing import Delta, ParsedMessage, ParsedToolCall
 from tuner.gateway.relay import CHAT, read_body, sampling_said
 from tuner.gateway.request_error import RequestError, has_diverged
-from tuner.gateway.routes import EXCHANGES, IDEMPOTENCY_HEADER, Gateway
+from tuner.gateway.requests import Answer, Choice, CompletionRequest
 from tuner.gateway.script import Recorded, Script, others
 from tuner.gateway.service import Reply, StreamReply
 from tuner.gateway.sessions import Session

@@ -17,10 +17,10 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from tuner.engines.base import SamplingParams
+from tuner.gateway.app import Gateway
 from tuner.gateway.dialects import Exchange
 from tuner.gateway.dialects.chat import DONE
 from tuner.gateway.request_error import FieldError, RequestError
-from tuner.gateway.routes import Gateway
 from tuner.gateway.service import Reply, StreamReply
 from tuner.gateway.sessions import Session
 from tuner.traces import Call, Usage

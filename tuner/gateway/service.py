@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from tuner.engines.base import Engine, Generation
 from tuner.errors import ConfigError
-from tuner.gateway.model.renderer import ChatRenderer
+from tuner.gateway.families.renderer import ChatRenderer
 from tuner.gateway.request_error import RequestError
 from tuner.traces import Call, ReasoningPolicy
 

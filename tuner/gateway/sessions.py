@@ -3,29 +3,605 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
+import inspect
+import json
 import logging
+import math
+import re
 import secrets
+import threading
+import time
+from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from tuner.engines.base import Generation
-from tuner.gateway.access import Access
+from tuner.errors import FunctionError, TunerError
 from tuner.gateway.conversations import Conversations
-from tuner.gateway.credit import Credits, RecordedCall
-from tuner.gateway.in_flight import CutOff, InFlight
-from tuner.gateway.model.template import Message
+from tuner.gateway.families.template import Message
 from tuner.gateway.request_error import RequestError, has_ended, over_limit
-from tuner.gateway.results import Results
 from tuner.gateway.script import Script
-from tuner.gateway.service import CallSink, Host, Replay, Service, in_loop
-from tuner.traces import Call
+from tuner.gateway.service import CallSink, Door, Host, Replay, Service, in_loop
+from tuner.tasks.functions import shown, unwrapped, where
+from tuner.traces import Call, FunctionResult
+
+if TYPE_CHECKING:
+    import anthropic
+    import openai
+
+
+# What a workflow may say about its own calls: a reward of their own, or not to train them.
+
+
+@dataclass
+class Credit:
+    """What the workflow said about one call, by the names of the call's fields."""
+
+    reward: float | None = None
+    gained: float | None = None
+    excluded: bool = False
+    masked: tuple[tuple[int, int], ...] = ()
+
+
+class Credits:
+    """What the workflow said about the calls of one session, while that is open.
+
+    Args:
+        session_id: The session's, for messages.
+
+    Attributes:
+        sealed: Whether nothing can be said any more.
+    """
+
+    def __init__(self, session_id: str) -> None:
+        self.session_id = session_id
+        self.sealed = False
+        self._by_call: dict[str, Credit] = {}
+
+    def of(self, call_id: str) -> Credit:
+        """What was said about a call; can be said more."""
+        return self._by_call.setdefault(call_id, Credit())
+
+    def given_to(self, call: Call) -> Call:
+        """The call with what was said about it."""
+        credit = self._by_call.get(call.id)
+        return call if credit is None else replace(call, **vars(credit))
+
+
+class RecordedCall:
+    """A call of a rollout that goes on, for the workflow that made it.
+
+        model.calls[-1].reward = 0.3      # instead of the rollout's reward
+        model.calls[0].exclude()          # recorded, not trained
+
+    Attributes:
+        call: The call as it was recorded.
+    """
+
+    def __init__(self, credits: Credits, call: Call) -> None:
+        self._credits = credits
+        self.call = call
+
+    @property
+    def id(self) -> str:
+        """The call's id: that of the response, and the choice's index."""
+        return self.call.id
+
+    @property
+    def role(self) -> str | None:
+        """The agent that made the call, where it was named."""
+        return self.call.role
+
+    @property
+    def response(self) -> dict[str, Any]:
+        """The assistant message that the agent received."""
+        return self.call.response
+
+    @property
+    def reward(self) -> float | None:
+        """The call's own reward; None is the rollout's.
+
+        Raises:
+            ValueError: It is set to something that is not a finite number.
+            TunerError: It is set after the rollout has ended.
+        """
+        return self._credit.reward
+
+    @reward.setter
+    def reward(self, value: float | None) -> None:
+        self._credit.reward = self._checked("reward", value)
+
+    @property
+    def gained(self) -> float | None:
+        """What was gained where the call ended; None: what its reward and the rollout's say.
+
+        Raises:
+            As `reward`.
+        """
+        return self._credit.gained
+
+    @gained.setter
+    def gained(self, value: float | None) -> None:
+        self._credit.gained = self._checked("gain", value)
+
+    def exclude(self) -> None:
+        """Keep the call in the trace, but do not train it.
+
+        Raises:
+            TunerError: The rollout has ended.
+        """
+        self._open()
+        self._credit.excluded = True
+
+    def mask(self, start: int, stop: int) -> None:
+        """Keep the completion's tokens [start, stop) in the trace, but do not train them.
+
+        Raises:
+            ValueError: There are no such tokens, they begin before the end of those that were
+                masked before, or the call was held to a form, which is trained whole or not at all.
+            TunerError: The rollout has ended.
+        """
+        length, masked = len(self.call.completion_ids), self._credit.masked
+        first = masked[-1][1] if masked else 0
+        if not first <= start < stop <= length:
+            raise ValueError(
+                f"tokens {start} to {stop} of call {self.id} cannot be masked: it has {length} "
+                f"tokens, and stretches are given in order, here from {first} on"
+            )
+        if self.call.constrained:
+            raise ValueError(
+                f"call {self.id} was held to a form: its tokens are trained together, or exclude() "
+                "leaves all of them out"
+            )
+        self._open()
+        self._credit.masked = (*masked, (start, stop))
+
+    @property
+    def _credit(self) -> Credit:
+        return self._credits.of(self.id)
+
+    def _checked(self, what: str, value: float | None) -> float | None:
+        if value is not None:
+            value = float(value)
+            if not math.isfinite(value):
+                raise ValueError(f"the {what} of call {self.id} is {value}: give a finite number")
+        self._open()
+        return value
+
+    def _open(self) -> None:
+        if self._credits.sealed:
+            raise TunerError(
+                f"call {self.id} belongs to a rollout that has ended "
+                f"({self._credits.session_id}): set rewards and exclusions inside the workflow"
+            )
+
+
+# What of a session is being generated, in whichever task.
+
 
 T = TypeVar("T")
+
+
+class CutOff(Exception):
+    """What was being generated was cancelled, and not who awaits it."""
+
+
+class InFlight:
+    """What of a session is being generated, how long that took, and when it last began or ended.
+
+    Attributes:
+        tasks: Those that generate, once for each thing that they generate.
+        moved: When one last began or ended, by `time.perf_counter`.
+    """
+
+    def __init__(self) -> None:
+        self.tasks: list[asyncio.Task[Any]] = []
+        self.moved = time.perf_counter()
+        self._seconds = 0.0
+        self._cut: set[asyncio.Task[Any]] = set()
+
+    @property
+    def seconds(self) -> float:
+        """Wall time during which at least one task was running."""
+        return self._seconds + (time.perf_counter() - self.moved if self.tasks else 0.0)
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`.
+
+        Raises:
+            CutOff: `cancel` ended it, and not who awaits it.
+        """
+        task = asyncio.current_task()
+        assert task is not None, "an answer is awaited"
+        try:
+            with self._generating(task):
+                return await work
+        except asyncio.CancelledError:
+            if self._taken_back(task):
+                raise CutOff from None
+            raise
+        finally:
+            self._taken_back(task)
+
+    def _taken_back(self, task: asyncio.Task[Any]) -> bool:
+        """Take back what `cancel` has asked of a task; whether nobody else wants it to end.
+
+        What the task generates around this is cut off, too, and ends as it would.
+        """
+        if task in self.tasks or task not in self._cut:
+            return False
+        self._cut.discard(task)
+        return task.uncancel() == 0
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """While the block runs, the task that runs it is generating, and can be cancelled."""
+        task = asyncio.current_task()
+        assert task is not None, "an answer is awaited"
+        try:
+            with self._generating(task):
+                yield
+        finally:
+            if task not in self.tasks:
+                self._cut.discard(task)
+
+    @contextmanager
+    def _generating(self, task: asyncio.Task[Any]) -> Iterator[None]:
+        self._move()
+        self.tasks.append(task)
+        try:
+            yield
+        finally:
+            self._move()
+            self.tasks.remove(task)
+
+    def _move(self) -> None:
+        self._seconds, self.moved = self.seconds, time.perf_counter()
+
+    def cancel(self) -> None:
+        """Cancel every task, from any thread."""
+        for task in {*self.tasks}:
+            task.get_loop().call_soon_threadsafe(self._cancel, task)
+
+    def _cancel(self, task: asyncio.Task[Any]) -> None:
+        if task in self.tasks:  # it may have gone on to something else
+            self._cut.add(task)
+            task.cancel()
+
+
+# `@tuner.recorded`: results of functions that belong to a rollout as its calls do.
+#
+# A tool may cost money, change something, or answer differently tomorrow. Decorated with
+# `recorded`, its results are in the trace of the rollout that calls it, and a rollout that repeats
+# that one gets them back up to the point where the two part; the function itself does not run.
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_OPAQUE = "<not JSON>"
+
+
+class Results:
+    """The results of one rollout's recorded functions; in any thread.
+
+    Args:
+        script: What the rollout repeats, or None.
+        committed: How many calls of the rollout are committed.
+    """
+
+    def __init__(self, script: Script | None, committed: Callable[[], int]) -> None:
+        self._script = script
+        self._committed = committed
+        self._kept: list[FunctionResult] = []
+        self._begun: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    @property
+    def kept(self) -> tuple[FunctionResult, ...]:
+        """Those so far, in the order in which they were there."""
+        return tuple(self._kept)
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """While the block runs, and in tasks and threads that it begins, functions are its."""
+        token = _CURRENT.set(self)
+        try:
+            yield
+        finally:
+            _CURRENT.reset(token)
+
+    def begin(self, function: str, arguments: dict[str, Any]) -> _Begun:
+        """A function is called."""
+        key = json.dumps([function, arguments], sort_keys=True)
+        with self._lock:
+            occurrence = self._begun[key]
+            self._begun[key] += 1
+        return _Begun(self, function, arguments, occurrence)
+
+    def given(
+        self, function: str, arguments: dict[str, Any], occurrence: int
+    ) -> FunctionResult | None:
+        """What the script has of a call that begins."""
+        if self._script is None:
+            return None
+        return self._script.result(function, arguments, occurrence)
+
+    def keep(self, function: str, arguments: dict[str, Any], occurrence: int, value: Any) -> None:
+        """Take note of a result."""
+        self._kept.append(FunctionResult(function, arguments, occurrence, value, self._committed()))
+
+
+class _Begun:
+    """One call of a recorded function.
+
+    Args:
+        results: Where it belongs.
+        function, arguments: Who is called with what.
+        occurrence: How often it was before.
+    """
+
+    def __init__(
+        self, results: Results, function: str, arguments: dict[str, Any], occurrence: int
+    ) -> None:
+        self._results = results
+        self.function, self.arguments, self.occurrence = function, arguments, occurrence
+
+    def given(self) -> tuple[Any] | None:
+        """The value that the script gives, alone in a tuple, or None: run the function."""
+        found = self._results.given(self.function, self.arguments, self.occurrence)
+        if found is None:
+            return None
+        return (self.kept(json.loads(json.dumps(found.value))),)
+
+    def kept(self, value: Any) -> Any:
+        """`value`, which is kept as JSON has it now: whoever gets it may change it.
+
+        Raises:
+            FunctionError: JSON has no such value.
+        """
+        if (problem := _not_json(value)) is not None:
+            raise FunctionError(
+                f"{self.function} is decorated with @tuner.recorded and returned {problem}: what "
+                "is recorded must be JSON, and come back from it as it was (None, bool, int, "
+                "finite float, str, list, dict with str as keys)"
+            )
+        kept = json.loads(json.dumps(value))
+        self._results.keep(self.function, self.arguments, self.occurrence, kept)
+        return value
+
+
+_CURRENT: ContextVar[Results | None] = ContextVar("tuner_results", default=None)
+
+
+def recorded(function: F) -> F:
+    """Keep what a function returns in the trace of the rollout that calls it, and give it back
+    where the rollout is run again.
+
+    Within the recorded part of a rollout that is run again (`tuner rerun`, `tuner.testing`,
+    branches) the function does not run: it returns what it returned then, as long as the agent has
+    done the same as then. Calls are matched by the function's file and qualified name, by their
+    arguments, and of equal ones by how many were before. An argument that is no JSON (`self`, a
+    client) is not compared. What raised an exception is not recorded, and runs again. Outside of a
+    rollout the function is as it was.
+
+        @tuner.recorded
+        async def search(query: str) -> list[str]: ...
+
+    Args:
+        function: Async or plain. What it returns must be JSON, and equal to what JSON makes of it.
+
+    Raises:
+        FunctionError: It is no function, or yields; and when it is called in a rollout: it returned
+            what JSON cannot hold.
+    """
+    inner = unwrapped(function)
+    if not inspect.isroutine(inner) or isinstance(function, staticmethod | classmethod):
+        raise FunctionError(
+            f"@tuner.recorded is for functions, and got {shown(function)}: decorate the function "
+            "itself, under @staticmethod or @classmethod"
+        )
+    if inspect.isgeneratorfunction(inner) or inspect.isasyncgenfunction(inner):
+        raise FunctionError(f"@tuner.recorded: {where(function)} yields; it must return")
+    name, signature = _name(inner), inspect.signature(function)
+
+    def begin(args: Any, kwargs: Any) -> _Begun | None:
+        results = _collecting()
+        if results is None:
+            return None
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return results.begin(name, {key: _json(value) for key, value in bound.arguments.items()})
+
+    if inspect.iscoroutinefunction(inner):
+
+        @functools.wraps(function)
+        async def awaited(*args: Any, **kwargs: Any) -> Any:
+            if (begun := begin(args, kwargs)) is None:
+                return await function(*args, **kwargs)
+            if (given := begun.given()) is not None:
+                return given[0]
+            return begun.kept(await function(*args, **kwargs))
+
+        return cast(F, awaited)
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if (begun := begin(args, kwargs)) is None:
+            return function(*args, **kwargs)
+        if (given := begun.given()) is not None:
+            return given[0]
+        return begun.kept(function(*args, **kwargs))
+
+    return cast(F, called)
+
+
+def _collecting() -> Results | None:
+    """Those of the rollout that runs. What `recorded` makes has hold of this, by its name, and not
+    of the variable: so a function of a script can be sent to another process."""
+    return _CURRENT.get()
+
+
+def _name(function: Any) -> str:
+    """File and qualified name: the same whether the file is imported, or run as a script."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    file = function.__module__ if code is None else Path(code.co_filename).stem
+    return f"{file}.{function.__qualname__}"
+
+
+def _json(value: Any) -> Any:
+    """An argument as JSON has it now; the caller may change it later."""
+    if hasattr(value, "model_dump"):
+        value = value.model_dump(mode="json")
+    try:
+        return json.loads(json.dumps(value, sort_keys=True))
+    except (TypeError, ValueError):
+        return _OPAQUE
+
+
+def _not_json(value: Any, place: str = "") -> str | None:
+    """What of a value JSON does not give back as it was, and where; None where it does."""
+    kind = type(value)
+    if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
+        return None
+    if kind is list:
+        inside = ((f"{place}[{index}]", item) for index, item in enumerate(value))
+    elif kind is dict and all(type(key) is str for key in value):
+        inside = ((f"{place}[{key!r}]", item) for key, item in value.items())
+    else:
+        return f"{shown(value)}{place and f' at {place}'}"
+    return next((found for at, item in inside if (found := _not_json(item, at))), None)
+
+
+# What code that has a session reaches the gateway with, in the gateway's process or in another.
+
+
+ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class Access(ABC):
+    """A session, as the user's functions and chat models know it.
+
+    Attributes:
+        host: What takes its requests.
+        id: The caller's name for it.
+        key: The API key that stands for it.
+        model_name: The name that requests give as `model`.
+        max_model_len: Tokens of prompt and answer together.
+        other_names: What requests may give as `model` besides.
+        errors: What went wrong inside its calls that was not the caller's fault.
+        in_flight: What is being generated.
+        results: What recorded functions returned in it.
+    """
+
+    host: Door
+    id: str
+    key: str
+    other_names: Sequence[str]
+    errors: list[Exception]
+    in_flight: InFlight
+    results: Results
+
+    @property
+    @abstractmethod
+    def model_name(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def max_model_len(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def base_url(self) -> str:
+        """Where HTTP clients find the gateway; the first use opens the door."""
+
+    @property
+    @abstractmethod
+    def keeps_calls(self) -> bool:
+        """Whether calls are kept; not those of models that are not trained."""
+
+    @abstractmethod
+    def calls_so_far(self) -> list[RecordedCall]:
+        """The calls that were delivered, in order of commitment."""
+
+    @abstractmethod
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Tokens in the tokenizer's words, special ones left out."""
+
+    @abstractmethod
+    def encode(self, prompt: str | Sequence[Message]) -> list[int]:
+        """Token ids of text as it is, or of messages in the chat template; shape [P]."""
+
+    @property
+    @abstractmethod
+    def tokenizer(self) -> Any:
+        """The model's."""
+
+    @property
+    @abstractmethod
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end a completion."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """Updates that the weights have seen which sample the next token."""
+
+    @abstractmethod
+    async def complete_tokens(
+        self, prompt_ids: Sequence[int], **settings: Any
+    ) -> tuple[Generation, ...]:
+        """As `tuner.gateway.dialects.text.complete_tokens`."""
+
+    @abstractmethod
+    def warn_once(self, setting: str, sentence: str) -> None:
+        """Log that a setting of the user's agent is unsafe, once for all sessions of a gateway."""
+
+    @abstractmethod
+    def seal(self) -> object:
+        """End the session: what comes later is refused."""
+
+    def key_of(self, role: str | None) -> str:
+        """The API key that names `role` as the agent that calls; None is the session's own.
+
+        Raises:
+            ValueError: `role` is not a name.
+        """
+        if role is None:
+            return self.key
+        if not ROLE.fullmatch(role):
+            raise ValueError(f"role {role!r} must be 1 to 64 letters, digits, '_' or '-'")
+        return f"{self.key}.{role}"
+
+    def async_client(self, role: str | None = None) -> openai.AsyncOpenAI:
+        """An OpenAI client of this session that needs no port."""
+        from tuner.gateway.clients import in_process_client
+
+        return in_process_client(self.host, self.key_of(role))
+
+    def async_anthropic(self, role: str | None = None) -> anthropic.AsyncAnthropic:
+        """Anthropic's client of this session, which needs no port.
+
+        Raises:
+            MissingDependencyError: The anthropic package is not installed.
+        """
+        from tuner.gateway.clients import in_process_anthropic
+
+        return in_process_anthropic(self.host, self.key_of(role))
+
+    def http_client(self, client_class: type) -> Any:
+        """A client of the library that `client_class` is built on, which needs no port."""
+        from tuner.gateway.clients import in_process_http_client
+
+        return in_process_http_client(self.host, client_class)
+
 
 logger = logging.getLogger(__name__)
 

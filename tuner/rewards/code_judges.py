@@ -23,8 +23,8 @@ from typing import Any, Literal
 from xml.etree import ElementTree
 
 from tuner.errors import MissingDependencyError, RewardError, SandboxError, pip_install
-from tuner.functions.outputs import JudgeOutput, JudgeType, TaskRow, response_text, shown
 from tuner.rewards.sandbox import Finished, Limits, remove, run
+from tuner.tasks.functions import JudgeOutput, JudgeType, TaskRow, response_text, shown
 
 Isolation = Literal["auto", "bubblewrap", "process"]
 EACH_INPUT, ALL_TESTS = Limits(), Limits(seconds=30.0)

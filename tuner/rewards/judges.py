@@ -11,18 +11,140 @@ import asyncio
 import json
 import logging
 import re
+import string
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tuner.errors import FunctionError, MissingDependencyError, RewardError, pip_install
-from tuner.functions.calling import call_judge, check_judge_function, judges_groups
-from tuner.functions.outputs import JudgeOutput, JudgeType, TaskRow, response_text, shown
-from tuner.rewards.answers import exact_match, f1, has_form
-from tuner.rewards.math import final_answer, math_equal
 from tuner.rewards.process import in_process
+from tuner.tasks.functions import (
+    JudgeOutput,
+    JudgeType,
+    TaskRow,
+    call_judge,
+    check_judge_function,
+    judges_groups,
+    response_text,
+    shown,
+)
 
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator
+
+
+# Scores of an answer in words. Plain functions of texts, each between 0 and 1.
+
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+# A sign, a point, a stroke of a fraction: without it there is another number.
+_IN_NUMBERS = re.compile(r"(?<![\w.])-(?=\.?\d)|(?<![^\W\d])[./:](?=\d)")
+_KEPT = {"-": "\ue000", ".": "\ue001", "/": "\ue002", ":": "\ue003"}
+_BACK = str.maketrans({kept: sign for sign, kept in _KEPT.items()})
+
+
+def normalized(text: str) -> str:
+    """The text in lower case without punctuation, articles and further spaces, as SQuAD's
+    evaluation compares answers (arXiv 1606.05250); but a number keeps its sign and its point, and a
+    text of articles alone, as the answer "A", is left as it is."""
+    said = _IN_NUMBERS.sub(lambda found: _KEPT[found[0]], text.lower())
+    said = said.translate(_PUNCTUATION).translate(_BACK)
+    return " ".join(_ARTICLES.sub(" ", said).split() or said.split())
+
+
+def exact_match(answer: str, truth: str) -> float:
+    """1.0 if both are the same once normalized, else 0.0."""
+    return float(normalized(answer) == normalized(truth))
+
+
+def f1(answer: str, truth: str) -> float:
+    """The harmonic mean of precision and recall of the answer's words (arXiv 1606.05250).
+
+    Words count as often as they occur. An answer without words is right only where the truth has
+    none.
+    """
+    said, wanted = normalized(answer).split(), normalized(truth).split()
+    if not said or not wanted:
+        return float(said == wanted)
+    common = (Counter(said) & Counter(wanted)).total()
+    if common == 0:
+        return 0.0
+    precision, recall = common / len(said), common / len(wanted)
+    return 2 * precision * recall / (precision + recall)
+
+
+def has_form(text: str, pattern: str) -> float:
+    """1.0 if the whole text matches the regular expression (dots match newlines), else 0.0.
+
+    Raises:
+        re.error: The pattern is no regular expression.
+    """
+    return float(re.fullmatch(pattern, text.strip(), re.DOTALL) is not None)
+
+
+# The answer inside a solution, and whether two answers are the same.
+
+
+NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+LONGEST_EXPRESSION = 50
+
+
+def final_answer(text: str) -> str:
+    """What a solution gives as its answer: after "####", in \\boxed{}, or its last number."""
+    if "####" in text:
+        return text.rpartition("####")[2].strip()
+    if "\\boxed{" in text:
+        return _in_braces(text.rpartition("\\boxed{")[2])
+    numbers = NUMBER.findall(text)
+    return numbers[-1] if numbers else ""
+
+
+def math_equal(answer: str, truth: str) -> float:
+    """1.0 if two answers are the same number or expression, else 0.0.
+
+    Numbers are compared as decimals; anything else by math-verify, which may take long:
+    `in_process` gives it a time limit.
+
+    Raises:
+        MissingDependencyError: There is more to compare than numbers, without math-verify.
+    """
+    if not truth or not answer:
+        return 0.0
+    numbers = _number(truth), _number(answer)
+    if None not in numbers:  # nearly always, and a thousand times faster than symbolic algebra
+        return float(numbers[0] == numbers[1])
+    # Towers of powers can keep symbolic algebra busy for ever.
+    if len(answer) > LONGEST_EXPRESSION or re.search(r"\^|\*\*|!", answer):
+        return 0.0
+    try:
+        from math_verify import parse, verify
+    except ImportError:
+        raise MissingDependencyError(
+            f"math-verify compares expressions and is not installed: {pip_install('math')}"
+        ) from None
+
+    # Its timeouts are signals, which only the main thread can receive; it warns without them.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    expressions = [parse(f"${side}$", parsing_timeout=None) for side in (truth, answer)]
+    return float(verify(*expressions, timeout_seconds=None))
+
+
+def _number(text: str) -> Decimal | None:
+    plain = text.strip().rstrip(".").replace(",", "").replace("$", "")
+    return Decimal(plain) if re.fullmatch(r"-?(?:\d+(?:\.\d+)?|\.\d+)", plain) else None
+
+
+def _in_braces(text: str) -> str:
+    """The text up to the brace that closes one opened before it."""
+    depth = 1
+    for index, char in enumerate(text):
+        depth += (char == "{") - (char == "}")
+        if depth == 0:
+            return text[:index]
+    return text
+
 
 T = TypeVar("T")
 Extract = Callable[[str], str]
@@ -369,3 +491,52 @@ def _strict_json(text: str) -> Any:
     said = text.rpartition("</think>")[2]
     fenced = _FENCE.fullmatch(said)
     return json.loads(fenced[1] if fenced else said, parse_constant=refuse)
+
+
+# Judges of `select_model()` for the fastest candidate and for the most sparing one.
+#
+# They have the names, arguments and metrics of AgentScope 1.0.21's, and read what `select_model()`
+# hands to judges: `{"response": ..., "metrics": {"execution_time": ..., "total_tokens": ...,
+# ...}}`.
+
+
+async def avg_time_judge(_task: Mapping[str, Any], response: Any) -> JudgeOutput:
+    """The seconds that the workflow took, with a minus: the fastest is best.
+
+    Returns:
+        The reward, and the metric "avg_time_seconds".
+
+    Raises:
+        RewardError: `response` is not what `select_model()` hands to judges.
+    """
+    seconds = _measured(response, "execution_time")
+    return JudgeOutput(reward=-seconds, metrics={"avg_time_seconds": seconds})
+
+
+async def avg_token_consumption_judge(_task: Mapping[str, Any], response: Any) -> JudgeOutput:
+    """The tokens that the candidate read and wrote, with a minus: the most sparing is best.
+
+    Returns:
+        The reward, and the metric "token_consumed".
+
+    Raises:
+        RewardError: `response` is not what `select_model()` hands to judges, or no token was seen:
+            a candidate that does not say what it uses is not the most sparing.
+    """
+    tokens = _measured(response, "total_tokens")
+    if not tokens:
+        raise RewardError(
+            "no tokens are known of this rollout: the workflow did not call `model` itself, or the "
+            "API does not say what it used"
+        )
+    return JudgeOutput(reward=-tokens, metrics={"token_consumed": tokens})
+
+
+def _measured(response: Any, name: str) -> float:
+    metrics = response.get("metrics") if isinstance(response, Mapping) else None
+    if not isinstance(metrics, Mapping) or name not in metrics:
+        raise RewardError(
+            f"the response is {shown(response)}: this judge is for select_model(), which hands it "
+            f"a dict with metrics, and {name} among them"
+        )
+    return float(metrics[name])

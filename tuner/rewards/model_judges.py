@@ -2,20 +2,289 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
+import logging
+import os
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache as remembered
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from tuner.functions.outputs import JudgeOutput, JudgeType, TaskRow, response_text
-from tuner.rewards.verdicts import Asker
+from tuner.errors import ConfigError, FunctionError, RewardError, RewardTimeout
+from tuner.tasks.functions import JudgeOutput, JudgeType, TaskRow, response_text, shown
 
 if TYPE_CHECKING:
     from tuner.config import RemoteModel
+
+
+# How a language model is brought to a verdict: asked for JSON of one form, once, and counted.
+
+
+Form = TypeVar("Form", bound=BaseModel)
+logger = logging.getLogger("tuner.rewards")
+REMEMBERED = 10_000
+"""Verdicts that are kept in memory, the newest."""
+
+
+class Asker:
+    """Asks a model for an object of some form, until it gives one.
+
+    Args:
+        model: A model behind a URL, or the name of one of the run's auxiliary models.
+        temperature: Of the answers; None: as the model has it.
+        timeout: Seconds for the answer to one request.
+        tries: How many answers are asked for, until one is of the form.
+        request: Further arguments of `chat.completions.create`.
+        cache: Folder with a file for each verdict; None: they are kept in memory alone.
+
+    Raises:
+        ConfigError: `model` is something else, or the variable with its key is not set.
+        ValueError: `timeout` or `tries` is not above 0.
+    """
+
+    def __init__(
+        self,
+        model: RemoteModel | str,
+        *,
+        temperature: float | None,
+        timeout: float,
+        tries: int,
+        request: Mapping[str, Any] | None,
+        cache: str | Path | None,
+    ) -> None:
+        from tuner.config import RemoteModel
+
+        if isinstance(model, RemoteModel):
+            model.api_key("model")
+        elif not isinstance(model, str):
+            raise ConfigError(
+                f"model is {shown(model)}: pass RemoteModel(base_url=..., model_name=...), or the "
+                "name of one of the run's auxiliary models"
+            )
+        if not timeout > 0 or tries < 1:
+            raise ValueError(f"timeout {timeout} and tries {tries} must be above 0")
+        self._model, self._timeout, self._tries = model, timeout, tries
+        self._sent = dict(request or {})
+        if temperature is not None:
+            self._sent["temperature"] = temperature
+        self._cache = None if cache is None else Path(cache)
+        self._start()
+
+    def _start(self) -> None:
+        self._in_words = False
+        self._verdicts: dict[str, str] = {}
+        # A client and a lock are of one event loop; a replay has one for each step.
+        self._clients: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self._locks: WeakValueDictionary[tuple[int, str], asyncio.Lock] = WeakValueDictionary()
+
+    def __getstate__(self) -> dict[str, Any]:
+        lasting = ("_model", "_timeout", "_tries", "_sent", "_cache")
+        return {name: vars(self)[name] for name in lasting}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._start()
+
+    async def ask(
+        self, prompt: str, form: type[Form], auxiliary_models: Mapping[str, Any]
+    ) -> tuple[Form, dict[str, float]]:
+        """The model's verdict, and what it took: nothing where the same was asked before.
+
+        Returns:
+            An object of the form, and the metrics `judge_input_tokens`, `judge_output_tokens` (of
+            all answers that were asked for; not there where the API does not say) and
+            `judge_cost` (where there are prices).
+
+        Raises:
+            RewardError: There is no answer, or none of the form.
+            RewardTimeout: The model took too long.
+            FunctionError: The run has no auxiliary model of this name.
+        """
+        model = self._chat_model(auxiliary_models)
+        asked = {
+            "model": model.model_name,
+            "messages": [{"role": "user", "content": prompt}],
+            "response_format": _response_format(form),
+            **self._sent,
+        }
+        whole = json.dumps([str(model.client.base_url), asked], sort_keys=True, default=str)
+        key = hashlib.sha256(whole.encode()).hexdigest()
+        # Who asks the same at the same time waits for the one answer.
+        lock = self._locks.setdefault((id(asyncio.get_running_loop()), key), asyncio.Lock())
+        async with lock:
+            verdict, usage = self._known(key, form), Used()
+            if verdict is None:
+                verdict = await self._answered(model, asked, form, usage)
+                self._keep(key, verdict.model_dump_json())
+        return verdict, usage.metrics(getattr(model, "remote", None))
+
+    def _chat_model(self, auxiliary_models: Mapping[str, Any]) -> Any:
+        """What has a `client` and a `model_name`, whatever framework it is made for."""
+        from tuner.rollouts.chat_models import remote_chat_model
+
+        remote = self._model
+        if isinstance(remote, str):
+            try:
+                return auxiliary_models[remote]
+            except KeyError:
+                raise FunctionError(
+                    f"the judge asks the auxiliary model {remote!r}, and the run's are: "
+                    f"{', '.join(auxiliary_models) or 'none'}"
+                ) from None
+        loop = asyncio.get_running_loop()
+        if loop not in self._clients:
+            self._clients[loop] = remote_chat_model(
+                base_url=remote.base_url,
+                api_key=remote.api_key("model"),
+                model_name=remote.model_name,
+                kind="plain",
+                max_concurrent=remote.max_concurrent,
+            )
+            self._clients[loop].remote = remote
+        return self._clients[loop]
+
+    async def _answered(
+        self, model: Any, asked: dict[str, Any], form: type[Form], usage: Used
+    ) -> Form:
+        """The first answer of the form; what all took goes into `usage`."""
+        import openai
+
+        who, (first,) = f"the judge's model {model.model_name}", asked["messages"]
+        text = wrong = ""
+        for number in range(self._tries):
+            again = f"\n\nYour last answer was not of this form: {wrong}" if number else ""
+            message = {**first, "content": first["content"] + again}
+            try:
+                completion = await self._completion(model, {**asked, "messages": [message]})
+            except openai.APITimeoutError as error:
+                raise RewardTimeout(
+                    f"judge timed out: {who} took more than {self._timeout:g} s"
+                ) from error
+            except openai.OpenAIError as error:
+                raise RewardError(
+                    f"{who} at {model.client.base_url} gave no answer: {type(error).__name__}: "
+                    f"{error}"
+                ) from error
+            usage.add(completion.usage)
+            said = completion.choices[0].message if completion.choices else None
+            text = (said and (said.content or said.refusal)) or ""
+            try:
+                return read(text, form)
+            except ValueError as error:
+                wrong = str(error)
+        raise RewardError(f"{who} gave no verdict in {self._tries} answers: {wrong}: {shown(text)}")
+
+    async def _completion(self, model: Any, asked: dict[str, Any]) -> Any:
+        """One answer, held to the form by the API where it can do that; the prompt says it too."""
+        import openai
+
+        create = model.client.chat.completions.create
+        in_words = {k: v for k, v in asked.items() if k != "response_format"}
+        if self._in_words:
+            return await create(**in_words, timeout=self._timeout)
+        try:
+            return await create(**asked, timeout=self._timeout)
+        except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
+            completion = await create(**in_words, timeout=self._timeout)  # else it is not the form
+            self._in_words = True
+            logger.warning(
+                "%s does not take response_format with a JSON schema, so the prompt alone asks "
+                "for the form: %s",
+                model.model_name,
+                error,
+            )
+            return completion
+
+    def _known(self, key: str, form: type[Form]) -> Form | None:
+        text = self._verdicts.get(key)
+        try:
+            if text is None and self._cache is not None:
+                text = (self._cache / f"{key}.json").read_text(encoding="utf-8")
+            return None if text is None else form.model_validate_json(text)
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            logger.warning("%s/%s.json is damaged, and asked again: %s", self._cache, key, error)
+            return None
+
+    def _keep(self, key: str, text: str) -> None:
+        self._verdicts[key] = text
+        if len(self._verdicts) > REMEMBERED:
+            self._verdicts.pop(next(iter(self._verdicts)), None)
+        if self._cache is not None:
+            self._cache.mkdir(parents=True, exist_ok=True)
+            # Other processes may write the same.
+            own = f".{key}.{os.getpid()}.{threading.get_ident()}.tmp"
+            (self._cache / own).write_text(text, encoding="utf-8")
+            os.replace(self._cache / own, self._cache / f"{key}.json")
+
+
+class Used:
+    """The tokens of some answers."""
+
+    def __init__(self) -> None:
+        self._known, self._read, self._written = True, 0, 0
+
+    def add(self, usage: Any) -> None:
+        """The `usage` of a chat completion; None where the API does not say."""
+        if usage is None:
+            self._known = False
+        else:
+            self._read += usage.prompt_tokens
+            self._written += usage.completion_tokens
+
+    def metrics(self, remote: RemoteModel | None) -> dict[str, float]:
+        """By the names that judges use; `remote` has the prices, where there are any."""
+        if not self._known:
+            return {}
+        found = {
+            "judge_input_tokens": float(self._read),
+            "judge_output_tokens": float(self._written),
+        }
+        cost = None if remote is None else remote.cost(self._read, self._written)
+        return found if cost is None else {**found, "judge_cost": cost}
+
+
+def _response_format(form: type[BaseModel]) -> dict[str, Any]:
+    schema = {"name": "verdict", "strict": True, "schema": form.model_json_schema()}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def read(text: str, form: type[Form]) -> Form:
+    """The one object of the form in a text, which may have words and fences around it.
+
+    An object in the middle of what is no JSON does not count: a model that quotes a response may
+    forget to escape it, and the response may hold a verdict on itself.
+
+    Raises:
+        ValueError: There is none, or several: which of them is meant is not for us to say.
+    """
+    values, text, at = [], text.rpartition("</think>")[2], 0
+    while (at := text.find("{", at)) >= 0:
+        try:
+            value, at = json.JSONDecoder().raw_decode(text, at)
+        except RecursionError:
+            raise ValueError("the JSON goes too deep") from None
+        values.append(value)
+    found, wrong = [], "there is no JSON object"
+    for value in values:
+        try:
+            found.append(form.model_validate(value))
+        except ValidationError as error:
+            details = error.errors(include_url=False)
+            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in details)
+    if len(found) > 1:
+        raise ValueError(f"there are {len(found)} verdicts")
+    if not found:
+        raise ValueError(wrong)
+    return found[0]
+
 
 RELATIVE_RUBRIC = """\
 - A response that achieves the goal of the task scores much higher than one that does not.

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tuner.serving.api_types import ApplicationKey, CallInfo, ServedModels, SessionInfo
+    from tuner.serving.asking import ApplicationKey, CallInfo, ServedModels, SessionInfo
     from tuner.serving.client import AsyncClient, AsyncServedSession, Client, ServedSession
 
 __all__ = [
@@ -29,4 +29,4 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'tuner.serving' has no attribute {name!r}")
     of_client = "Client" in name or name.startswith(("Async", "ServedSession"))
-    return getattr(import_module(f"tuner.serving.{'client' if of_client else 'api_types'}"), name)
+    return getattr(import_module(f"tuner.serving.{'client' if of_client else 'asking'}"), name)

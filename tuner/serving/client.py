@@ -15,8 +15,19 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, Unpack
 import httpx
 
 from tuner.serving import asking
-from tuner.serving.api_types import ApplicationKey, CallInfo, ServedModels, SessionInfo
-from tuner.serving.asking import Asked, Filters, Handle, Opening, Outcome, Patience, keyed
+from tuner.serving.asking import (
+    ApplicationKey,
+    Asked,
+    CallInfo,
+    Filters,
+    Handle,
+    Opening,
+    Outcome,
+    Patience,
+    ServedModels,
+    SessionInfo,
+    keyed,
+)
 
 if TYPE_CHECKING:
     from anthropic import Anthropic, AsyncAnthropic

@@ -18,12 +18,19 @@ from typing import Annotated, Any, Protocol, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 from tuner.gateway.request_error import RequestError
-from tuner.serving.api_types import CallInfo, ServedModels, SessionInfo
-from tuner.serving.front import Caller, Keys, Rates, not_allowed, unknown_key
-from tuner.serving.routing import LiveSessions, new_id, new_session_key
-from tuner.serving.serving_store import ServingStore
-from tuner.serving.tables import StoredCall, StoredSession, digest
-from tuner.serving.telemetry import Metrics
+from tuner.serving.asking import CallInfo, ServedModels, SessionInfo
+from tuner.serving.routing import (
+    Caller,
+    Keys,
+    LiveSessions,
+    Metrics,
+    Rates,
+    new_id,
+    new_session_key,
+    not_allowed,
+    unknown_key,
+)
+from tuner.serving.serving_store import ServingStore, StoredCall, StoredSession, digest
 
 T = TypeVar("T")
 

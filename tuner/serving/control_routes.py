@@ -15,14 +15,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from tuner.gateway.request_error import RequestError, dotted
-from tuner.serving.api_types import (
-    ApplicationKey,
-    Calls,
-    Opened,
-    Page,
-    ServedModels,
-    SessionInfo,
-)
+from tuner.serving.asking import ApplicationKey, Calls, Opened, Page, ServedModels, SessionInfo
 from tuner.serving.control import (
     ApplicationInfo,
     Applications,
@@ -34,9 +27,8 @@ from tuner.serving.control import (
     new_application_key,
     session_info,
 )
-from tuner.serving.front import Caller, not_allowed
-from tuner.serving.serving_store import ServingStore
-from tuner.serving.tables import digest
+from tuner.serving.routing import Caller, not_allowed
+from tuner.serving.serving_store import ServingStore, digest
 from tuner.traces.store import trace_line, trace_to_json
 
 

@@ -21,23 +21,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tuner.assembly.stack import Stack, build_stack
 from tuner.config import RunConfig
 from tuner.errors import ConfigError
-from tuner.functions.loading import load_function
 from tuner.gateway import SamplingDefaults, SessionLimits
 from tuner.gateway.http import HttpDoor, Opening
 from tuner.gateway.request_error import RequestError
-from tuner.run.directory import RunDirectory, held
-from tuner.run.record import version_of
-from tuner.serving.api_types import ServedModels
+from tuner.runs.directory import RunDirectory, held
+from tuner.runs.record import version_of
+from tuner.runs.stack import Stack, build_stack
+from tuner.serving.asking import ServedModels
 from tuner.serving.control import Control, Models
 from tuner.serving.control_routes import control_app
-from tuner.serving.front import Front, Keys, Rates
 from tuner.serving.learning.ledger import promoted_versions
-from tuner.serving.routing import LiveSessions
+from tuner.serving.routing import Front, Keys, LiveSessions, Metrics, Rates, log_as_json
 from tuner.serving.serving_store import ServingStore
-from tuner.serving.telemetry import Metrics, log_as_json
+from tuner.tasks.loading import load_function
 from tuner.traces.store import SERVED
 
 logger = logging.getLogger(__name__)

@@ -5,26 +5,457 @@ has ended. Here a reward comes late, to a session or to one call, and the questi
 session is this, which are not judged, which are of one group, what is not trained yet. SQLite
 answers them from its indexes and changes one row at a time.
 
-A call is stored as `tuner.traces.packing` writes it in a trace: with references to the calls of its
+A call is stored as `tuner.traces.store` writes it in a trace: with references to the calls of its
 session before it, and the messages and tools that are new in it. So a row grows with what is new.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import sqlite3
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from tuner.serving.replies import Replies
-from tuner.serving.tables import StoredCall, StoredSession, trace_of
-from tuner.traces import Call, Trace
-from tuner.traces.packing import FORMAT, Packer, unpack
-from tuner.traces.plain import from_plain, to_plain
-from tuner.traces.store import call_packer, trace_line
+from tuner.errors import TunerError
+from tuner.gateway import ChatRenderer
+from tuner.gateway.conversations import Conversations
+from tuner.gateway.request_error import RequestError
+from tuner.gateway.service import Replay, Reply
+from tuner.gateway.sessions import KeptResponse
+from tuner.traces import Call, Outcome, ReasoningPolicy, RolloutId, Trace
+from tuner.traces.store import FORMAT, Packer, call_packer, from_plain, to_plain, trace_line, unpack
+
+# The file of a server: its tables, what a row of them is, transactions, and who may read beside.
+#
+# SQLite in WAL mode with `synchronous = NORMAL`: what was committed outlives the process, however
+# it ends. A machine that loses power may lose the last moments, and the file stays whole.
+
+
+VERSION = 1
+BUSY_SECONDS = 10.0
+SPLIT = "serve"
+"""Of the traces that sessions are."""
+
+_SCHEMA = """
+CREATE TABLE applications (name TEXT PRIMARY KEY, key BLOB NOT NULL UNIQUE, made REAL NOT NULL);
+-- Numbers are not used again, so that the ids of traces stay unique where sessions are deleted.
+CREATE TABLE groups (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, application TEXT NOT NULL, name TEXT,
+    members INTEGER NOT NULL DEFAULT 1, UNIQUE (application, name)
+);
+CREATE TABLE sessions (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, key BLOB NOT NULL UNIQUE,
+    opening BLOB, application TEXT, name TEXT, "group" TEXT, seed INTEGER NOT NULL,
+    task TEXT NOT NULL DEFAULT '{}', metadata TEXT NOT NULL DEFAULT '{}',
+    tags TEXT NOT NULL DEFAULT '[]', limits TEXT NOT NULL DEFAULT '{}',
+    sampling TEXT NOT NULL DEFAULT '{}',
+    task_number INTEGER NOT NULL, rollout INTEGER NOT NULL,
+    opened REAL NOT NULL, last_call REAL, ended REAL,
+    calls INTEGER NOT NULL DEFAULT 0, sampled_tokens INTEGER NOT NULL DEFAULT 0,
+    redacted INTEGER NOT NULL DEFAULT 0, lowest INTEGER, highest INTEGER,
+    reward REAL, feedback TEXT, judged INTEGER NOT NULL DEFAULT 0, trained INTEGER,
+    UNIQUE (application, name)
+);
+CREATE INDEX of_group ON sessions ("group", application);
+CREATE INDEX of_application ON sessions (application, id);
+CREATE INDEX unjudged ON sessions (id) WHERE NOT judged;
+CREATE INDEX untrained ON sessions (id) WHERE judged AND trained IS NULL;
+CREATE INDEX ended_sessions ON sessions (ended) WHERE ended IS NOT NULL;
+CREATE TABLE calls (
+    number INTEGER PRIMARY KEY, session INTEGER NOT NULL REFERENCES sessions ON DELETE CASCADE,
+    id TEXT NOT NULL, request TEXT, undelivered INTEGER NOT NULL, redacted INTEGER NOT NULL,
+    talk BLOB, continued INTEGER NOT NULL DEFAULT 0, reward REAL, data BLOB NOT NULL,
+    UNIQUE (session, id)
+);
+CREATE INDEX of_request ON calls (request, session) WHERE request IS NOT NULL;
+CREATE INDEX of_talk ON calls (talk) WHERE talk IS NOT NULL;
+CREATE TABLE rewards (
+    number INTEGER PRIMARY KEY, session INTEGER NOT NULL REFERENCES sessions ON DELETE CASCADE,
+    call TEXT, reward REAL, feedback TEXT, given REAL NOT NULL
+);
+CREATE INDEX of_session ON rewards (session);
+CREATE TABLE replies (
+    number INTEGER PRIMARY KEY, session INTEGER NOT NULL REFERENCES sessions ON DELETE CASCADE,
+    key TEXT NOT NULL, request BLOB NOT NULL, body BLOB NOT NULL, content_type TEXT NOT NULL,
+    given REAL NOT NULL, UNIQUE (session, key)
+);
+CREATE INDEX of_time ON replies (given);
+CREATE TABLE responses (
+    id TEXT PRIMARY KEY, session INTEGER NOT NULL REFERENCES sessions ON DELETE CASCADE,
+    data TEXT NOT NULL
+);
+CREATE INDEX of_response ON responses (session);
+"""
+
+
+@dataclass(frozen=True)
+class StoredSession:
+    """A session as it is on disk.
+
+    Attributes:
+        number: Its row; the order in which sessions were opened.
+        id: "s-" and hexadecimal digits, which sort by time.
+        application: Whose it is; None: opened with the admin key.
+        group: Sessions of one application with an equal one are compared with each other.
+        seed: Where the seeds of its calls come from.
+        task_number, rollout: Number of its group, and its own within that; of a session without
+            a group, too. Never used again.
+        opened, last_call, ended: Unix times, seconds; None: not yet.
+        calls, sampled_tokens, redacted: How many; undelivered and redacted ones are counted.
+        lowest, highest: Versions of the weights that sampled its tokens; None without any.
+        reward, feedback: The latest, for the whole session; None: there was none.
+        judged: Whether it, or one of its calls, has a reward.
+        trained: The update that trained it, or None.
+    """
+
+    number: int
+    id: str
+    application: str | None
+    group: str | None
+    seed: int
+    task_number: int
+    rollout: int
+    opened: float
+    last_call: float | None
+    ended: float | None
+    calls: int
+    sampled_tokens: int
+    redacted: int
+    lowest: int | None
+    highest: int | None
+    reward: float | None
+    feedback: str | None
+    judged: bool
+    trained: int | None
+    task: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    tags: tuple[str, ...] = ()
+    limits: dict[str, Any] = field(default_factory=dict)
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def rollout_id(self) -> RolloutId:
+        """Its place among traces: the update that trained it as the step, 0 before that."""
+        return RolloutId(self.trained or 0, self.task_number, self.rollout, SPLIT)
+
+
+@dataclass(frozen=True)
+class StoredCall:
+    """A call with what was said of it since; `call.reward` is the latest.
+
+    Attributes:
+        redacted: Whether its messages were changed before they were stored.
+    """
+
+    call: Call
+    redacted: bool
+
+
+@dataclass(frozen=True)
+class StoredReply:
+    """What a request with an idempotency key was answered.
+
+    Attributes:
+        request: SHA-256 of the request's body.
+    """
+
+    request: bytes
+    body: bytes
+    content_type: str
+
+
+def trace_of(session: StoredSession, stored: Sequence[StoredCall]) -> Trace:
+    """A session as a trace; its calls in order of commitment."""
+    calls = tuple(one.call for one in stored)
+    delivered = [call for call in calls if not call.undelivered]
+    said = delivered[-1].response.get("content") if delivered else None
+    return Trace(
+        id=session.rollout_id,
+        task=session.task,
+        calls=calls,
+        outcome=Outcome.COMPLETED if calls else Outcome.NO_CALLS,
+        reward=session.reward,
+        response=said if isinstance(said, str) else "",
+        feedback=session.feedback,
+        seconds={"generation": sum(call.seconds for call in calls)},
+        started=session.opened,
+    )
+
+
+def digest(key: str) -> bytes:
+    """What is stored of a key. Keys are random and long, so that a plain hash hides them."""
+    return hashlib.sha256(key.encode()).digest()
+
+
+class Tables:
+    """A file of tables: one process writes, in one thread, and any thread may read.
+
+    Args:
+        path: The file; made for its owner alone where it is not there.
+        readonly: Change nothing, as who reads beside the writer.
+
+    Raises:
+        TunerError: The file is no database of this version, or cannot be opened.
+    """
+
+    def __init__(self, path: Path, *, readonly: bool = False) -> None:
+        self.path = path
+        self._writing = False
+        if not readonly and not path.exists():
+            os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
+        try:
+            self._connection = sqlite3.connect(
+                f"{path.resolve().as_uri()}?mode={'ro' if readonly else 'rw'}",
+                uri=True,
+                timeout=BUSY_SECONDS,
+                isolation_level=None,
+                check_same_thread=False,
+            )
+            self._prepare(readonly)
+        except sqlite3.DatabaseError as error:
+            raise TunerError(
+                f"{path} cannot be opened as the store of a server ({error}): give the run another "
+                "`name`, or put the file back as a server left it"
+            ) from error
+
+    def _prepare(self, readonly: bool) -> None:
+        execute = self._connection.execute
+        execute("PRAGMA trusted_schema = OFF")
+        execute("PRAGMA foreign_keys = ON")
+        if not readonly:
+            execute("PRAGMA journal_mode = WAL")
+            execute("PRAGMA synchronous = NORMAL")
+            execute("PRAGMA secure_delete = ON")
+            execute("PRAGMA wal_autocheckpoint = 0")  # it waits for the disk: see `checkpoint`
+        (found,) = execute("PRAGMA user_version").fetchone()
+        if not found and not readonly:
+            self._connection.executescript(f"BEGIN;{_SCHEMA}PRAGMA user_version={VERSION};COMMIT;")
+        elif found != VERSION:
+            raise TunerError(
+                f"{self.path} is of version {found}, and this is version {VERSION} of the store: "
+                "use the tuner that wrote it, or give the run another `name`"
+            )
+        if not readonly:
+            execute("DROP INDEX IF EXISTS open_sessions")  # by their last calls: each changed it
+            execute("CREATE INDEX IF NOT EXISTS not_ended ON sessions (id) WHERE ended IS NULL")
+
+    def close(self) -> None:
+        self._connection.close()
+
+    @contextmanager
+    def reader(self) -> Iterator[Self]:
+        """The same, to read from in any thread, on a connection of its own."""
+        own = type(self)(self.path, readonly=True)
+        try:
+            yield own
+        finally:
+            own.close()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """The block is one transaction, which is committed at its end, or nothing of it is; a block
+        inside of another belongs to that."""
+        if self._writing:
+            yield
+            return
+        self._connection.execute("BEGIN IMMEDIATE")
+        self._writing = True
+        try:
+            yield
+            self._connection.execute("COMMIT")
+        except BaseException:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            self._rolled_back()
+            raise
+        finally:
+            self._writing = False
+
+    def _rolled_back(self) -> None:
+        """What was written is not there."""
+
+    def checkpoint(self) -> None:
+        """Move what is in the log into the file, which waits for the disk; in any thread."""
+        connection = sqlite3.connect(self.path, timeout=BUSY_SECONDS)
+        try:
+            connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        finally:
+            connection.close()
+
+    def ask(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        """The rows of a query."""
+        return self._connection.execute(query, values).fetchall()
+
+    def change(self, statement: str, *values: Any) -> sqlite3.Cursor:
+        """Change something, in a transaction of its own if there is none."""
+        if self._writing:
+            return self._connection.execute(statement, values)
+        with self.writing():
+            return self._connection.execute(statement, values)
+
+
+# What of a server's store answers requests again, or says where they belong.
+
+
+class Replies(Tables):
+    """Replies by their idempotency keys, responses and conversations that go on, applications.
+
+    What is asked for a session raises LookupError where there is none of that id.
+
+    Attributes:
+        owners: Changes where a key may have got another owner, or none.
+    """
+
+    owners = 0
+
+    def number_of(self, id_: str) -> int:
+        """The row of a session.
+
+        Raises:
+            LookupError: There is none of this id.
+        """
+        found = self.ask("SELECT number FROM sessions WHERE id = ?", id_)
+        if not found:
+            raise LookupError(f"there is no session {id_}")
+        return int(found[0][0])
+
+    def reply(self, id_: str, key: str) -> StoredReply | None:
+        """What a session's request with this idempotency key was answered, if it was kept."""
+        found = self.ask(
+            "SELECT request, body, content_type FROM replies WHERE session = ? AND key = ?",
+            self.number_of(id_),
+            key,
+        )
+        return StoredReply(*found[0]) if found else None
+
+    def keep_reply(self, id_: str, key: str, reply: StoredReply) -> None:
+        """Keep what a session's request with an idempotency key is answered."""
+        self.change(
+            "INSERT OR REPLACE INTO replies (session, key, request, body, content_type, given) "
+            "VALUES (?, ?, ?, ?, ?, ?)",
+            self.number_of(id_),
+            key,
+            reply.request,
+            reply.body,
+            reply.content_type,
+            time.time(),
+        )
+
+    def forget_replies(self, given_before: float) -> None:
+        """Delete the replies that were kept before a moment; Unix time."""
+        self.change("DELETE FROM replies WHERE given < ?", given_before)
+
+    def retried(self, id_: str, request: str) -> None:
+        """A session's request whose answer was not kept is sampled again: its calls, if there are
+        any, were not delivered."""
+        number, where = self.number_of(id_), "session = ? AND request = ? AND NOT undelivered"
+        if self.ask(f"SELECT 1 FROM calls WHERE {where} LIMIT 1", number, request):
+            self.change(f"UPDATE calls SET undelivered = 1 WHERE {where}", number, request)
+
+    def session_of_request(self, application: str, request: str) -> str | None:
+        """The latest session of an application with a call of this idempotency key, or None."""
+        found = self.ask(
+            "SELECT sessions.id FROM calls JOIN sessions ON sessions.number = calls.session "
+            "WHERE sessions.application = ? AND calls.request = ? ORDER BY calls.number DESC "
+            "LIMIT 1",
+            application,
+            request,
+        )
+        return found[0][0] if found else None
+
+    def keep_response(self, id_: str, response: str, data: str) -> None:
+        """Keep a response of the Responses API, that a session can go on from.
+
+        Args:
+            id_: The session's.
+            response: The response's id.
+            data: What is kept, as text.
+        """
+        self.change(
+            "INSERT OR REPLACE INTO responses (id, session, data) VALUES (?, ?, ?)",
+            response,
+            self.number_of(id_),
+            data,
+        )
+
+    def response(self, id_: str, response: str) -> str | None:
+        """What `keep_response` kept for a session, or None."""
+        found = self.ask(
+            "SELECT data FROM responses WHERE id = ? AND session = ?", response, self.number_of(id_)
+        )
+        return found[0][0] if found else None
+
+    def session_of_response(self, application: str, response: str) -> str | None:
+        """The open session of an application that this response is kept for, or None."""
+        found = self.ask(
+            "SELECT sessions.id FROM responses JOIN sessions "
+            "ON sessions.number = responses.session "
+            "WHERE responses.id = ? AND application = ? AND ended IS NULL",
+            response,
+            application,
+        )
+        return found[0][0] if found else None
+
+    def session_of_name(self, application: str, name: str) -> str | None:
+        """The session that an application calls so, or None."""
+        found = self.ask(
+            "SELECT id FROM sessions WHERE application = ? AND name = ?", application, name
+        )
+        return found[0][0] if found else None
+
+    def go_on(self, application: str, talk: bytes) -> str | None:
+        """The open session of an application in which a conversation was recorded, or None.
+
+        Of several with the same words the one that went on from there least often, so that two
+        conversations that began alike stay two.
+
+        Args:
+            talk: Digest of the conversation, the assistant's latest turn included.
+        """
+        found = self.ask(
+            "SELECT calls.number, sessions.id FROM calls "
+            "JOIN sessions ON sessions.number = calls.session "
+            "WHERE talk = ? AND application = ? AND ended IS NULL AND NOT undelivered "
+            "ORDER BY continued, calls.number LIMIT 1",
+            talk,
+            application,
+        )
+        for number, id_ in found:
+            self.change("UPDATE calls SET continued = continued + 1 WHERE number = ?", number)
+            return str(id_)
+        return None
+
+    def add_application(self, name: str, key: bytes) -> bool:
+        """A new application; False: there is one of this name.
+
+        Args:
+            key: Digest of its key.
+        """
+        self.owners += 1
+        query = "INSERT OR IGNORE INTO applications (name, key, made) VALUES (?, ?, ?)"
+        return self.change(query, name, key, time.time()).rowcount > 0
+
+    def applications(self) -> list[tuple[str, float]]:
+        """Name of each application, and when it was made; Unix time."""
+        return [(name, made) for name, made in self.ask("SELECT name, made FROM applications")]
+
+    def application_of_key(self, key: bytes) -> str | None:
+        """The application whose key has this digest, or None."""
+        found = self.ask("SELECT name FROM applications WHERE key = ?", key)
+        return found[0][0] if found else None
+
+    def delete_application(self, name: str) -> bool:
+        """Take an application's key out of service; its sessions stay. Whether it was there."""
+        self.owners += 1
+        return self.change("DELETE FROM applications WHERE name = ?", name).rowcount > 0
+
 
 _PACKERS = 4096  # sessions whose calls can be added to without reading what is there
 
@@ -390,3 +821,278 @@ class ServingStore(Replies):
             LookupError: There is no such session.
         """
         return trace_of(self.session(id_), self.calls(id_))
+
+
+# What a session's calls and answers are written through, and how it is made again from them.
+#
+# A session that the process does not know, because it was started again, is made when its key
+# comes: its conversations from the calls that are stored, rendered again in the order in which they
+# were committed. What the template makes of their messages must be the very ids that were recorded:
+# then the next turn goes on with the ids that were sampled. A call for which they are not, as one
+# with template arguments of its own, is left out: what would continue it is rendered afresh, as
+# always where an earlier turn is not found.
+#
+# An application that names no session sends its conversations as agents do: all of it, each time.
+# The digest of what was said up to an assistant's turn is stored with the call that said it
+# (`talk_of`), so that a request finds the session it goes on from by its longest beginning that was
+# recorded.
+
+
+Message = dict[str, Any]
+Redact = Callable[[list[Message]], list[Message]]
+
+
+def restored_conversations(
+    renderer: ChatRenderer, reasoning: ReasoningPolicy, calls: Iterable[Call]
+) -> Conversations:
+    """The conversations of a session with these calls, in order of commitment; in any thread."""
+    conversations = Conversations(renderer, reasoning)
+    for call in calls:
+        if call.undelivered or call.dialect == "completions" or not call.prompt_ids:
+            continue
+        # With `tool_choice: "none"` the model was shown no tools.
+        for tools in (call.tools, []) if call.tools else ([],):
+            try:
+                text = renderer.render_text(call.messages, tools)
+                turns = sum(message["role"] == "assistant" for message in call.messages)
+                prompt = conversations.prompt(text, turns, call.messages)
+            except RequestError:  # it came with template arguments, without which it is refused
+                continue
+            if prompt.ids == call.prompt_ids:
+                conversations.add(prompt, call.completion_ids, tools=tools)
+                break
+    return conversations
+
+
+@dataclass(frozen=True)
+class Noted:
+    """What was committed, for who counts it.
+
+    Attributes:
+        session: Its id.
+        calls: As they are stored.
+        redacted: Whether they are without their tokens.
+    """
+
+    session: str
+    calls: Sequence[Call]
+    redacted: bool
+
+
+class SessionSink:
+    """Writes what one session does into the store, as `tuner.gateway.service.CallSink`.
+
+    Args:
+        store: Where.
+        id_: The session's.
+        application: Whose it is, for whose requests conversations are known again; or None.
+        redact: What is stored of messages; None is all.
+        opening: Opens the session in the store with its first call; None where it is there.
+        noted: Is told of what was committed.
+
+    Attributes:
+        stored: Whether the session is in the store.
+        application: Whose it is, or None.
+        closed: Whether nothing is kept any more: the session was deleted.
+    """
+
+    def __init__(
+        self,
+        store: ServingStore,
+        id_: str,
+        *,
+        application: str | None,
+        redact: Redact | None,
+        opening: Callable[[], None] | None,
+        noted: Callable[[Noted], None],
+    ) -> None:
+        self._store = store
+        self._id = id_
+        self.application = application
+        self._redact = redact
+        self._opening = opening
+        self._noted = noted
+        self._unstored: dict[str, Replay] = {}
+        self._private = False  # whether anything was redacted, so that answers stay in memory
+        self.closed = False
+
+    @property
+    def stored(self) -> bool:
+        return self._opening is None
+
+    @property
+    def private(self) -> bool:
+        """Whether something of it was redacted: whole answers are not stored then."""
+        return self._private
+
+    def add(self, calls: Sequence[Call], request: str | None) -> None:
+        """As `CallSink.add`."""
+        if self.closed:
+            return
+        kept: Sequence[Call] = calls
+        found = [redacted(call, self._redact) for call in calls]
+        changed = any(one is not None for one in found)
+        if changed:  # the calls of one request have their prompt in common
+            kept = [one or without_tokens(call) for call, one in zip(calls, found, strict=True)]
+        talks = [
+            None if self.application is None or call.undelivered else talk_of(call) for call in kept
+        ]
+        with self._store.writing():
+            if self._opening is not None:
+                self._opening()
+            self._store.add_calls(self._id, kept, request=request, redacted=changed, talks=talks)
+        self._opening = None
+        self._private = self._private or changed
+        self._noted(Noted(self._id, kept, changed))
+
+    def begin(self, request: str) -> Replay | None:
+        """As `CallSink.begin`."""
+        if request in self._unstored:
+            return self._unstored[request]
+        if not self.stored or self.closed:
+            return None
+        found = self._store.reply(self._id, request)
+        if found is None:
+            self._store.retried(self._id, request)
+            return None
+        replay = Replay(found.request, Reply(200, found.body, found.content_type))
+        replay.done.set()
+        return replay
+
+    def replied(self, request: str, replay: Replay) -> None:
+        """As `CallSink.replied`."""
+        answer = replay.answer
+        if answer is None or not self.stored or self.closed:
+            return
+        if self._private:
+            self._unstored[request] = replay
+            return
+        reply = StoredReply(replay.request, answer.body, answer.content_type)
+        self._store.keep_reply(self._id, request, reply)
+
+
+class StoredResponses(MutableMapping[str, KeptResponse]):
+    """The responses that a session can go on from, in the store.
+
+    Args:
+        sink: The session's; what is private is kept in memory alone.
+    """
+
+    def __init__(self, store: ServingStore, id_: str, sink: SessionSink) -> None:
+        self._store, self._id, self._sink = store, id_, sink
+        self._unstored: dict[str, KeptResponse] = {}
+
+    def __getitem__(self, response: str) -> KeptResponse:
+        if response in self._unstored:
+            return self._unstored[response]
+        found = self._store.response(self._id, response) if self._sink.stored else None
+        if found is None:
+            raise KeyError(response)
+        return KeptResponse(**json.loads(found))
+
+    def __setitem__(self, response: str, kept: KeptResponse) -> None:
+        if self._sink.private or not self._sink.stored:
+            self._unstored[response] = kept
+        else:
+            self._store.keep_response(self._id, response, json.dumps(asdict(kept)))
+
+    def __delitem__(self, response: str) -> None:
+        del self._unstored[response]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._unstored)
+
+    def __len__(self) -> int:
+        return len(self._unstored)
+
+
+def redacted(call: Call, redact: Redact | None) -> Call | None:
+    """The call as it is stored, where that is changed; None: as it is.
+
+    Raises:
+        TunerError: What the function returns is no list of messages, or it failed.
+    """
+    if redact is None:
+        return None
+    messages, response = redact_messages(redact, call.messages), call.response
+    said = redact_messages(redact, [call.response])
+    if messages == call.messages and said == [call.response]:
+        return None
+    response = said[0] if len(said) == 1 else {"role": "assistant", "content": None}
+    return without_tokens(replace(call, messages=messages, response=response))
+
+
+def redact_messages(redact: Redact, messages: list[Message]) -> list[Message]:
+    """What is stored of messages; those given stay as they are.
+
+    Raises:
+        TunerError: What the function returns is no list of messages, or it failed.
+    """
+    try:
+        found: Any = redact(json.loads(json.dumps(messages)))
+    except Exception as error:  # whose words may hold what is not to be seen
+        raise TunerError(f"tuner.serving.redact raised {type(error).__name__}") from None
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise TunerError("tuner.serving.redact must return a list of messages")
+    return found
+
+
+def without_tokens(call: Call) -> Call:
+    """A call without what spells its words: ids, log-probs, forms, stop strings; its tokens are
+    counted still."""
+    return replace(
+        call,
+        prompt_ids=(),
+        completion_ids=(),
+        logprobs=(),
+        kept=(),
+        top_logprobs=(),
+        masked=(),
+        tools=[],
+        sampling=replace(
+            call.sampling, stop=(), grammar="", bad_words=(), logit_bias=(), stop_token_ids=()
+        ),
+        billed=call.usage,
+        invalid="redacted: it is stored without its tokens",
+    )
+
+
+def talk_of(call: Call) -> bytes:
+    """The digest of the conversation that a call ends."""
+    *_, (_, found) = digests([*call.messages, call.response])
+    return found
+
+
+def beginnings(messages: list[dict[str, Any]]) -> list[bytes]:
+    """The digests of all beginnings that end with an assistant's turn, the longest first."""
+    return [found for role, found in digests(messages) if role == "assistant"][::-1]
+
+
+def digests(messages: Iterable[dict[str, Any]]) -> Iterator[tuple[str, bytes]]:
+    """For each message its role and the digest of all up to it: role, text and tool calls, without
+    reasoning, ids and names."""
+    so_far = b""
+    for message in messages:
+        said = json.dumps([message.get("role"), _text(message), _called(message)])
+        so_far = hashlib.sha256(so_far + said.encode()).digest()
+        yield str(message.get("role")), so_far
+
+
+def _text(message: dict[str, Any]) -> str:
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "\n".join(str(part.get("text", "")) for part in content)  # as templates get it
+
+
+def _called(message: dict[str, Any]) -> list[tuple[str, Any]]:
+    functions = [call.get("function", {}) for call in message.get("tool_calls") or ()]
+    return [(one.get("name", ""), _arguments(one.get("arguments"))) for one in functions]
+
+
+def _arguments(given: Any) -> Any:
+    """Arguments in one spelling; clients write the JSON that they got anew."""
+    try:
+        return json.dumps(json.loads(given), sort_keys=True)
+    except (TypeError, ValueError):
+        return given if isinstance(given, str) else json.dumps(given, sort_keys=True)

@@ -1,9 +1,8 @@
 """Traces: what a rollout leaves behind, exactly, and the token tree over a batch of them."""
 
-from tuner.traces.branches import Branch, BranchCause, branches
+from tuner.traces.branches import Branch, BranchCause, branches, successors
 from tuner.traces.call import Call, Dialect, ReasoningPolicy, Rerendered, Usage
 from tuner.traces.store import TraceStore, read_traces
-from tuner.traces.successors import successors
 from tuner.traces.trace import FunctionResult, Origin, Outcome, RolloutId, Trace
 from tuner.traces.tree import TokenTree, TreeRow
 

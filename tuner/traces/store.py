@@ -3,14 +3,303 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+import types
+from bisect import bisect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tuner.errors import TunerError
-from tuner.traces.packing import Packer, pack, unpack
-from tuner.traces.plain import from_plain, to_plain
 from tuner.traces.trace import RolloutId, Trace
+
+# The stored form of a trace: what its calls have in common is written once.
+#
+# Each turn of a conversation sends all earlier ones again. As they are, the calls of n turns take
+# O(n^2); packed, a trace takes what is new in each call:
+#
+#     "format": 2
+#     "distinct"       {"messages": [...], "tools": [...]}: each message (responses too) and each
+#                      list of tools of the trace once
+#     in each call
+#       "prompt_ids"   [e, k, ids]: the first k of call e's prompt_ids + completion_ids, then ids
+#       "messages"     [e, k, numbers]: likewise of call e's messages + response, each message by
+#                      its number in "distinct"
+#       "response"     number of a message
+#       "tools"        number of a list of tools
+#
+# e counts from 0 and is less than the call's own index; in a call that shares nothing, k is 0.
+# Everything else is as in format 1, which has no "format" and holds all of it in each call.
+
+
+FORMAT = 2
+
+Reference = tuple[int, int, Sequence[int]]
+
+
+def pack(trace: dict[str, Any], text: Callable[[Any], str]) -> dict[str, Any]:
+    """A trace of format 1 in the stored form.
+
+    Args:
+        trace: What `tuner.traces.store.to_plain` gives for a trace.
+        text: A message, or a list of tools, as JSON.
+    """
+    packer = Packer(text)
+    calls = [packer.call(call) for call in trace["calls"]]
+    return {"format": FORMAT, **trace, "distinct": packer.distinct, "calls": calls}
+
+
+def unpack(data: dict[str, Any]) -> dict[str, Any]:
+    """A stored trace of any format in format 1.
+
+    Messages and lists of tools are objects that calls share: do not change them.
+
+    Raises:
+        ValueError: The format is of a later version.
+        LookupError, TypeError: `data` is not a trace.
+    """
+    if "format" not in data:
+        return data
+    trace = dict(data)
+    if (version := trace.pop("format")) != FORMAT:
+        raise ValueError(f"format is {version!r}; this version reads up to {FORMAT}")
+    distinct = trace.pop("distinct")
+    all_ids: list[list[int]] = []
+    all_talks: list[list[int]] = []
+    calls = []
+    for call in trace["calls"]:
+        prompt_ids = _resolve(call["prompt_ids"], all_ids)
+        sent = _resolve(call["messages"], all_talks)
+        all_ids.append(prompt_ids + call["completion_ids"])
+        all_talks.append([*sent, call["response"]])
+        calls.append(
+            {
+                **call,
+                "prompt_ids": prompt_ids,
+                "messages": [distinct["messages"][number] for number in sent],
+                "response": distinct["messages"][call["response"]],
+                "tools": distinct["tools"][call["tools"]],
+            }
+        )
+    return {**trace, "calls": calls}
+
+
+def is_one_path(data: dict[str, Any]) -> bool:
+    """Whether a stored trace is known to have no branches without unpacking it.
+
+    So it is when each call has the whole sequence of the one before it in its prompt. False says
+    nothing: `tuner.traces.branches` does.
+    """
+    if len(data["calls"]) < 2:
+        return True
+    if "format" not in data:
+        return False
+    length = 0
+    for index, call in enumerate(data["calls"]):
+        _, shared, new = call["prompt_ids"]
+        # Lengths never fall up to here, so nothing but the sequence before has this many ids.
+        if index and shared != length:
+            return False
+        length = shared + len(new) + len(call["completion_ids"])
+    return True
+
+
+def _resolve(reference: Reference, earlier: Sequence[list[int]]) -> list[int]:
+    call, shared, new = reference
+    return [*earlier[call][:shared], *new] if shared else list(new)
+
+
+class Packer:
+    """Packs the calls of one trace, as they come.
+
+    Args:
+        text: A message, or a list of tools, as JSON.
+
+    Attributes:
+        distinct: The messages and lists of tools that were new in calls so far; it grows at its
+            ends.
+    """
+
+    def __init__(self, text: Callable[[Any], str]) -> None:
+        self._messages, self._tools = _Distinct(text), _Distinct(text)
+        self._ids, self._talks = _Earlier(), _Earlier()
+        self.distinct = {"messages": self._messages.items, "tools": self._tools.items}
+
+    def call(self, call: dict[str, Any]) -> dict[str, Any]:
+        """The next call of a trace of format 1 in the stored form."""
+        sent = tuple(self._messages.number(message) for message in call["messages"])
+        response = self._messages.number(call["response"])
+        begin, end = tuple(call["prompt_ids"]), tuple(call["completion_ids"])
+        return {
+            **call,
+            "prompt_ids": self._ids.refer(begin, end),
+            "messages": self._talks.refer(sent, (response,)),
+            "response": response,
+            "tools": self._tools.number(call["tools"]),
+        }
+
+
+class _Distinct:
+    """Items by number, each JSON text once."""
+
+    def __init__(self, text: Callable[[Any], str]) -> None:
+        self.items: list[Any] = []
+        self._text = text
+        self._numbers: dict[str, int] = {}
+
+    def number(self, item: Any) -> int:
+        # By its text: to Python 1, 1.0 and True are equal, and so are dicts in another order.
+        number = self._numbers.setdefault(self._text(item), len(self.items))
+        if number == len(self.items):
+            self.items.append(item)
+        return number
+
+
+class _Earlier:
+    """The sequences of earlier calls, in lexicographic order.
+
+    Next to the place where a sequence belongs stands one that shares as much of its beginning with
+    it as any, so that two comparisons find the best of all calls.
+    """
+
+    def __init__(self) -> None:
+        self._sequences: list[tuple[int, ...]] = []
+        self._calls: list[int] = []
+
+    def refer(self, begin: tuple[int, ...], end: tuple[int, ...]) -> Reference:
+        """`begin` by the earlier call that shares most of it; keeps `begin + end` for later."""
+        at = bisect(self._sequences, begin)
+        near = range(max(at - 1, 0), min(at + 1, len(self._sequences)))
+        candidates = [(_shared(begin, self._sequences[i]), self._calls[i]) for i in near]
+        shared, call = max(candidates, default=(0, 0))
+        whole = begin + end
+        at = bisect(self._sequences, whole, at)
+        self._sequences.insert(at, whole)
+        self._calls.insert(at, len(self._calls))
+        return (call, shared, begin[shared:]) if shared else (0, 0, begin)
+
+
+def _shared(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    """How many items two sequences share at their beginning."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while high - low > 1:  # a[:low] == b[:low], a[:high] != b[:high]
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+# Dataclasses as plain data and back, by the types of their fields.
+#
+# A field that is added to a dataclass needs nothing here, and data that were written before it
+# existed are read with its default. Fields may be of JSON's own types, `Any`, enums, dataclasses,
+# tuples, lists and dicts of these, and each of them or None.
+
+
+T = TypeVar("T")
+
+_AS_IT_IS = (str, int, float, bool, type(None), Any, dict, list)
+# None stands for "as it is": most fields, and each of thousands of token ids, need no call.
+_Convert = Callable[[Any], Any] | None
+
+
+def to_plain(value: Any) -> dict[str, Any]:
+    """A dataclass as a dict for `json.dumps`, which writes tuples as lists.
+
+    Nothing is copied that is plain already.
+
+    Raises:
+        TypeError: A field has a type that this module does not know.
+    """
+    cls: Any = type(value)
+    plain: dict[str, Any] = _of_dataclass(cls, write=True)(value)
+    return plain
+
+
+def from_plain(cls: type[T], data: dict[str, Any]) -> T:
+    """The dataclass again, from what `json.loads` gives; equal to the one that was written.
+
+    Raises:
+        TypeError, ValueError: `data` has no value for a field without a default, has a field that
+            `cls` has not, or one of its values cannot be what the field says.
+    """
+    kind: Any = cls
+    value: T = _of_dataclass(kind, write=False)(data)
+    return value
+
+
+@cache
+def _convert(hint: Any, write: bool) -> _Convert:
+    origin, args = get_origin(hint), get_args(hint)
+    kind: Any = hint  # mypy: a dataclass might not be hashable, its type always is
+    if is_dataclass(hint):
+        return _of_dataclass(kind, write)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return (lambda member: member.value) if write else hint
+    if hint in _AS_IT_IS or origin is Literal:
+        return None
+    if origin in (Union, types.UnionType):
+        return _of_union(hint, args, write)
+    if origin is tuple and len(args) == 2 and args[1] is Ellipsis:
+        return _of_items(_convert(args[0], write), list if write else tuple, bare=write)
+    if origin is tuple:
+        return _of_places([_convert(arg, write) for arg in args], write)
+    if origin is list:
+        return _of_items(_convert(args[0], write), list, bare=True)
+    if origin is dict:
+        inner = _convert(args[1], write)
+        return None if inner is None else lambda items: {k: inner(v) for k, v in items.items()}
+    raise TypeError(f"{hint} has no plain form; tuner/traces/store.py says which types have")
+
+
+@cache
+def _of_dataclass(cls: Any, write: bool) -> Callable[[Any], Any]:
+    hints = get_type_hints(cls)
+    converts = {field.name: _convert(hints[field.name], write) for field in fields(cls)}
+    named = [(name, convert) for name, convert in converts.items() if convert is not None]
+
+    def to_data(value: Any) -> dict[str, Any]:
+        data = {name: getattr(value, name) for name in converts}
+        return data | {name: convert(data[name]) for name, convert in named}
+
+    def from_data(data: dict[str, Any]) -> Any:
+        return cls(**data | {name: convert(data[name]) for name, convert in named if name in data})
+
+    return to_data if write else from_data
+
+
+def _of_union(hint: Any, args: tuple[Any, ...], write: bool) -> _Convert:
+    members = [arg for arg in args if arg is not type(None)]
+    converts = [convert for member in members if (convert := _convert(member, write)) is not None]
+    if not converts:
+        return None
+    if len(members) > 1:
+        raise TypeError(f"{hint}: plain data do not say which of these a value is")
+    (convert,) = converts
+    return lambda value: None if value is None else convert(value)
+
+
+def _of_items(inner: _Convert, sequence: Any, *, bare: bool) -> _Convert:
+    """Converts each item; `bare` leaves the sequence alone where the items need nothing."""
+    if inner is None:
+        return None if bare else sequence
+    return lambda items: sequence(map(inner, items))
+
+
+def _of_places(inner: list[_Convert], write: bool) -> _Convert:
+    def convert(items: Any) -> Any:
+        pairs = zip(items, inner, strict=True)
+        return (list if write else tuple)(item if f is None else f(item) for item, f in pairs)
+
+    return convert
+
 
 # What reading something else than a trace raises.
 NOT_A_TRACE = (ValueError, LookupError, TypeError, AttributeError)
@@ -22,7 +311,7 @@ SERVED = "serving.sqlite"
 class TraceStore:
     """Appends traces to `<folder>/<split>_step_<n>.jsonl` (`step_<n>.jsonl` for training).
 
-    Each line is one trace, packed as `tuner.traces.packing` says, so that it grows with what is new
+    Each line is one trace, packed as `tuner.traces.store` says, so that it grows with what is new
     in each call; files of earlier versions are read too.
 
     A line is written and flushed when its rollout ends, so a process that is killed loses at most
@@ -154,3 +443,90 @@ def cut_torn_line(path: Path) -> None:
         content = file.read()
         if content and not content.endswith(b"\n"):
             file.truncate(content.rfind(b"\n") + 1)
+
+
+# Rollouts in a file of their own: what a test of an agent needs, without the run.
+#
+# A line of JSON for each:
+#
+#     {"name": "refund", "model": "Qwen/Qwen3-8B", "defaults": {"temperature": 1.0, ...},
+#      "context": 4096, "trace": {...}}
+#
+# `trace` is in the stored form (`tuner.traces.store`).
+
+
+@dataclass(frozen=True)
+class SavedRollout:
+    """A rollout that can be given back without the run that it comes from.
+
+    Attributes:
+        name: No other of its file has it.
+        trace: Its calls, task and answer.
+        model: What requests must give as `model`.
+        defaults: What requests that do not say were sampled with: "temperature", "top_p", "top_k",
+            "max_tokens"; empty for a model behind a URL.
+        context: Tokens of prompt and answer together; None where limits of answers depended on
+            something else.
+    """
+
+    name: str
+    trace: Trace
+    model: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    context: int | None = None
+
+
+def read_rollouts(path: str | Path) -> dict[str, SavedRollout]:
+    """The rollouts of a file by their names, in its order; none where there is no file.
+
+    Raises:
+        TunerError: A line is not a saved rollout, or has the name of an earlier one.
+    """
+    found: dict[str, SavedRollout] = {}
+    path = Path(path)
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            data = json.loads(line)
+            trace = trace_from_json(data.pop("trace"))
+            one = SavedRollout(trace=trace, **data)
+        except NOT_A_TRACE as error:
+            raise TunerError(
+                f"{path}, line {number} is not a saved rollout: {error!r}; delete the line, and "
+                "record or save it again"
+            ) from error
+        if one.name in found:
+            raise TunerError(
+                f"{path}, line {number}: there is a rollout {one.name!r} above; delete one of them"
+            )
+        found[one.name] = one
+    return found
+
+
+def write_rollouts(path: str | Path, rollouts: Iterable[SavedRollout]) -> None:
+    """Add rollouts to a file, which is made if need be; those of the same names are replaced.
+
+    Raises:
+        TunerError: The file holds something else.
+    """
+    known = read_rollouts(path)
+    known |= {one.name: one for one in rollouts}
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(b"".join(map(_line, known.values())))
+    os.replace(temporary, path)
+
+
+def _line(one: SavedRollout) -> bytes:
+    return trace_line(
+        {
+            "name": one.name,
+            "model": one.model,
+            "defaults": dict(one.defaults),
+            "context": one.context,
+            "trace": trace_to_json(one.trace),
+        }
+    )

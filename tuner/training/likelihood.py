@@ -9,19 +9,24 @@ while answers to the same prompt share it in the token tree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from tuner.algorithms.losses import dpo, row_weights
-from tuner.algorithms.spec import DPOLoss
+from tuner.config.algorithms import DPOLoss
 from tuner.engines.base import SamplingParams
 from tuner.errors import TrainingError
 from tuner.traces.tree import HasIds
-from tuner.training.batch import Row
+from tuner.training.batch import Batch, Row
+from tuner.training.losses import dpo, row_weights
 from tuner.training.trainer import PolicyTrainer
+
+if TYPE_CHECKING:
+    from tuner.training.trainer import PolicyTrainer
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ def recorded_update(trainer: PolicyTrainer, batch: RecordedBatch) -> dict[str, f
 
 
 def dpo_update(trainer: PolicyTrainer, batch: RecordedBatch) -> dict[str, float]:
-    """The mean of `tuner.algorithms.losses.dpo` over the pairs of a step.
+    """The mean of `tuner.training.losses.dpo` over the pairs of a step.
 
     Returns:
         Metrics: loss; `accuracy`, the share of pairs whose better answer has the larger reward
@@ -128,3 +133,296 @@ def pair_logps(trainer: PolicyTrainer, batch: RecordedBatch) -> tuple[Tensor, Te
 
     logp_C = summed(trainer.compute_logp(batch))
     return logp_C, logp_C - summed(trainer.compute_logp(batch, model=trainer.reference))
+
+
+# How many samples recorded ones still are worth to weights that did not sample them.
+#
+# A token that was sampled with log-prob `recorded`, and that the current weights give `logp`, has
+# the importance weight `w = exp(logp - recorded)`; a call or a rollout has the product of those of
+# its trained tokens. `n` samples with such weights estimate about as well as
+#
+#     n_eff = (sum w)^2 / sum w^2                                    (Kong, 1992; Liu, 2001)
+#
+# samples of the current policy do: n where all weights are equal, 1 where one outweighs the others.
+#
+# Tokens, calls and rollouts answer different questions. A loss whose weights are those of tokens,
+# as that of `tuner.training.loss`, has the variance that `tokens` says. A rollout's product is what
+# an unbiased estimate of its return needs, and says little once rollouts are long: if the logarithm
+# of a token's weight has variance s^2, that of T tokens has about T s^2, and of n rollouts `n
+# exp(-T s^2)` are left: with s = 0.1 and 1,000 tokens not one of a thousand. `calls` is between the
+# two: what one decision of the agent is worth, given what it had read.
+#
+# One token in 3,000 whose weight is 100 leaves a quarter of all the others. A loss that caps
+# weights, as ours does, never sees it: its update has the noise that `capped` says, with the
+# weights `min(w, cap)`, and a bias instead, by what the cap takes away. That is small while most
+# weights are near 1, which is when `capped` is near 1: a token that the policy has left has a
+# weight near 0, and each one that it took up in its place at most the cap.
+
+
+@dataclass(frozen=True)
+class EffectiveSize:
+    """What some samples are worth.
+
+    Attributes:
+        size: (sum w)^2 / sum w^2, from 1 to `count`; 0 where there are none, or where the current
+            weights make each of them impossible.
+        count: How many there are.
+    """
+
+    size: float
+    count: int
+
+    @property
+    def share(self) -> float:
+        """`size / count`, 1 where the weights are equal; 0 where there are no samples."""
+        return self.size / self.count if self.count else 0.0
+
+
+@dataclass(frozen=True)
+class Effective:
+    """What a batch is worth to a policy.
+
+    Attributes:
+        tokens, calls, rollouts: Of its trained tokens, and of the calls and rollouts that have any.
+        capped: Of its tokens with the weights that the loss gives them: at most its cap, and 0
+            where it rejects them. Without either as `tokens`.
+        logp: The policy's log-probs, N tensors [T_row]; `ScoredBatch.proximal` takes them, so that
+            nothing is computed twice.
+        log_weights: Of each token `logp - recorded`, likewise, float64, on the CPU.
+    """
+
+    tokens: EffectiveSize
+    calls: EffectiveSize
+    rollouts: EffectiveSize
+    capped: EffectiveSize
+    logp: tuple[Tensor, ...]
+    log_weights: tuple[Tensor, ...]
+
+
+def effective_samples(trainer: PolicyTrainer, batch: Batch) -> Effective:
+    """What a batch's samples are worth to a trainer's current weights; takes a forward pass.
+
+    Args:
+        trainer: Whose policy it is.
+        batch: Rows with the log-probs that they were sampled with.
+
+    Raises:
+        TrainingError: A row has none: nobody sampled it.
+    """
+    settings = trainer.settings
+    return effective_of(
+        batch,
+        trainer.compute_logp(batch),
+        cap=settings.importance_cap,
+        rejection=settings.rejection,
+    )
+
+
+def effective_of(
+    batch: Batch,
+    logp: Iterable[Tensor],
+    *,
+    cap: float | None = None,
+    rejection: tuple[float, float] | None = None,
+) -> Effective:
+    """As `effective_samples`, of log-probs that are known.
+
+    Args:
+        batch: N rows.
+        logp: The policy's log-probs of them, N tensors [T_row].
+        cap: What the loss bounds weights by; None: by nothing.
+        rejection: Bounds beyond which it leaves tokens out.
+
+    Raises:
+        TrainingError: A row has no log-probs that it was sampled with.
+    """
+    found = tuple(logp)
+    for row in batch.rows:
+        if len(row.logprobs) != len(row.completion_ids):
+            raise TrainingError(
+                f"call {row.call_id} has {len(row.completion_ids)} tokens and "
+                f"{len(row.logprobs)} recorded log-probs: only what was sampled has importance "
+                "weights; train what was not with sft or dpo"
+            )
+    log_weights = tuple(
+        logp_T.detach().cpu().double() - torch.tensor(row.logprobs, dtype=torch.float64)
+        for row, logp_T in zip(batch.rows, found, strict=True)
+    )
+    log_N = torch.tensor([float(each.sum()) for each in log_weights], dtype=torch.float64)
+    rollout_N = torch.tensor([row.rollout for row in batch.rows], dtype=torch.long)
+    log_T = torch.cat(log_weights) if log_weights else log_N
+    return Effective(
+        tokens=effective_size(log_T),
+        capped=effective_size(_as_in_the_loss(log_T, cap, rejection)),
+        calls=effective_size(_sums(log_N, batch.call_N)),
+        rollouts=effective_size(_sums(log_N, rollout_N)),
+        logp=found,
+        log_weights=log_weights,
+    )
+
+
+def effective_size(log_weights: Tensor) -> EffectiveSize:
+    """(sum w)^2 / sum w^2, which no common factor of the weights changes.
+
+    Args:
+        log_weights: Logarithms of n weights, shape [n].
+    """
+    count = len(log_weights)
+    if not count or not torch.isfinite(largest := log_weights.max()):
+        return EffectiveSize(0.0, count)
+    # The largest is 1, so that neither sum overflows or is 0.
+    weights = (log_weights.double() - largest).exp()
+    return EffectiveSize(float(weights.sum() ** 2 / (weights**2).sum()), count)
+
+
+def _as_in_the_loss(
+    log_T: Tensor, cap: float | None, rejection: tuple[float, float] | None
+) -> Tensor:
+    """Logarithms of the weights that the loss gives tokens (`tuner.training.loss`)."""
+    if rejection is not None:
+        low, high = rejection
+        log_T = log_T.masked_fill((log_T.exp() < low) | (log_T.exp() > high), -math.inf)
+    return log_T if cap is None else log_T.clamp(max=math.log(cap))
+
+
+def _sums(values_N: Tensor, index_N: Tensor) -> Tensor:
+    """The sum of the values of each index that there is."""
+    found, place_N = index_N.unique(return_inverse=True)
+    return values_N.new_zeros(len(found)).index_add(0, place_N, values_N)
+
+
+# Training on rollouts that other weights sampled, long ago or elsewhere, with their log-probs.
+#
+# With `recorded` the log-prob that a token was sampled with and `old` that of the weights that a
+# step begins with, the loss is that of `tuner.training.trainer` with `w = min(old / recorded,
+# cap)`. `old` is always computed: weights of other runs have versions of their own, which say
+# nothing here. Where a formula needs the log-probs of the policy as it is (the distance to a
+# reference that is taken off rewards, what a teacher says of the student), it gets `old`.
+#
+# Before each update it is known what the samples are still worth (`tuner.training.likelihood`).
+
+
+# No update of this run: whatever sampled these tokens, its versions are not this run's.
+ELSEWHERE = -1
+
+
+class TooFewEffective(TrainingError):
+    """The weights have gone too far from those that sampled what they learn from."""
+
+
+@dataclass(frozen=True)
+class OffPolicyBatch(Batch):
+    """A batch whose rollouts were not sampled in this run.
+
+    Attributes:
+        least_effective: The update is refused where its tokens are worth a smaller share of as many
+            new ones.
+    """
+
+    least_effective: float = 0.0
+
+    @staticmethod
+    def of(batch: Batch, *, least_effective: float) -> OffPolicyBatch:
+        """The same rollouts, whose versions are nobody's."""
+        rows = tuple(
+            replace(row, versions=(ELSEWHERE,) * len(row.completion_ids)) for row in batch.rows
+        )
+        return OffPolicyBatch(**{**vars(batch), "rows": rows}, least_effective=least_effective)
+
+
+def off_policy_update(trainer: PolicyTrainer, batch: OffPolicyBatch) -> dict[str, float]:
+    """The updates of one step, once it is known that the samples are worth enough.
+
+    Returns:
+        Those of `PolicyTrainer.ppo_update`; `effective_tokens`, `effective_calls`,
+        `effective_rollouts`, what the samples were worth before the first update, as shares.
+
+    Raises:
+        TooFewEffective: The tokens are worth less than they have to be, and the algorithm weighs
+            them; nothing has changed.
+        TrainingError: As `ppo_update`.
+    """
+    effective = effective_of(batch, trainer.compute_logp(batch))
+    found = effective.tokens
+    if trainer.settings.ratio_to != "nothing" and found.share < batch.least_effective:
+        raise TooFewEffective(
+            f"step {trainer.step + 1}: the {found.count} recorded tokens are worth "
+            f"{found.size:.0f} of the weights that are trained ({found.share:.1%}, less than "
+            f"tuner.history.min_effective_samples {batch.least_effective:g}): these weights have "
+            "gone too far from those that sampled. Take fewer steps or epochs, a smaller "
+            "algorithm.optimizer.lr, or rollouts of weights that are nearer "
+            "(tuner.history.min_version); or collect new ones"
+        )
+    now = replace(batch, rows=_as_now(batch, effective.logp))
+    scored = trainer.compute_ref_logp(trainer.compute_advantages(now))
+    computed = trainer.settings.proximal in ("auto", "recompute")
+    scored = replace(scored, batch=batch, proximal=effective.logp if computed else None)
+    return {**trainer.ppo_update(scored), **shares(effective)}
+
+
+def _as_now(batch: Batch, logp: Sequence[Tensor]) -> tuple[Row, ...]:
+    """The rows as if the policy had sampled them as it is."""
+    return tuple(
+        replace(row, logprobs=tuple(logp_T.double().tolist()))
+        for row, logp_T in zip(batch.rows, logp, strict=True)
+    )
+
+
+def shares(effective: Effective) -> dict[str, float]:
+    """What samples are worth, as shares of as many new ones."""
+    return {
+        "effective_tokens": effective.tokens.share,
+        "effective_calls": effective.calls.share,
+        "effective_rollouts": effective.rollouts.share,
+    }
+
+
+# What is held out ---------------------------------------------------------------------------------
+
+
+def held_out_rewards(trainer: PolicyTrainer, batch: Batch) -> dict[str, float]:
+    """What the policy would get on rollouts that others sampled, by importance weights.
+
+    With W the product of a rollout's weights, the estimate is `sum W r / sum W`, self-normalised:
+    biased a little, and never outside of the rewards that there are.
+
+    Returns:
+        `reward`, and `effective_rollouts`, the share of the rollouts that carry it; `recorded`, the
+        mean of the rewards as they were.
+    """
+    if not batch.rows:
+        return {}
+    effective = effective_of(batch, trainer.compute_logp(batch))
+    count = len(batch.rewards_R)
+    rollout_N = torch.tensor([row.rollout for row in batch.rows])
+    log_N = torch.stack([each.sum() for each in effective.log_weights])
+    log_R = torch.zeros(count, dtype=torch.float64).index_add(0, rollout_N, log_N)
+    weights_R = (log_R - log_R.max()).exp()
+    reward = float((weights_R * batch.rewards_R).sum() / weights_R.sum())
+    return {
+        "reward": reward,
+        "recorded": float(batch.rewards_R.mean()),
+        "effective_rollouts": effective_size(log_R).share,
+    }
+
+
+def held_out_loss(trainer: PolicyTrainer, batch: RecordedBatch) -> dict[str, float]:
+    """The loss of recorded answers or pairs that are not trained.
+
+    Returns:
+        Of answers `loss`, the mean of `-logp` over their tokens; of pairs `loss` and `accuracy`,
+        the share of pairs whose better answer has the larger reward `beta * (logp - ref)`.
+    """
+    if not batch.rows:
+        return {}
+    if trainer.settings.policy_loss != "dpo":
+        logp_T = torch.cat([each.double().cpu() for each in trainer.compute_logp(batch)])
+        return {"loss": -float(logp_T.mean())}
+    _, distance_C = pair_logps(trainer, batch)
+    assert isinstance(trainer.settings.policy_loss_spec, DPOLoss)
+    found = dpo(distance_C[0::2], distance_C[1::2], trainer.settings.policy_loss_spec)
+    margin_P = found.chosen_reward_P - found.rejected_reward_P
+    return {
+        "loss": float(found.loss_P.mean()),
+        "accuracy": float((margin_P > 0).double().mean()),
+    }

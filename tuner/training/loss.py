@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tuner.algorithms.losses import KL_ESTIMATORS, MAX_LOG_RATIO, policy_loss
+from tuner.training.losses import KL_ESTIMATORS, MAX_LOG_RATIO, policy_loss
 from tuner.training.trainer_settings import TrainerSettings
 
 

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tuner.engines.grammar import Grammars
-from tuner.training.forward.layouts import Forward, HasRows
-from tuner.training.forward.probing import exact_forward
+from tuner.training.forward.layouts import Forward, HasRows, exact_forward
 from tuner.training.trainer_settings import TrainerSettings
 
 if TYPE_CHECKING:

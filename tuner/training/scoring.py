@@ -1,6 +1,6 @@
 """A batch with the advantage of every trained token, and what a micro-batch's loss takes.
 
-Which call goes on from which is read from token ids (`tuner.traces.successors`) among the calls
+Which call goes on from which is read from token ids (`tuner.traces.branches`) among the calls
 that are trained. A leaf ends the episode and gains the rollout's reward; a call with a reward of
 its own gains that as well, where it ends. So the last calls of a sub-agent and of the main agent
 both gain what the rollout gained. Where the workflow said what each call gained (`Row.gained`),
@@ -17,7 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tuner.algorithms.advantages import (
+from tuner.config.algorithms import (
+    AdvantageArgs,
+    DistillAdvantage,
+    PPOAdvantage,
+    ReinforcePlusPlusAdvantage,
+    TreeAdvantage,
+)
+from tuner.engines.grammar import to_device
+from tuner.errors import TrainingError
+from tuner.traces import successors
+from tuner.traces.tree import IntArray
+from tuner.training.advantages import (
     compared,
     distilled,
     gae,
@@ -26,22 +37,11 @@ from tuner.algorithms.advantages import (
     whitened,
     whitened_returns,
 )
-from tuner.algorithms.forks import Piece, tree_advantages
-from tuner.algorithms.losses import KL_ESTIMATORS
-from tuner.algorithms.spec import (
-    AdvantageArgs,
-    DistillAdvantage,
-    PPOAdvantage,
-    ReinforcePlusPlusAdvantage,
-    TreeAdvantage,
-)
-from tuner.engines.transfer import to_device
-from tuner.errors import TrainingError
-from tuner.traces import successors
-from tuner.traces.tree import IntArray
 from tuner.training.batch import Batch, Row
+from tuner.training.forks import Piece, tree_advantages
 from tuner.training.forward.head import TokenLogprobs
 from tuner.training.loss import Tokens
+from tuner.training.losses import KL_ESTIMATORS
 from tuner.training.trainer_settings import TrainerSettings
 
 

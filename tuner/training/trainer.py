@@ -6,12 +6,12 @@ The loss, over the trained tokens of a step, with a token's weight m (they depen
     L = sum_t m_t [ w_t * policy_loss(logp_t, old_t, A_t) + kl_coef * KL(logp_t, ref_t)
                     - entropy_coef * H_t ]
 
-Advantage and policy loss are those of the algorithm (`tuner.algorithms.spec`). Three policies may
+Advantage and policy loss are those of the algorithm (`tuner.config.algorithms`). Three policies may
 have a part: the one that sampled (its log-probs are recorded), the one that the step began with,
 `old`, and the one that is trained. Where the first two are the same, `old` is what was recorded and
 w = 1; else w = min(old / recorded, cap), as where another run sampled. `ref` is the frozen start.
 
-PPO's critic has a loss of its own (`tuner.training.critic`). Recorded log-probs equal the
+PPO's critic has a loss of its own (`tuner.training.trainer`). Recorded log-probs equal the
 trainer's own for the same weights; the difference is reported each step
 (`logprob_mismatch_mean`, `_max`).
 """
@@ -19,27 +19,39 @@ trainer's own for the same weights; the difference is reported each step
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import replace
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from tuner.algorithms.losses import row_weights
-from tuner.algorithms.spec import DistillAdvantage
+from tuner.config.algorithms import DistillAdvantage
 from tuner.engines.base import Engine
-from tuner.engines.grammar import Grammars
-from tuner.engines.transfer import to_device
-from tuner.engines.transformers.weights import causal_model
+from tuner.engines.grammar import Grammars, to_device
+from tuner.engines.transformers.model_shape import head_width, layer_windows
+from tuner.engines.transformers.passes import causal_model
 from tuner.errors import TrainingError
+from tuner.traces import TokenTree
 from tuner.training.batch import Batch, Row
-from tuner.training.critic import Critic
-from tuner.training.forward.layouts import HasRows, return_freed_memory, whole_calls
-from tuner.training.forward.probing import exact_forward
+from tuner.training.forward.head import body
+from tuner.training.forward.layouts import (
+    Forward,
+    HasRows,
+    exact_forward,
+    return_freed_memory,
+    whole_calls,
+)
 from tuner.training.loss import micro_batch_loss, raises_alarm
+from tuner.training.losses import clipped_value_loss, row_weights
 from tuner.training.optimizer import lr_factor, make_optimizer
 from tuner.training.references import Reference, Teacher, acting, frozen_start
 from tuner.training.scoring import (
@@ -49,8 +61,300 @@ from tuner.training.scoring import (
     row_advantages,
     tokens_of,
 )
-from tuner.training.throughput import Throughput
 from tuner.training.trainer_settings import TrainerSettings
+
+# The critic of PPO: a transformer of its own that says what a state is worth.
+#
+# Its layers start as the policy's or as another model's, and a linear head on the last hidden state
+# gives one number. The value of the state in which a token was sampled is read where that token's
+# log-prob is read, before it, in the same layout:
+#
+#     row       1 2 [3 4]      V(1 2)  V(1 2 3)
+#     row       1 2 3 4 5 [6]  V(1 2 3 4 5)
+#
+# The loss, over the T trained tokens of a step, is `1/T sum_t L(V_t, V_old_t, R_t)` with PPO2's
+# clipped loss. The head starts at 0, so at first every state is worth nothing, and no random number
+# is drawn.
+
+
+class Critic:
+    """Layers, value head and their optimizer.
+
+    Args:
+        model: A transformers causal LM whose layers become the critic's; it is not copied, and its
+            output embedding is left behind.
+        settings: The numbers; `settings.critic` are those of the critic alone.
+        forward: How the layers are computed, where that is known; else it is found out.
+    """
+
+    def __init__(
+        self, model: nn.Module, settings: TrainerSettings, *, forward: Forward | None = None
+    ) -> None:
+        causal = causal_model(model)
+        output: Any = causal.get_output_embeddings()
+        self._forward = forward or exact_forward(
+            causal,
+            None,
+            layout=settings.layout,
+            checkpointing=settings.activation_checkpointing,
+            compiled=settings.compile,
+        )
+        self._settings = settings
+        parameter = next(causal.parameters())
+        # Returns are learned in steps that lower precision would round away.
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        head = nn.Linear(output.weight.shape[1], 1, device=parameter.device, dtype=dtype)
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+        self.model = nn.ModuleDict({"layers": body(causal), "head": head})
+        self.model.eval().requires_grad_(True)
+        own = settings.critic
+        self.optimizer = make_optimizer(
+            self.model.parameters(),
+            lr=own.lr,
+            betas=own.betas,
+            weight_decay=own.weight_decay,
+            state=settings.optimizer_state,
+            offload=settings.optimizer_offload,
+        )
+
+    def values(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Values of the states in which tokens were sampled, N tensors [T_row], no gradient."""
+        budget = self._settings.max_tokens_per_micro_batch
+        return self._forward.by_row(batch.rows, budget, self._values)
+
+    def update(
+        self, batch: Batch, old: Sequence[Tensor], returns: Sequence[Tensor]
+    ) -> dict[str, float]:
+        """One optimizer step on the whole batch.
+
+        Args:
+            old: Values that the step began with, N tensors [T_row].
+            returns: What values are trained towards, likewise.
+
+        Returns:
+            Metrics: value loss, share of tokens whose gradient the clip cut, explained variance of
+            the old values (left out where all returns are equal), mean old value, mean return, and
+            the norm of the gradient.
+
+        Raises:
+            TrainingError: Loss or gradient is not finite; the weights are as they were before.
+        """
+        losses, clips = self._forward.room.fitting(partial(self._gradients, batch, old, returns))
+        norm = self.optimizer.clip_grad_norm(self._settings.grad_clip)
+        # The one place where Python waits for the device before the step.
+        total, clipped, grad_norm = (
+            torch.stack([torch.stack(losses).sum(), torch.stack(clips).sum(), norm])
+            .double()
+            .tolist()
+        )
+        self.optimizer.step_if_finite(
+            "the critic's loss", total, grad_norm, setting="tuner.critic.lr"
+        )
+        return {
+            "value_loss": total,
+            "value_clip_fraction": clipped / batch.trained_tokens,
+            "critic_grad_norm": grad_norm,
+            **_fit(torch.cat(list(old)).cpu().double(), torch.cat(list(returns)).cpu().double()),
+        }
+
+    def _gradients(
+        self, batch: Batch, old: Sequence[Tensor], returns: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Of all micro-batches; loss and clipped tokens of each."""
+        self.optimizer.zero_grad()
+        losses, clips = [], []
+        device = next(self.model.parameters()).device
+        budget = self._settings.max_tokens_per_micro_batch
+        for indices in self._forward.micro_batches(batch.rows, budget):
+            values_T = self._values([batch.rows[i] for i in indices])
+            loss_T, clipped_T = clipped_value_loss(
+                values_T,
+                to_device(torch.cat([old[i] for i in indices]).to(values_T.dtype), device),
+                to_device(torch.cat([returns[i] for i in indices]).to(values_T.dtype), device),
+                clip=self._settings.critic.clip,
+            )
+            loss = loss_T.sum() / batch.trained_tokens
+            loss.backward()
+            losses.append(loss.detach())
+            clips.append(clipped_T.sum())
+        return losses, clips
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` needs to go on bit for bit: weights and the optimizer's state."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave. The learning rate follows the current settings."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._settings.critic.lr
+
+    def _values(self, rows: Sequence[Row]) -> Tensor:
+        """Values before the completion tokens of `rows`, in row order, shape [T]."""
+        head = self.model["head"]
+        states_TD = self._forward.states(self.model["layers"], rows)
+        values_T1: Tensor = head(states_TD.to(next(head.parameters()).dtype))
+        return values_T1[:, 0]
+
+
+def _fit(old_T: Tensor, returns_T: Tensor) -> dict[str, float]:
+    """How well the old values foretold the returns."""
+    metrics = {"value_mean": float(old_T.mean()), "return_mean": float(returns_T.mean())}
+    variance = float(returns_T.var(correction=0))
+    if variance > 0:
+        left = float((returns_T - old_T).var(correction=0))
+        metrics["explained_variance"] = 1 - left / variance
+    return metrics
+
+
+# How fast an update is, how much memory it takes, and its share of what the GPU could do (MFU).
+#
+# MFU counts what the update has to compute and nothing that is computed twice (PaLM, arXiv
+# 2204.02311, appendix B). For a token tree that is each distinct token of the batch once, however
+# it is cut into micro-batches, and no recomputed activations:
+#
+#     FLOPs = nodes x (4 weights + 2 trained weights) + 12 heads head_dim x pairs x layers
+#             + logits x (4 or 6) hidden vocabulary
+#
+# `weights` are those of the layers, pairs are those of a node and an ancestor or itself that it
+# attends to, logits are the distinct positions that are trained.
+
+
+logger = logging.getLogger("tuner")
+
+# Dense TFLOPS in bfloat16 with float32 sums, and in float32 without TF32, from NVIDIA's data
+# sheets. A name comes before another that it contains.
+_PEAK = (
+    ("B200", 2250, 75),
+    ("H100 PCIe", 756, 51),
+    ("H100 NVL", 835, 60),
+    ("H100", 989, 67),
+    ("H200", 989, 67),
+    ("GH200", 989, 67),
+    ("A100", 312, 19.5),
+    ("L40S", 362, 91.6),
+    ("L40", 181, 90.5),
+    ("L4", 121, 30.3),
+    ("RTX 5090", 209.5, 104.8),
+    ("RTX 4090", 165.2, 82.6),
+    ("RTX 3090", 71, 35.6),
+)
+
+
+def peak_flops(device: str, dtype: torch.dtype, *, tf32: bool = False) -> float | None:
+    """FLOPs per second that a GPU of this name can do; None where that is not known.
+
+    Args:
+        device: As `torch.cuda.get_device_name` gives it.
+        dtype: Of the weights.
+        tf32: Whether products in float32 are computed in TF32.
+    """
+    words = f" {device.replace('-', ' ')} "
+    for name, half, single in _PEAK:
+        if f" {name} " in words:
+            match dtype:
+                case torch.bfloat16 | torch.float16:
+                    return half * 1e12
+                case torch.float32:
+                    return (half / 2 if tf32 else single) * 1e12
+    return None
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """What forward and backward pass of a model cost, in multiplications and additions.
+
+    Attributes:
+        node: One token through the layers, without attention.
+        pair: One query with one key, in one layer.
+        logits: One position at the output head.
+        layers: Layers of each kind, with the windows that they attend within.
+    """
+
+    node: float
+    pair: float
+    logits: float
+    layers: tuple[tuple[int | None, int], ...]
+
+    @staticmethod
+    def of(model: PreTrainedModel) -> ModelFlops | str:
+        """From a model's sizes, or why they do not say it."""
+        config = model.config.get_text_config(decoder=True)
+        windows = layer_windows(model)
+        if isinstance(windows, str):
+            return windows
+        for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+            if getattr(config, key, None):
+                return f"not every token passes all weights ({key})"
+        if getattr(config, "is_heterogeneous", False):
+            return f"its layers differ ({', '.join(sorted(config.per_layer_attributes or ()))})"
+        head = model.get_output_embeddings().weight
+        embeddings = {id(head), id(model.get_input_embeddings().weight)}
+        matrices = [p for p in model.parameters() if p.ndim > 1 and id(p) not in embeddings]
+        kinds = getattr(config, "layer_types", None) or list(windows) * config.num_hidden_layers
+        return ModelFlops(
+            node=sum(_both_passes(matrix) for matrix in matrices),
+            pair=12 * config.num_attention_heads * head_width(config),
+            logits=_both_passes(head),
+            layers=tuple((windows[kind], count) for kind, count in Counter(kinds).items()),
+        )
+
+    def __call__(self, tree: TokenTree) -> float:
+        """Forward and backward pass over a tree, with logits before each distinct sampled token."""
+        pairs = 0.0
+        for window, layers in self.layers:
+            seen = tree.depth + 1 if window is None else np.minimum(tree.depth + 1, window)
+            pairs += layers * float(seen.sum())
+        logits = np.count_nonzero(tree.samples)
+        return self.node * tree.unique_tokens + self.pair * pairs + self.logits * logits
+
+
+class Throughput:
+    """Measures updates of one model; says once where MFU cannot be told."""
+
+    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
+        self._device = device
+        self._peak: float | None = None
+        self._flops: ModelFlops | None = None
+        if device.type != "cuda":
+            return
+        name = torch.cuda.get_device_name(device)
+        tf32 = torch.get_float32_matmul_precision() != "highest"
+        self._peak = peak_flops(name, model.dtype, tf32=tf32)
+        found = ModelFlops.of(model)
+        if self._peak is None:
+            found = f"the peak of {name!r} in {model.dtype} is not known"
+        if isinstance(found, str):
+            logger.info("no MFU is reported: %s", found)
+        else:
+            self._flops = found
+
+    @contextmanager
+    def of(self, rows: Sequence[Row], passes: int, metrics: dict[str, float]) -> Iterator[None]:
+        """Add to `metrics` what `passes` forward and backward passes over `rows` took inside."""
+        on_gpu = self._device.type == "cuda"
+        if on_gpu:
+            torch.cuda.synchronize(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+        started = time.perf_counter()
+        yield
+        if on_gpu:
+            torch.cuda.synchronize(self._device)
+            peak = torch.cuda.max_memory_allocated(self._device)
+            metrics["peak_memory_gib"] = peak / 2**30
+        seconds = time.perf_counter() - started
+        tree = TokenTree.build(rows)
+        metrics["unique_tokens_per_second"] = passes * tree.unique_tokens / seconds
+        metrics["row_tokens_per_second"] = passes * tree.row_tokens / seconds
+        if self._flops is not None and self._peak is not None:
+            metrics["mfu"] = passes * self._flops(tree) / seconds / self._peak
+
+
+def _both_passes(matrix: nn.Parameter) -> int:
+    """FLOPs of a row times a matrix, of the row's gradient and, if it is trained, the matrix's."""
+    return (6 if matrix.requires_grad else 4) * matrix.numel()
 
 
 class PolicyTrainer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tuner.algorithms.spec import (
+from tuner.config.algorithms import (
     ADVANTAGES,
     POLICY_LOSSES,
     AdvantageArgs,
@@ -60,11 +60,11 @@ class TrainerSettings:
         optimizer_state: Precision of the optimizer's moments.
         optimizer_offload: The optimizer's state in main memory.
         advantage_args, policy_loss_args: Numbers of the advantage and of the policy loss
-            (`tuner.algorithms.spec`); None: their own.
+            (`tuner.config.algorithms`); None: their own.
         prompt_teacher: Who reads the prompt of `prompt_distill`.
         turn_discount: Discount from call to call; None: a rollout's reward goes to all its calls.
         kl_penalty: Estimate of KL(policy || reference) that is taken off the rewards.
-        aggregation: What each token weighs (`tuner.algorithms.losses.row_weights`).
+        aggregation: What each token weighs (`tuner.training.losses.row_weights`).
         max_completion: The most tokens of an answer, for `seq-mean-token-sum-norm`.
         updates: Updates of the weights on each batch, one after the other.
         proximal: Where the log-probs of the policy that the step began with come from: those

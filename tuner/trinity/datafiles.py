@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from tuner.config.buffer import FormatSection
+from tuner.config.keys import describe
 from tuner.config.load import RECORDED
-from tuner.config.problems import describe
+from tuner.config.schema import FormatSection
 from tuner.config.source import path_or_name
-from tuner.data.dataset import DatasetConfig, Task, check_fills_a_batch, load_tasks
-from tuner.data.recorded import SETTING, conversation, pair
 from tuner.errors import ConfigError, DatasetError
-from tuner.run.directory import write_atomically
-from tuner.run.record import fingerprint_of
+from tuner.runs.directory import write_atomically
+from tuner.runs.record import fingerprint_of
+from tuner.runs.recorded import SETTING, conversation, pair
+from tuner.tasks.datasets import DatasetConfig, Task, check_fills_a_batch, load_tasks
 from tuner.trinity.stage import BUFFER, count_experiences
 
 if TYPE_CHECKING:

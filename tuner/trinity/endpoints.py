@@ -38,7 +38,7 @@ from tuner.engines.base import (
 )
 from tuner.engines.grammar_text import GrammarError, with_head
 from tuner.engines.request import Progress
-from tuner.engines.token_server import most_probable, patient_client
+from tuner.engines.servers import most_probable, patient_client
 from tuner.errors import ContextLengthError
 
 if TYPE_CHECKING:

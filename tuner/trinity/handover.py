@@ -20,13 +20,12 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tuner.config.keys import Problem
 from tuner.config.load import RECORDED, Layers, mode_of, without_empty_sections
-from tuner.config.problems import Problem
-from tuner.config.schema import RunConfig
+from tuner.config.schema import Penalize, RunConfig, TunerSection
 from tuner.config.source import lookup
-from tuner.config.tuner_section import Penalize, TunerSection
 from tuner.errors import ConfigError
-from tuner.run.directory import free_name
+from tuner.runs.directory import free_name
 from tuner.trinity.endpoints import ENGINE_ARGS
 from tuner.trinity.installed import (
     known_keys,

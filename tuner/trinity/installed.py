@@ -16,8 +16,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import httpx
 
-from tuner.config.keys import nearest
-from tuner.config.model_paths import located
+from tuner.config.keys import located, nearest
 from tuner.config.source import PACKAGE, lookup
 from tuner.errors import ConfigError, MissingDependencyError, pip_install
 
@@ -175,7 +174,7 @@ def models_as_folders(tree: dict[str, Any]) -> None:
     GGUF files, which are converted, and packages.
 
     Raises:
-        ModelLoadError, MissingDependencyError: As `tuner.assembly.model_folders.model_folder`.
+        ModelLoadError, MissingDependencyError: As `tuner.runs.models.model_folder`.
     """
     explorer = tree.get("explorer") or {}
     sections: list[tuple[dict[str, Any], str]] = [(tree.get("model") or {}, "model")]
@@ -186,7 +185,7 @@ def models_as_folders(tree: dict[str, Any]) -> None:
             path, setting = section.get(key) or "", f"{where}.{key}"
             place = located(path, setting) if path else None
             if place is not None and (place.is_file() or path.startswith(PACKAGE)):
-                from tuner.assembly.model_folders import model_folder
+                from tuner.runs.models import model_folder
 
                 section[key] = model_folder(path, setting)
 

@@ -14,12 +14,11 @@ from typing import Any
 from rich.console import Console
 
 from tuner.config.load import Layers
+from tuner.config.schema import Penalize
 from tuner.config.source import lookup
-from tuner.config.tuner_section import Penalize
 from tuner.errors import FunctionError, TrainingError
-from tuner.result import TuneResult
-from tuner.run.console import ConsoleMonitor
-from tuner.run.directory import (
+from tuner.runs.console import ConsoleMonitor
+from tuner.runs.directory import (
     Report,
     RunDirectory,
     held,
@@ -27,8 +26,9 @@ from tuner.run.directory import (
     reported,
     write_atomically,
 )
-from tuner.run.notices import CallSettings
-from tuner.run.record import read_result, summarize
+from tuner.runs.notices import CallSettings
+from tuner.runs.record import read_result, summarize
+from tuner.runs.result import TuneResult
 from tuner.traces import TraceStore
 from tuner.trinity import nodes, workers
 from tuner.trinity.handover import resolve

@@ -245,7 +245,7 @@ def _probe() -> Callable[..., dict[str, Any]]:
         except OSError as error:
             found["cannot"] = f"{type(error).__name__}: {error}"
         try:
-            from tuner.functions.shipping import load
+            from tuner.tasks.loading import load
         except ImportError:
             return found  # its version says it
         for role, text in functions.items():

@@ -15,9 +15,9 @@ import torch
 from trinity.algorithm.advantage_fn.multi_step_grpo_advantage import StepWiseGRPOAdvantageFn
 from trinity.utils.monitor import MONITOR, Monitor
 
-from tuner.algorithms.advantages import call_normalized
-from tuner.algorithms.spec import GRPOAdvantage
+from tuner.config.algorithms import GRPOAdvantage
 from tuner.config.source import MASK, concealed
+from tuner.training.advantages import call_normalized
 from tuner.training.batch import peer_sets
 from tuner.trinity.progress import report_file
 from tuner.trinity.stage import SERVE_KEY, Locked
@@ -112,8 +112,8 @@ class CallRewards(StepWiseGRPOAdvantageFn):  # type: ignore[misc]  # untyped
 
     A rollout's reward is compared inside its group by Trinity-RFT's own function. A call with a
     reward of its own is compared instead with the calls of its group that have one and the same
-    role (`tuner.algorithms.call_normalized`); where fewer than two rollouts have such calls there
-    is nothing to compare with, and its tokens leave the mask.
+    role (`tuner.training.advantages.call_normalized`); where fewer than two rollouts have such
+    calls there is nothing to compare with, and its tokens leave the mask.
     """
 
     def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 from tuner.config.load import read_layers
 from tuner.config.source import concealed, lookup
 from tuner.errors import ConfigError, FunctionError
-from tuner.functions.calling import judges_groups, where
-from tuner.functions.shipping import PICKLE, ship
-from tuner.result import Verdict
-from tuner.run.directory import free_name
-from tuner.settings import location, settings_of
+from tuner.rollouts.worker_pool import require_answer
+from tuner.runs.directory import free_name
+from tuner.runs.result import Verdict
+from tuner.tasks.functions import judges_groups, where
+from tuner.tasks.loading import PICKLE, ship
+from tuner.tasks.settings import location, settings_of
 from tuner.trinity.datafiles import put_evaluations, put_recorded, put_tasks
 from tuner.trinity.handover import TrinitySettings, checked, install, resolve
 from tuner.trinity.installed import SERVICE, require_service, tasksets, uses_tinker
@@ -36,7 +37,6 @@ from tuner.trinity.stage import (
     recorded_steps,
 )
 from tuner.trinity.workers import is_own, joined, with_sizes
-from tuner.workers.ray_worker import require_answer
 
 if TYPE_CHECKING:
     from trinity.common.config import Config

@@ -11,14 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tuner.algorithms.table import ALGORITHMS
+from tuner.config.algorithms import ALGORITHMS
 from tuner.errors import FunctionError, TrainingError
-from tuner.result import TokenCounts
-from tuner.run.directory import RunDirectory, write_atomically
-from tuner.run.metrics import evaluation_metrics, rollout_metrics, time_split
+from tuner.runs.directory import RunDirectory, write_atomically
+from tuner.runs.metrics import evaluation_metrics, rollout_metrics, time_split
+from tuner.runs.result import TokenCounts
 from tuner.traces import Trace, TraceStore
-from tuner.training.batch import build_batch, reward_of, unreplayed
-from tuner.training.selection import Selection
+from tuner.training.batch import Selection, build_batch, reward_of, unreplayed
 
 
 class Journal:

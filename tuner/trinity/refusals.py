@@ -9,11 +9,9 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from tuner.config.keys import nearest, schema_paths, split_keys
-from tuner.config.problems import Problem, describe
-from tuner.config.schema import MonitorName
+from tuner.config.keys import Problem, describe, nearest, schema_paths, split_keys
+from tuner.config.schema import EnvironmentSection, MonitorName, TunerSection
 from tuner.config.source import lookup
-from tuner.config.tuner_section import EnvironmentSection, TunerSection
 from tuner.trinity.installed import training_sets, uses_tinker
 
 logger = logging.getLogger("tuner")

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.config.source import concealed
-from tuner.run.continuation import MAY_CHANGE, check_same_run
-from tuner.run.directory import RunDirectory, write_atomically
+from tuner.runs.directory import MAY_CHANGE, RunDirectory, check_same_run, write_atomically
 from tuner.traces import Outcome, Trace, TraceStore, read_traces
 from tuner.traces.store import trace_to_json
 from tuner.trinity.handover import named_now

@@ -31,8 +31,8 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tuner.config.keys import Problem
 from tuner.config.load import RECORDED
-from tuner.config.problems import Problem
 from tuner.config.source import lookup
 from tuner.errors import ConfigError, DatasetError, TrainingError
 from tuner.traces import TraceStore

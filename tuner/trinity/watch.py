@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.errors import TrainingError
-from tuner.run.console import ConsoleMonitor
-from tuner.run.metrics import rollout_metrics
-from tuner.run.notices import CallSettings, Notices, SignalHistory, diagnosis, quiet_warning
+from tuner.runs.console import ConsoleMonitor
+from tuner.runs.metrics import rollout_metrics
+from tuner.runs.notices import CallSettings, Notices, SignalHistory, diagnosis, quiet_warning
 from tuner.traces import Trace
 from tuner.trinity.progress import Journal, Progress, latest_checkpoint
 from tuner.trinity.stage import answers, server_url

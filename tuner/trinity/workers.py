@@ -19,10 +19,10 @@ from typing import Any
 
 from tuner.config.source import lookup
 from tuner.errors import ConfigError, TrainingError
-from tuner.functions.shipping import worker_path
+from tuner.rollouts.worker_pool import not_joined, require_answer
+from tuner.tasks.loading import worker_path
 from tuner.trinity.guardian import MARK, guarded
 from tuner.trinity.installed import uses_tinker
-from tuner.workers.ray_worker import not_joined, require_answer
 
 logger = logging.getLogger("tuner")
 

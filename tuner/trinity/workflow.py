@@ -2,7 +2,7 @@
 
 Trinity-RFT hands over a task and how often to run it; the rollouts of the group run here together,
 each attempt in a session of its own at a gateway in front of Trinity-RFT's engine. Retries and
-time limits are ours (`tuner.rollout`), so a timed-out attempt is cancelled and sealed before the
+time limits are ours (`tuner.rollouts`), so a timed-out attempt is cancelled and sealed before the
 next one begins. What comes back are experiences made of the recorded token ids.
 """
 
@@ -19,15 +19,15 @@ from weakref import WeakKeyDictionary
 from trinity.common.experience import EID, Experience
 from trinity.common.workflows.workflow import Task, Workflow
 
-from tuner.assembly.auxiliary import AuxiliaryModels
-from tuner.assembly.models import load_tokenizer
-from tuner.chat_models import chat_model, default_kind
 from tuner.config import RemoteModel
 from tuner.errors import FunctionError, TrainingError
-from tuner.functions.shipping import load
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults, SessionLimits
-from tuner.rollout import RolloutRunner, RolloutSettings
-from tuner.rollout.panel import Panel, panels_of
+from tuner.rollouts import RolloutRunner, RolloutSettings
+from tuner.rollouts.chat_models import chat_model, default_kind
+from tuner.rollouts.runner import Panel, panels_of
+from tuner.runs.auxiliary import AuxiliaryModels
+from tuner.runs.models import load_tokenizer
+from tuner.tasks.loading import load
 from tuner.traces import Outcome, RolloutId, Trace
 from tuner.training.batch import alike, reward_of, unreplayed
 from tuner.trinity.datafiles import task_of

@@ -20,11 +20,16 @@ from tests.gateway.drift import TERSE, continues, letters
 from tests.gateway.drift import gateway_of as merging_gateway_of
 from tests.gateway.toy import StubEngine, gateway_of, text_of
 from tests.integration.agentscope2.agents import CALL, add, agent_of
-from tuner.chat_models import chat_model, default_kind, remote_chat_model, trinity_chat_model_class
-from tuner.chat_models.agentscope1 import trinity_chat_model as trinity_chat_model_1
-from tuner.chat_models.agentscope2 import trinity_chat_model
 from tuner.errors import MissingDependencyError
 from tuner.gateway import SamplingDefaults, Session
+from tuner.rollouts.agentscope1 import trinity_chat_model as trinity_chat_model_1
+from tuner.rollouts.agentscope2 import trinity_chat_model
+from tuner.rollouts.chat_models import (
+    chat_model,
+    default_kind,
+    remote_chat_model,
+    trinity_chat_model_class,
+)
 from tuner.traces import TokenTree
 
 QUESTION = UserMsg("user", "What is 2 + 40?")
@@ -271,7 +276,7 @@ async def test_remote_model_has_the_same_attributes_and_reaches_its_url() -> Non
     ("found", "sentence"), [(None, "not installed"), ("1.0.21", r"1\.0\.21 is installed")]
 )
 def test_missing_agentscope_names_the_extra(monkeypatch, found, sentence) -> None:
-    monkeypatch.setattr("tuner.chat_models.agentscope1.agentscope_version", lambda: found)
+    monkeypatch.setattr("tuner.rollouts.agentscope1.agentscope_version", lambda: found)
     trinity_chat_model.cache_clear()
     trinity_chat_model_1.cache_clear()
     try:

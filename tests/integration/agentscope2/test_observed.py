@@ -9,8 +9,8 @@ from pydantic import BaseModel
 from tests.chat_server import chat_server
 from tests.integration.agentscope2.agents import agent_of
 from tuner import JudgeOutput, WorkflowOutput, select_model
-from tuner.chat_models.observed import observed
 from tuner.gateway.relay import Relay
+from tuner.rollouts.observed import observed
 from tuner.traces import Usage
 
 

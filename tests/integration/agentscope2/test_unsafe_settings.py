@@ -16,10 +16,10 @@ from agentscope.tool import FunctionTool
 from tests.gateway.toy import StubEngine, gateway_of, text_of
 from tests.integration.agentscope2.agents import CALL, add, agent_of, state
 from tuner import WorkflowOutput
-from tuner.chat_models import chat_model
-from tuner.chat_models.agentscope2 import check_agent
 from tuner.gateway import Gateway, SamplingDefaults
-from tuner.rollout import RolloutRunner, RolloutSettings
+from tuner.rollouts import RolloutRunner, RolloutSettings
+from tuner.rollouts.agentscope2 import check_agent
+from tuner.rollouts.chat_models import chat_model
 from tuner.traces import Outcome, RolloutId
 
 QUESTION = UserMsg("user", "What is 2 + 40?")

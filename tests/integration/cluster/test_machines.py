@@ -16,7 +16,7 @@ from tests.integration.trinity.conftest import TINY
 from tests.integration.trinity.on_ray import ON_A_CPU
 from tuner import tune
 from tuner.errors import ConfigError, FunctionError
-from tuner.functions.shipping import ship
+from tuner.tasks.loading import ship
 from tuner.trinity.nodes import Needed, alive, end_leftovers, require_alike
 from tuner.trinity.preparation import check_trinity
 from tuner.trinity.workers import joined

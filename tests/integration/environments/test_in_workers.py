@@ -22,7 +22,7 @@ from tuner.areal import (
 from tuner.environments import Gymnasium, Mixture, OpenEnv, Verifiers
 from tuner.environments.seam import from_settings
 from tuner.errors import ConfigError
-from tuner.functions.loading import import_module_or_file
+from tuner.tasks.loading import import_module_or_file
 from tuner.tune import prepare
 
 __all__ = ["cases_are_importable", "left_by_workers"]

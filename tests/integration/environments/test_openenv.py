@@ -27,10 +27,10 @@ from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservatio
 from tests.examples.conftest import main  # noqa: F401  # a fixture
 from tests.gateway import drift
 from tuner import tune
-from tuner.chat_models.without_framework import PlainChatModel
 from tuner.environments import OpenEnv, ToolCall, brought
 from tuner.environments.seam import from_settings
 from tuner.errors import ConfigError, FunctionError
+from tuner.rollouts.without_framework import PlainChatModel
 from tuner.traces import TraceStore
 
 ROOT = Path(__file__).parents[3]

@@ -12,12 +12,11 @@ from trl.rewards import accuracy_reward, get_soft_overlong_punishment, think_for
 
 from tests.examples.conftest import main  # noqa: F401  # a fixture
 from tuner import from_trl, tune
-from tuner.algorithms.advantages import call_normalized
-from tuner.algorithms.spec import GRPOAdvantage
-from tuner.environments.trl import TRL, GRPOConfig
+from tuner.config.algorithms import GRPOAdvantage
+from tuner.environments.trl import TRL, Completed, GRPOConfig
 from tuner.environments.trl_config import _word, read_config, settings_of
-from tuner.environments.trl_rollout import Completed
 from tuner.errors import ConfigError
+from tuner.training.advantages import call_normalized
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "trl"

@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.frameworks.parts import ANSWER, CALL, FINAL, check_calls, scripted
 from tuner import WorkflowOutput
-from tuner.chat_models.without_framework import PlainChatModel
+from tuner.rollouts.without_framework import PlainChatModel
 
 PAGE = Path(__file__).parents[3] / "docs" / "frameworks.md"
 THE_TOOL, *WORKFLOWS = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)

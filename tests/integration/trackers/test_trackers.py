@@ -13,7 +13,7 @@ import pytest
 from tests.builders import call, trace
 from tests.integration.trackers import stored
 from tuner.errors import ConfigError
-from tuner.run.trackers import open_trackers
+from tuner.runs.trackers import open_trackers
 
 REPOSITORY = Path(__file__).parents[3]
 MAIN = """

@@ -9,7 +9,7 @@ from tests.integration.trinity.conftest import REPOSITORY, TINY
 from tuner import AlgorithmConfig, Dataset, TunerModelConfig
 from tuner.config.load import read_layers
 from tuner.errors import ConfigError, MissingDependencyError
-from tuner.settings import location, settings_of
+from tuner.tasks.settings import location, settings_of
 from tuner.trinity.endpoints import ENGINE_ARGS
 from tuner.trinity.handover import CALL_REWARDS, WORKFLOW, checked, install, resolve
 from tuner.trinity.workflow import _adapter_folder

@@ -10,11 +10,11 @@ import threading
 import pytest
 
 from tuner.errors import FunctionError
-from tuner.functions.shipping import PICKLE, load, ship, worker_path
+from tuner.tasks.loading import PICKLE, load, ship, worker_path
 
 CALL = """
 import asyncio, sys
-from tuner.functions.shipping import load
+from tuner.tasks.loading import load
 result = load(sys.stdin.read())(task={"x": 2}, model=None)
 print(asyncio.run(result) if asyncio.iscoroutine(result) else result)
 """
@@ -92,7 +92,7 @@ def test_an_installed_function_goes_by_its_import_path():
 SCRIPT = """
 import sys, threading
 from beside import scale
-import tuner.functions.shipping as f
+import tuner.tasks.loading as f
 
 OFFSET = 1
 

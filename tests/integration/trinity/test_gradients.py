@@ -17,9 +17,10 @@ from trinity.algorithm.policy_loss_fn.ppo_policy_loss import PPOPolicyLossFn
 from tests.builders import call, trace
 from tests.training.exact import all_float64
 from tests.training.test_trainer import VOCABULARY, gradient_of, tiny_model
-from tuner.algorithms.spec import GRPOAdvantage, KLLoss
-from tuner.training import PolicyTrainer, TrainerSettings
+from tuner.config.algorithms import GRPOAdvantage, KLLoss
 from tuner.training.batch import unreplayed
+from tuner.training.trainer import PolicyTrainer
+from tuner.training.trainer_settings import TrainerSettings
 from tuner.trinity.experience import merged, one_per_call
 from tuner.trinity.plugins import CallRewards
 from tuner.trinity.workflow import _experience

@@ -13,7 +13,7 @@ from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from tests.integration.trinity.conftest import TINY
 from tuner.engines.grammar import Grammars
 from tuner.engines.grammar_text import with_head
-from tuner.gateway.model.grammars import Constraints, ToolChoice, grammar_of
+from tuner.gateway.families.grammars import Constraints, ToolChoice, grammar_of
 from tuner.trinity.endpoints import ENGINE_ARGS
 
 OBJECT = (

@@ -26,9 +26,9 @@ from tests.integration.trinity.test_on_ray import (
     two_turns,
 )
 from tuner import TunerModelConfig, WorkflowOutput, tune
-from tuner.assembly.models import load_model, load_tokenizer
 from tuner.engines.grammar import Grammars, unpacked
 from tuner.errors import ConfigError
+from tuner.runs.models import load_model, load_tokenizer
 from tuner.traces import TraceStore
 
 BUFFER = "buffer.trainer_input.experience_buffer"

@@ -13,12 +13,12 @@ from tests.workers.conftest import make_runners, pool_of, waiting
 from tests.workers.functions import OUTCOMES, FailsWhenLoaded, dying
 from tests.workers.test_outcomes import DEFAULTS, ID, LIMIT, all_of, told
 from tests.workers.test_runs import trained
-from tuner.config.explorer import RaySection
+from tuner.config.schema import RaySection
 from tuner.errors import ConfigError, FunctionError, WorkerError
+from tuner.rollouts import worker_pool as pools
+from tuner.rollouts import worker_pool as ray_worker
+from tuner.rollouts.worker_pool import Placing
 from tuner.traces import Outcome, RolloutId
-from tuner.workers import pool as pools
-from tuner.workers import ray_worker
-from tuner.workers.ray_worker import Placing
 
 __all__ = ["make_runners"]
 HERE = "127.0.0.1"

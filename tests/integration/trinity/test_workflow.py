@@ -18,8 +18,8 @@ from trinity.explorer.workflow_runner import WorkflowRunner
 from tests.integration.trinity.conftest import TINY
 from tests.trinity.served import serving
 from tuner import WorkflowOutput
-from tuner.assembly.models import load_model, load_tokenizer
 from tuner.engines.transformers.engine import TransformersEngine
+from tuner.runs.models import load_model, load_tokenizer
 from tuner.traces import Outcome, TraceStore
 from tuner.trinity import workflow as adapter
 from tuner.trinity.progress import Journal

@@ -11,10 +11,9 @@ import psutil
 
 from tests.engines.conformance import CONTEXT
 from tests.engines.models import VOCABULARY, make_tokenizer
-from tuner.engines.served import ServedEngine
-from tuner.engines.token_server import TokenServer
-from tuner.engines.vllm.core import VllmSettings
-from tuner.engines.vllm.sampling import check_for_vllm
+from tuner.engines.remote import ServedEngine
+from tuner.engines.servers import TokenServer
+from tuner.engines.vllm.core import VllmSettings, check_for_vllm
 
 BLOCK = 32
 """Tokens of a block of keys and values on a CPU."""

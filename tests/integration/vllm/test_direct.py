@@ -20,10 +20,9 @@ from tests.engines.conformance import (  # noqa: F401  # pytest collects them
 from tests.engines.models import change_weights, prompt
 from tests.integration.vllm import cpu_ipc
 from tests.integration.vllm.rigs import BLOCK, engine, kill_engine_core, saver, settings
-from tuner.assembly.models import checkpoint_tensors
 from tuner.engines import EngineError, EngineLostError, SamplingParams
-from tuner.engines.vllm.client import VllmProcess
-from tuner.engines.vllm.direct import DirectSender, TrainerWeights, transfer_backends
+from tuner.engines.vllm.client import DirectSender, TrainerWeights, VllmProcess, transfer_backends
+from tuner.runs.models import checkpoint_tensors
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from tests.engines.conformance import TOLERANCE, Rig, crashed, error, make_rig_m
 from tests.engines.models import change_weights, prompt
 from tests.integration.vllm.rigs import engine, saver, settings
 from tuner.engines import EngineError, EngineLostError, SamplingParams
-from tuner.engines.token_server import Weights
+from tuner.engines.servers import Weights
 from tuner.engines.vllm.client import VllmProcess, VllmServer
 
 SHORT = SamplingParams(max_tokens=5)

@@ -28,11 +28,16 @@ from tuner.engines.base import (
 from tuner.engines.request import Request, RequestEngine, end_ids_of
 from tuner.engines.sampling import check_sampling
 from tuner.engines.transformers.model_shape import length_limit, probe_length
-from tuner.engines.transformers.row_pass import RowPass, row_pass_of
+from tuner.engines.transformers.passes import (
+    RowPass,
+    SoloRunner,
+    WeightsGuard,
+    names_positions,
+    row_pass_of,
+    served_model,
+)
 from tuner.engines.transformers.slots import FEW_TOKENS, SlotRunner
-from tuner.engines.transformers.solo import SoloRunner, names_positions
 from tuner.engines.transformers.threads import taking_turns
-from tuner.engines.transformers.weights import WeightsGuard, served_model
 from tuner.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -86,7 +91,7 @@ class TransformersEngine(RequestEngine):
         deterministic: Serve one request at a time, without prefix reuse.
         version: Version of the weights as they are now.
         prefill_tokens: Prompt tokens computed in one forward pass at most.
-        enforce_eager: Record no CUDA graphs (`tuner.engines.transformers.graphs`).
+        enforce_eager: Record no CUDA graphs (`tuner.engines.transformers.passes`).
 
     Raises:
         ConfigError: A size is not positive, `max_model_len` is more than the model can be computed

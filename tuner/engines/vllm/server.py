@@ -44,7 +44,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tuner.engines.base import EngineError, EngineLostError, SamplingParams
-from tuner.engines.token_server import Sampled, Weights
+from tuner.engines.servers import Sampled, Weights
 from tuner.engines.vllm.core import TransferVerb, VllmCore, VllmSettings
 from tuner.errors import TunerError
 

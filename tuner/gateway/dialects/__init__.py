@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from tuner.gateway.completion import Completion
-from tuner.gateway.completion_request import Answer
-from tuner.gateway.model.parsing import Delta
+from tuner.gateway.families.parsing import Delta
 from tuner.gateway.request_error import RequestError
+from tuner.gateway.requests import Answer
 from tuner.gateway.sessions import Session
 
 

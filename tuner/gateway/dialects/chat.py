@@ -13,20 +13,19 @@ from typing import Any
 
 from tuner.engines.base import EngineCapabilities, Generation
 from tuner.gateway.completion import Completion
-from tuner.gateway.completion_request import (
+from tuner.gateway.families.grammars import AnswerSchema, ToolChoice
+from tuner.gateway.families.parsing import Delta
+from tuner.gateway.families.renderer import ChatRenderer
+from tuner.gateway.request_error import FieldError, Path, RequestError, shown, wrong
+from tuner.gateway.requests import (
     MAX_CHOICES,
     Answer,
     Choice,
     CompletionRequest,
-    check_messages,
-    check_tools,
-    read_fields,
-    stream_options,
-    with_usage,
-)
-from tuner.gateway.fields import (
     Reader,
     boolean,
+    check_messages,
+    check_tools,
     check_top_logprobs,
     integer,
     logit_bias,
@@ -34,17 +33,16 @@ from tuner.gateway.fields import (
     number,
     object_field,
     only,
+    read_fields,
     stop_strings,
+    stream_options,
     string,
     token_ids,
     top_k,
+    with_usage,
     without_effect,
     words,
 )
-from tuner.gateway.model.grammars import AnswerSchema, ToolChoice
-from tuner.gateway.model.parsing import Delta
-from tuner.gateway.model.renderer import ChatRenderer
-from tuner.gateway.request_error import FieldError, Path, RequestError, shown, wrong
 from tuner.gateway.service import sse
 from tuner.gateway.sessions import Session
 

@@ -10,18 +10,21 @@ from typing import Any
 
 from tuner.engines.base import Generation
 from tuner.gateway.completion import Completion
-from tuner.gateway.completion_request import (
+from tuner.gateway.dialects.chat import SHARED_FIELDS, ChatExchange, reported, usage
+from tuner.gateway.families.parsing import Delta
+from tuner.gateway.request_error import FieldError, Path, RequestError, kind, wrong
+from tuner.gateway.requests import (
     MAX_CHOICES,
     Answer,
     Choice,
     CompletionRequest,
+    Reader,
+    check_top_logprobs,
+    integer,
+    only,
     read_fields,
     with_usage,
 )
-from tuner.gateway.dialects.chat import SHARED_FIELDS, ChatExchange, reported, usage
-from tuner.gateway.fields import Reader, check_top_logprobs, integer, only
-from tuner.gateway.model.parsing import Delta
-from tuner.gateway.request_error import FieldError, Path, RequestError, kind, wrong
 from tuner.gateway.service import Service, sse
 from tuner.gateway.sessions import Session
 

@@ -8,16 +8,15 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tuner.algorithms.spec import ADVANTAGES
-from tuner.algorithms.table import ALGORITHMS
 from tuner.config import RunConfig
-from tuner.config.explorer import SynchronizerSection
+from tuner.config.algorithms import ADVANTAGES, ALGORITHMS
+from tuner.config.schema import SynchronizerSection
 from tuner.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tuner.assembly.stack import Stack
-    from tuner.run.directory import RunDirectory
-    from tuner.serving.api_types import ServedModels
+    from tuner.runs.directory import RunDirectory
+    from tuner.runs.stack import Stack
+    from tuner.serving.asking import ServedModels
     from tuner.serving.hosting import Beside, Server
     from tuner.serving.learning.learner import Learner
     from tuner.serving.serving_store import ServingStore
@@ -116,7 +115,7 @@ def build_learner(
         directory: The run's.
         eval_tasks: Rows of each evaluation set, by its name.
     """
-    from tuner.assembly.stack import build_trainer
+    from tuner.runs.stack import build_trainer
     from tuner.serving.learning.learner import Learner
     from tuner.serving.learning.proving import HeldOut
 
@@ -139,7 +138,7 @@ class Deciding:
     learner: Learner
 
     def models(self) -> ServedModels:
-        from tuner.serving.api_types import ServedModels
+        from tuner.serving.asking import ServedModels
 
         return ServedModels(**self.learner.models())
 

@@ -16,16 +16,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from statistics import fmean
 
-from tuner.algorithms.spec import ADVANTAGES
-from tuner.assembly.parameters import selection
 from tuner.config import RunConfig
-from tuner.run.metrics import batch_metrics, has_signal, rollout_metrics, staleness_metrics
-from tuner.serving.serving_store import ServingStore
-from tuner.serving.tables import StoredSession
-from tuner.sources import Found
+from tuner.config.algorithms import ADVANTAGES
+from tuner.runs.metrics import batch_metrics, has_signal, rollout_metrics, staleness_metrics
+from tuner.runs.sources import Found
+from tuner.runs.stack import selection
+from tuner.serving.serving_store import ServingStore, StoredSession
 from tuner.traces import Call, RolloutId, Trace
-from tuner.training import Batch, TeacherPrompt, build_batch
-from tuner.training.batch import own_prompt, untrainable
+from tuner.training.batch import Batch, TeacherPrompt, build_batch, own_prompt, untrainable
 
 _MOST = 1000
 """Judged sessions that are looked at together, the oldest; at least four updates of them."""

@@ -29,20 +29,20 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from tuner.assembly.stack import Stack
 from tuner.config import RunConfig
 from tuner.errors import ConfigError, TunerError
 from tuner.gateway import Session
 from tuner.loop import update
-from tuner.run.directory import RunDirectory, read_metrics
-from tuner.run.monitors import JsonlMonitor
-from tuner.run.proof import Decision
+from tuner.runs.console import JsonlMonitor
+from tuner.runs.directory import RunDirectory, read_metrics
+from tuner.runs.stack import Stack
+from tuner.runs.statistics import Decision
 from tuner.serving.learning.judged import LOOK, JudgedSource, Taken
 from tuner.serving.learning.ledger import Kind, Ledger, numbers
 from tuner.serving.learning.proving import Canary, HeldOut
 from tuner.serving.learning.versions import Learned, Versions
 from tuner.serving.serving_store import ServingStore
-from tuner.training import PolicyTrainer
+from tuner.training.trainer import PolicyTrainer
 
 logger = logging.getLogger("tuner.serving")
 T = TypeVar("T")

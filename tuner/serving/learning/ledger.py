@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tuner.run.proof import Arm, Decision
-from tuner.serving.tables import Tables
+from tuner.runs.statistics import Arm, Decision
+from tuner.serving.serving_store import Tables
 
 Kind = Literal["start", "trial", "promote", "keep", "not yet", "rollback"]
 _NUMBERS = ("estimate", "lower", "upper", "sessions", "expected_more")

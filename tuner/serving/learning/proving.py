@@ -23,19 +23,19 @@ from weakref import WeakValueDictionary
 from rich.console import Console
 from torch import Tensor
 
-from tuner.assembly.stack import Stack
 from tuner.config import RunConfig
-from tuner.config.serving import PromotionSection
+from tuner.config.schema import PromotionSection
 from tuner.engines import TrainingEngine
 from tuner.errors import TrainingError
 from tuner.gateway import Gateway, Session
 from tuner.gateway.service import Service
 from tuner.loop import evaluate_set
-from tuner.rollout import RolloutRunner, Rollouts
-from tuner.run.console import ConsoleMonitor
-from tuner.run.directory import RunDirectory
-from tuner.run.metrics import evaluation_metrics
-from tuner.run.proof import Arm, Comparison, Decision, Plan
+from tuner.rollouts import RolloutRunner, Rollouts
+from tuner.runs.console import ConsoleMonitor
+from tuner.runs.directory import RunDirectory
+from tuner.runs.metrics import evaluation_metrics
+from tuner.runs.stack import Stack
+from tuner.runs.statistics import Arm, Comparison, Decision, Plan
 from tuner.serving.learning.ledger import Judgement, Ledger
 from tuner.serving.learning.versions import Versions
 from tuner.serving.serving_store import ServingStore

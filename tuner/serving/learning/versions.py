@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tuner.assembly.arrangement import build_engine
-from tuner.assembly.models import ServedCopy, StoredAdapter, load_model
-from tuner.assembly.stack import Stack
 from tuner.config import RunConfig
 from tuner.engines import TrainingEngine
 from tuner.errors import TunerError
-from tuner.run.directory import TRAINER_STATE, RunDirectory, damage, read_json, write_atomically
-from tuner.training import PolicyTrainer
+from tuner.runs.directory import TRAINER_STATE, RunDirectory, damage, read_json, write_atomically
+from tuner.runs.models import ServedCopy, StoredAdapter, load_model
+from tuner.runs.placement import build_engine
+from tuner.runs.stack import Stack
+from tuner.training.trainer import PolicyTrainer
 
 LEARNED = "learned.json"
 """Of a checkpoint: which sessions its update took, and its metrics."""

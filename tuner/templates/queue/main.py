@@ -21,9 +21,9 @@ from tuner.areal import (
     SequenceSample,
     configured_agent,
 )
-from tuner.assembly.models import load_tokenizer
 from tuner.config import load_config
 from tuner.rewards import final_answer, math_equal
+from tuner.runs.models import load_tokenizer
 from tuner.tune import TINY_MODEL
 
 CONFIG = Path(__file__).with_name("config.yaml")

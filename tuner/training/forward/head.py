@@ -20,10 +20,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from tuner.engines.grammar import Bits, Grammars, unpacked
-from tuner.engines.logit_edits import Edit, LogitEdits, edited
-from tuner.engines.sampling import kept_ids, sampled_logprobs
-from tuner.engines.transfer import to_device
+from tuner.engines.grammar import Bits, Grammars, to_device, unpacked
+from tuner.engines.sampling import Edit, LogitEdits, edited, kept_ids, sampled_logprobs
 from tuner.errors import TrainingError
 from tuner.traces.tree import IntArray
 from tuner.training.batch import Row
@@ -320,7 +318,7 @@ class OutputHead:
 
     That is its output embedding, and what some models do to the logits behind it: Gemma's
     `final_logit_softcapping`, Granite's `logits_scaling`, Cohere's `logit_scale`. Whether a model
-    does anything else is found out by comparison (`tuner.training.forward.probing`).
+    does anything else is found out by comparison (`tuner.training.forward.layouts`).
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

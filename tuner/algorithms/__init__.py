@@ -1,1 +1,0 @@
-"""Pure tensor functions: advantages, policy losses, KL, aggregation; the table of algorithms."""

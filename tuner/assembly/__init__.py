@@ -1,1 +1,0 @@
-"""From a configuration to the parts of a run: models, engine, gateway, trainer."""

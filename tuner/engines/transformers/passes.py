@@ -1,0 +1,753 @@
+"""One forward pass over rows of keys and values, in the quickest way that is right for a model."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tuner.engines.base import EngineStats
+from tuner.engines.grammar import to_device
+from tuner.engines.request import Request, sample_next
+from tuner.engines.sampling import SamplingBatch
+from tuner.engines.transformers.cascade import (
+    MASK_ELEMENTS,
+    RowAttention,
+    attention_mask,
+    levels_of,
+)
+from tuner.engines.transformers.kv_cache import Placement, SlotCache
+from tuner.engines.transformers.model_shape import layer_windows, probe_length
+from tuner.errors import ConfigError
+
+# The forward pass of a decoder of the plain kind, with little around its matrix products.
+#
+# For one token of a small model most of the time of transformers' own code goes into what is around
+# the products: norms and rotations of many small operations, keyword arguments handed from module
+# to module. Llama, Qwen 2 and 3, Mistral and their like are all the same few lines:
+#
+#     h = h + o(attention(rotate(norm(q)), rotate(norm(k)), v))       q, k, v of norm(h)
+#     h = h + mlp(norm(h))
+#
+# These lines stand here, over the model's own modules, so weights, adapters and experts are
+# whatever they are there. Which model is of this kind is seen by the names of its modules, and
+# believed when its logits are those of its own code (`row_pass`).
+
+
+Map = Callable[[Tensor], Tensor]
+
+_MODEL = {"model", "lm_head"}
+_DECODER = {"embed_tokens", "layers", "norm", "rotary_emb"}
+_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_NORMS = {"q_norm", "k_norm"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    kind: str
+    scale: float
+    before: Map
+    q: Map
+    k: Map
+    v: Map
+    q_norm: Map | None
+    k_norm: Map | None
+    o: Map
+    behind: Map
+    mlp: Map
+
+
+class PlainDecoder:
+    """A model's forward pass over rows whose attention is a `RowAttention`.
+
+    Args:
+        model: Of which `is_plain` holds.
+        windows: By kind of layer; of one kind are all.
+    """
+
+    def __init__(self, model: PreTrainedModel, windows: Mapping[str, int | None]) -> None:
+        inner: Any = model
+        decoder = inner.model
+        self._embed: Map = decoder.embed_tokens
+        self._rotations: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = decoder.rotary_emb
+        self._norm = _norm(decoder.norm)
+        self._head: Map = inner.lm_head
+        kinds = model.config.layer_types if len(windows) > 1 else None
+        kinds = kinds or [*windows] * len(decoder.layers)
+        self._layers = [
+            _layer(layer, kind) for layer, kind in zip(decoder.layers, kinds, strict=True)
+        ]
+        self._width: int = decoder.layers[0].self_attn.head_dim
+        # Those whose own code is not run.
+        self._passed = [inner, decoder, decoder.norm]
+        for layer in decoder.layers:
+            self._passed += [layer, layer.self_attn, *_norms(layer)]
+
+    @property
+    def hooked(self) -> bool:
+        """Whether somebody watches a module whose own code would not run."""
+        return any(module._forward_hooks or module._forward_pre_hooks for module in self._passed)
+
+    def __call__(
+        self,
+        cache: SlotCache,
+        attentions: Mapping[str, RowAttention],
+        ids: Tensor,
+        positions: Tensor,
+        placement: Placement,
+    ) -> Tensor:
+        """Logits of the last column: ids and positions [m, C] -> [m, V]. What is padding is only
+        attended with."""
+        rows, columns = ids.shape
+        source = placement.source
+        if source is not None:
+            ids, positions = ids.flatten()[source], positions.flatten()[source]
+        x = self._embed(ids.view(1, -1))
+        cos, sin = self._rotations(x, positions.view(1, -1))
+        x = x[0]
+        half = self._width // 2
+        cos, sin = cos.transpose(0, 1), sin.transpose(0, 1)
+        sin = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
+        for place, layer in enumerate(self._layers):
+            h = layer.before(x)
+            q, k, v = (
+                states.view(len(x), -1, self._width)
+                for states in (layer.q(h), layer.k(h), layer.v(h))
+            )
+            if layer.q_norm is not None and layer.k_norm is not None:
+                q, k = layer.q_norm(q), layer.k_norm(k)
+            heads = q.shape[1]
+            both = torch.cat([q, k], dim=1)
+            both = both * cos + both.roll(half, -1) * sin
+            q, k = both[:, :heads], both[:, heads:]
+            stored = cache.rows[place]
+            stored.write(k, v)
+            if source is not None:
+                q = q.new_zeros(rows * columns, *q.shape[1:]).index_copy_(0, source, q)
+            found = (
+                attentions[layer.kind]
+                .attend(stored, q.reshape(rows, columns, heads, self._width), layer.scale)
+                .reshape(rows * columns, -1)
+            )
+            x = x + layer.o(found if source is None else found[source])
+            x = x + layer.mlp(layer.behind(x)[None])[0]
+        if source is not None:
+            last = x[(source + 1) % columns == 0]
+        else:
+            last = x.view(rows, columns, -1)[:, -1]
+        return self._head(self._norm(last))
+
+
+def is_plain(model: PreTrainedModel) -> bool:
+    """Whether a model has the modules of a plain decoder, and no other."""
+    inner: Any = model
+    if not (_has(inner, _MODEL) and _has(inner.model, _DECODER)):
+        return False
+    return all(
+        _has(layer, _LAYER)
+        and _has(layer.self_attn, _ATTENTION, _NORMS)
+        and all(_is_norm(norm) for norm in _norms(layer))
+        for layer in inner.model.layers
+    ) and _is_norm(inner.model.norm)
+
+
+def _has(module: nn.Module, names: set[str], more: set[str] = frozenset()) -> bool:  # type: ignore[assignment]
+    found = {name for name, _ in module.named_children()}
+    own = any(True for _ in module.parameters(recurse=False))
+    return not own and found in (names, names | more)
+
+
+def _norms(layer: Any) -> list[nn.Module]:
+    attention = layer.self_attn
+    within = [getattr(attention, name) for name in sorted(_NORMS) if hasattr(attention, name)]
+    return [layer.input_layernorm, layer.post_attention_layernorm, *within]
+
+
+def _is_norm(module: Any) -> bool:
+    return hasattr(module, "variance_epsilon") and set(module._parameters) == {"weight"}
+
+
+def _layer(layer: Any, kind: str) -> _Layer:
+    attention = layer.self_attn
+    within = [
+        _norm(getattr(attention, name)) if hasattr(attention, name) else None
+        for name in ("q_norm", "k_norm")
+    ]
+    return _Layer(
+        kind=kind,
+        scale=attention.scaling,
+        before=_norm(layer.input_layernorm),
+        q=attention.q_proj,
+        k=attention.k_proj,
+        v=attention.v_proj,
+        q_norm=within[0],
+        k_norm=within[1],
+        o=attention.o_proj,
+        behind=_norm(layer.post_attention_layernorm),
+        mlp=layer.mlp,
+    )
+
+
+def _norm(module: Any) -> Map:
+    """A root-mean-square norm in few operations. In half precision the module's own: it rounds in
+    between."""
+    weight = module.weight
+    if weight.dtype not in (torch.float32, torch.float64):
+        return module  # type: ignore[no-any-return]
+    least = weight.new_tensor(module.variance_epsilon)
+    share = 1 / weight.numel()
+
+    def normed(x: Tensor) -> Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        # The weight is looked up each time: it may be another one since.
+        scale = torch.rsqrt(torch.addcmul(least, length, length, value=share))
+        found: Tensor = x * scale * module._parameters["weight"]
+        return found
+
+    return normed
+
+
+# Passes over few tokens of each row, of few shapes, recorded once as CUDA graphs and replayed.
+#
+# A step of one token per request is a thousand small kernels, and asking for them one by one takes
+# Python longer than they take the GPU. A graph is asked for at once, but has fixed shapes and
+# places in memory. So rows, columns and length are rounded up:
+#
+#     3 requests, the longest of 130 tokens      computed: 4 rows, 256 positions
+#     the next turn of 3 agents, 20 tokens each            4 rows of 32 columns, 256 positions
+#
+# A token too many is read by nobody, and its keys and values go to the place behind the last
+# position of the row, which nothing attends to. Decoded are always the first rows of the cache;
+# prompts are in any rows, whose keys and values a graph copies together.
+
+
+_log = logging.getLogger(__name__)
+
+_SHORTEST = 128
+"""Positions that every graph attends to at least."""
+_PROMPTS = 4, 16
+"""Rows and columns that a graph over prompts has at least."""
+_TOKENS = 1 << 12
+"""Tokens that a graph computes at most; a pass over more takes the GPU longer than Python."""
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """Attributes:
+    inputs: Ids, positions, places and rows of the new tokens, shape [4, rows, columns].
+    logits: Shape [rows, V], written by each replay.
+    """
+
+    inputs: Tensor
+    logits: Tensor
+    graph: torch.cuda.CUDAGraph
+
+
+class PassGraphs:
+    """One graph for each number of rows, columns and positions that has been needed.
+
+    Args:
+        compute: Ids and positions [m, C], and where they are -> logits [m, V].
+        cache: Where keys and values are; `forget` when it has grown.
+        device: A GPU. On a CPU the same shapes are computed, and nothing is recorded.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[Tensor, Tensor, Placement], Tensor],
+        cache: SlotCache,
+        device: torch.device,
+    ) -> None:
+        self._compute = compute
+        self._cache = cache
+        self._device = device
+        self._recorded: dict[tuple[int, ...], _Recorded] = {}
+        self._holds: Hashable = None
+        self._pool: Any = None
+        self._usable = True
+
+    def forget(self, holds: Hashable = None) -> None:
+        """Drop the graphs; not those of weights that are where they were, as `holds` says."""
+        if holds is None or holds != self._holds:
+            self._recorded.clear()
+            self._pool = None  # one that all graphs have left cannot be used again
+        self._holds = holds or self._holds
+
+    def logits(
+        self,
+        first: int,
+        ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        real: NDArray[np.bool_],
+    ) -> Tensor | None:
+        """Logits after the last of C more tokens in each of m rows, [m, C] each -> [m, V].
+
+        They are overwritten by the next step. None where there are too many tokens for it to be
+        worth while, or the model's code cannot be recorded, which is found out at the first step.
+
+        Args:
+            first: Of these rows in the cache; 0 if C is 1.
+            positions: 0 for tokens that are not `real`, which come first in a row.
+        """
+        cache, (count, width) = self._cache, ids.shape
+        decodes = first == 0 and width == 1
+        least = (1, 1) if decodes else _PROMPTS
+        rows, columns = max(least[0], _rounded(count)), max(least[1], _rounded(width))
+        rows = min(rows, cache.slots)
+        length = min(max(_SHORTEST, _rounded(int(positions.max()) + 1)), cache.capacity)
+        few = rows * columns <= _TOKENS and rows * columns * length <= MASK_ELEMENTS
+        if not (self._usable and (decodes or few)):
+            return None
+        inputs = np.zeros((4, rows, columns), dtype=np.int64)
+        # Rows too many are others of the cache.
+        inputs[3] = (np.arange(first, first + rows) % cache.slots)[:, None]
+        inputs[2] = inputs[3] * cache.width + cache.capacity
+        inputs[:2, :count, -width:] = ids, positions
+        inputs[2, :count, -width:] += np.where(real, positions - cache.capacity, 0)
+        values = to_device(inputs, self._device)
+        if self._device.type != "cuda":
+            return self._step(values, length, decodes=decodes)[:count]
+        shape = (rows, 0 if decodes else columns, length)
+        recorded = self._recorded.get(shape)
+        if recorded is None:
+            try:
+                recorded = self._record(values, length, decodes=decodes)
+            except Exception as error:  # whatever a model's own code asks the GPU for
+                _log.warning(
+                    "generation is slower than it could be: the model's pass cannot be "
+                    "recorded as a CUDA graph (%s: %s)",
+                    type(error).__name__,
+                    error,
+                )
+                self._usable = False
+                self._recover_generator()
+                return None
+            self._recorded[shape] = recorded
+        recorded.inputs.copy_(values)
+        recorded.graph.replay()
+        return recorded.logits[:count]
+
+    def _step(self, inputs: Tensor, length: int, *, decodes: bool) -> Tensor:
+        ids, positions, target, row = inputs
+        rows = slice(0, len(row)) if decodes else row[:, 0]
+        placement = Placement(rows, length, target.flatten(), None)
+        return self._compute(ids, positions, placement)
+
+    def _record(self, inputs: Tensor, length: int, *, decodes: bool) -> _Recorded:
+        # What libraries set up at first use must not be part of the graph; for later graphs it is
+        # there. A step may be repeated: it writes the same again.
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for _ in range(1 if self._pool else 2):
+                self._step(inputs, length, decodes=decodes)
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            logits = self._step(inputs, length, decodes=decodes)
+        return _Recorded(inputs, logits, graph)
+
+    def _recover_generator(self) -> None:
+        """A recording that fails leaves torch's generator of the device unusable."""
+        generator = torch.cuda.default_generators[self._device.index or 0]
+        fresh = torch.Generator(self._device)
+        fresh.manual_seed(generator.initial_seed())
+        generator.graphsafe_set_state(fresh.graphsafe_get_state())
+
+
+def _rounded(number: int) -> int:
+    """The power of two that is not smaller."""
+    return 1 << (number - 1).bit_length()
+
+
+# Noticing that shared weights have changed, so that no cached key or value outlives them.
+#
+# peft puts an adapter's layers inside the model, so the transformers model inside the wrapper
+# already computes with the adapter; the engine and the trainer work on that one and stay free of
+# peft.
+#
+# The engine shares its weights with a trainer, which changes them in place. A trainer that forgets
+# `update_weights` must not get keys and values of the old weights mixed with the new ones, so the
+# weights are looked at before and after every forward pass. What catches which change (checked by
+# tests):
+#
+# | change | caught by |
+# |---|---|
+# | `p.add_()`, `p.copy_()`, `load_state_dict`, AdamW (for-loop and foreach) | version counter |
+# | `module.weight = new`, `load_state_dict(assign=True)` | identity |
+# | `p.data = new` | address |
+# | AdamW (fused), `p.data.add_()`, kernels writing through a pointer | probe of the values |
+# | an adapter switched on or off, merged, scaled | the layers' switches |
+#
+# The probe is the first elements of every parameter that is being trained: a change that leaves all
+# of those as they were and touches no version counter goes unnoticed.
+
+
+def causal_model(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside one that is wrapped for LoRA, or the model itself."""
+    inner: Any = model
+    found: PreTrainedModel = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    return found
+
+
+def served_model(model: nn.Module) -> PreTrainedModel:
+    """The `causal_model` of one that an engine can serve.
+
+    Raises:
+        ConfigError: The adapter works from outside the model's layers (learned prompts, or LoRA
+            that is switched on by tokens), so the model inside would generate without it.
+    """
+    adapter: Any = getattr(model, "active_peft_config", None)
+    if adapter is not None and (
+        adapter.is_prompt_learning or getattr(adapter, "alora_invocation_tokens", None)
+    ):
+        raise ConfigError(
+            f"the model's adapter, a {type(adapter).__name__}, acts on prompts and not in the "
+            "layers alone, which the engine does not serve; use LoRA without "
+            "alora_invocation_tokens"
+        )
+    return causal_model(model)
+
+
+_PROBE = 4
+"""Elements looked at in each trained parameter."""
+
+
+class WeightsGuard:
+    """Remembers the weights of `model` without copying them; about 20 us per look on a CPU."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places: list[tuple[dict[str, Any], str]] = [
+            (module._parameters, name)
+            for module in model.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        self._adapted: list[Any] = [
+            module for module in model.modules() if hasattr(module, "_disable_adapters")
+        ]
+        self.remember()
+
+    def remember(self) -> None:
+        """Take the weights as they are now for unchanged."""
+        # Held, so that the id of a parameter cannot become another one's.
+        self._parameters = [place[name] for place, name in self._places]
+        self._state = self._look()
+        self._on = self._switches()
+        trained = [p for p in self._parameters if p.requires_grad] or self._parameters
+        self._views = [p.detach().view(-1)[:_PROBE] for p in trained if p.is_contiguous()]
+        self._probe = self._values()
+
+    def changed(self) -> bool:
+        """Whether the weights differ from those last remembered."""
+        return (
+            self._look() != self._state
+            or self._switches() != self._on
+            or not torch.equal(self._values(), self._probe)
+        )
+
+    def places(self) -> Hashable:
+        """Equal as long as a recorded computation would read the same memory in the same way."""
+        return tuple((id_, address) for id_, _, address in self._look()), tuple(self._switches())
+
+    def _look(self) -> list[tuple[int, int, int]]:
+        parameters = (place[name] for place, name in self._places)
+        return [(id(p), p._version, p.data_ptr()) for p in parameters]
+
+    def _switches(self) -> list[Hashable]:
+        """Equal as long as the same adapters are on, at the same strength, merged or not; none of
+        the parameters changes when they are switched."""
+        return [
+            (
+                layer._disable_adapters,
+                str(layer._active_adapter),
+                tuple(getattr(layer, "merged_adapters", ())),
+                tuple(getattr(layer, "scaling", {}).items()),
+            )
+            for layer in self._adapted
+        ]
+
+    def _values(self) -> Tensor:
+        # Compared as bytes, because NaN is not equal to itself.
+        return torch.cat(self._views).view(torch.uint8)
+
+
+# The simple way of serving requests: one at a time.
+
+
+def forward_options(model: PreTrainedModel) -> dict[str, Any]:
+    """Arguments that make `model` compute the logits of the last position only, if it can."""
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        return {"logits_to_keep": 1}
+    return {}
+
+
+def continued(
+    model: PreTrainedModel, ids: Tensor, cache: Any, first: int | None
+) -> tuple[Tensor, Any]:
+    """Logits after the last of `ids` [1, C], which continue what is cached, [1, V]; and the cache
+    with them, None where the model keeps none.
+
+    Args:
+        first: Position of the first of them; None where the model knows it from the cache.
+    """
+    names = inspect.signature(model.forward).parameters
+    name = "cache_params" if "cache_params" in names else "past_key_values"
+    options = forward_options(model) | {name: cache}
+    if first is not None:
+        places = torch.arange(first, first + ids.shape[1], device=ids.device)
+        options["position_ids"] = places[None]
+    output = model(input_ids=ids, use_cache=True, **options)
+    return output.logits[:, -1], getattr(output, name, None)
+
+
+@torch.no_grad()
+def names_positions(model: PreTrainedModel, length: int) -> bool | str:
+    """Compare generation with a plain forward pass over `length` tokens.
+
+    Returns:
+        Whether a pass that continues a cache has to be told its positions (Bamba takes them to
+        begin at 0 otherwise); or what differs either way.
+    """
+    ids = torch.arange(length, device=model.device) * 7 + 3
+    ids = ids[None] % model.config.get_text_config(decoder=True).vocab_size
+    why = ""
+    for told in (False, True):
+        try:
+            wanted = model(input_ids=ids, use_cache=False).logits[0, length - 3 :]
+            got, cache = [], None
+            for end in range(length - 2, length + 1):
+                first = 0 if cache is None else end - 1
+                logits, cache = continued(model, ids[:, first:end], cache, first if told else None)
+                got.append(logits)
+            found = differ(torch.cat(got), wanted)
+        except Exception as error:  # whatever a model's own code makes of a cache
+            found = f"its forward pass fails ({type(error).__name__}: {error})"
+        if found is None:
+            return told
+        why = why or found
+    return why
+
+
+def differ(got: Tensor, wanted: Tensor) -> str | None:
+    """Whether logits [T, V] are others than rounding makes them."""
+    allowed = 1e-3 if got.dtype in (torch.float32, torch.float64) else 0.25
+    difference = float((got.float() - wanted.float()).abs().max() / wanted.float().std())
+    if difference > allowed:
+        return f"its logits would differ by {difference:.2g} standard deviations"
+    return None
+
+
+class SoloRunner:
+    """Serves requests in the order they come, each alone from its first token to its last.
+
+    For two purposes. Models whose layers keep something else than keys and values per token
+    (linear attention, state spaces, shared or compressed caches) cannot be served from rows. And
+    a deterministic run needs numbers that do not depend on who else is in flight: every forward
+    pass here has a batch of one and no reused prefix, so equal requests give bit-identical
+    results. It costs the throughput of batching and every shared prefix.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        guard: WeightsGuard,
+        stats: EngineStats,
+        *,
+        names_positions: bool = False,
+    ) -> None:
+        self.waiting: deque[Request] = deque()
+        self.active: list[Request] = []
+        self._model = model
+        self._guard = guard
+        self._stats = stats
+        self._names_positions = names_positions
+        self._cache: Any = None
+
+    def tokens_ahead(self) -> int:
+        """How many prompt tokens the next step computes at most; 0 if it continues completions."""
+        if self._cache is not None:
+            return 0
+        ahead = self.active or list(self.waiting)[:1]
+        return sum(len(request.token_ids()) for request in ahead)
+
+    def drop_abandoned(self) -> None:
+        """Forget requests that nobody waits for."""
+        self.waiting = deque(request for request in self.waiting if not request.abandoned)
+        if self.active and self.active[0].abandoned:
+            self.active = []
+            self._cache = None
+
+    def evict(self) -> None:
+        """Forget what was computed under earlier weights; a request in flight starts it afresh."""
+        self._cache = None
+
+    def step(self, version: int) -> list[Request]:
+        """Run one forward pass and sample; returns the requests that are finished."""
+        if not self.active:
+            if not self.waiting:
+                return []
+            self.active = [self.waiting.popleft()]
+            self._cache = None
+        request = self.active[0]
+        tokens = request.token_ids()
+        new = tokens if self._cache is None else tokens[-1:]
+        ids = torch.tensor([new], device=self._model.device)
+        first = len(tokens) - len(new) if self._names_positions else None
+        logits, cache = continued(self._model, ids, self._cache, first)
+        if self._guard.changed():
+            return []
+        if len(new) > 1 or not request.completion_ids:
+            self._stats.prompt_tokens_computed += len(new)
+        request.cached_tokens = 0
+        self._cache = cache
+        batch = SamplingBatch.of([request.sampling], ids.device)
+        _, finished = sample_next([request], batch, logits, version)
+        if finished:
+            self.active = []
+            self._cache = None
+        self._stats.sampled_tokens += 1
+        return [request] if finished else []
+
+
+class RowPass:
+    """A model's forward pass over rows of a cache.
+
+    Args:
+        windows: For each kind of layer ("full_attention", "sliding_attention") in the model its
+            window, None for unlimited.
+        shares: Rows may have prefixes, and attention is ours (`cascade`); otherwise it is the
+            model's, over a view of the rows.
+        plain: The model's code, but for its modules with weights, is ours too (`plain_decoder`).
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        windows: dict[str, int | None],
+        *,
+        shares: bool = False,
+        plain: bool = False,
+    ) -> None:
+        self._model = model
+        self._windows = windows
+        self._options = forward_options(model)
+        self._plain = PlainDecoder(model, windows) if plain else None
+        self.shares = shares
+        self.layers: int = model.config.get_text_config(decoder=True).num_hidden_layers
+
+    def logits(
+        self, cache: SlotCache, ids: Tensor, positions: Tensor, placement: Placement
+    ) -> Tensor:
+        """Logits of the last column: ids and positions [m, C] -> [m, V]."""
+        cache.placement = placement
+        dtype = self._model.dtype
+        if placement.own is None:
+            masks: dict[str, Any] = {
+                kind: attention_mask(positions, placement.kv_length, window, dtype)
+                for kind, window in self._windows.items()
+            }
+        else:
+            attentions = {
+                kind: RowAttention(cache, placement, positions, window, dtype)
+                for kind, window in self._windows.items()
+            }
+            if self._plain is not None and not self._plain.hooked:
+                return self._plain(cache, attentions, ids, positions, placement)
+            masks = {kind: attention.mask() for kind, attention in attentions.items()}
+        output = self._model(
+            input_ids=ids,
+            position_ids=positions,
+            # Models with one kind of layer take a tensor, those with several a dict.
+            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+            past_key_values=cache,
+            use_cache=True,
+            **self._options,
+        )
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+
+def row_pass_of(model: PreTrainedModel) -> RowPass | str:
+    """How to serve a model from rows of keys and values; or why that cannot be.
+
+    Raises:
+        ConfigError: Its attention implementation takes no mask.
+    """
+    windows = layer_windows(model)
+    if isinstance(windows, str):
+        return windows
+    attention = model.config._attn_implementation
+    if attention not in ("sdpa", "eager"):
+        raise ConfigError(
+            f"attn_implementation is {attention!r}, but the engine needs one that takes a "
+            "mask: load the model with attn_implementation='sdpa' or 'eager'"
+        )
+    why = ""
+    for row_pass in _ways(model, windows, ours=attention == "sdpa"):
+        found = rows_agree(model, row_pass)
+        if found is None:
+            return row_pass
+        why = found
+    return why
+
+
+def _ways(
+    model: PreTrainedModel, windows: dict[str, int | None], *, ours: bool
+) -> Iterator[RowPass]:
+    """The quickest first. The kernel that ours is built of is one of the CPU's; on a GPU steps are
+    recorded, which makes what is around the products cheap there."""
+    if ours and model.device.type == "cpu":
+        if is_plain(model):
+            yield RowPass(model, windows, shares=True, plain=True)
+        yield RowPass(model, windows, shares=True)
+    yield RowPass(model, windows)
+
+
+@torch.no_grad()
+def rows_agree(model: PreTrainedModel, row_pass: RowPass) -> str | None:
+    """Compare passes over rows with a plain forward pass; None if they agree, else what differs.
+
+    For models whose code does something of its own with positions, masks or the cache (ALiBi,
+    for example) and does not say so in its configuration.
+    """
+    device = model.device
+    length = probe_length(model.config)
+    ids = (torch.arange(length, device=device) * 7 + 3) % model.config.get_text_config().vocab_size
+    try:
+        # A row of one token and a long one, which goes on beside it.
+        alone = [model(input_ids=row[None], use_cache=False).logits[0] for row in (ids[:1], ids)]
+        wanted = torch.cat([alone[1][-2:-1], alone[0], alone[1][-1:]])
+        cache = SlotCache(row_pass.layers, 2, length)
+        prefix = None
+        got = []
+        for first, places in ((1, [[*range(length - 1)]]), (0, [[0], [length - 1]])):
+            positions = torch.tensor(places, device=device)
+            own = positions.clone()
+            if prefix is not None:
+                own[1] -= prefix.end
+            stop = int(own.max()) + 1
+            rows = torch.arange(first, 2, device=device)[:, None]
+            target = (rows * cache.width + own).flatten()
+            placement = Placement(slice(first, 2), stop, target, None)
+            if row_pass.shares:
+                levels = levels_of((None, prefix)[first:], device)
+                placement = Placement(slice(first, 2), stop, target, None, own, levels)
+            got.append(row_pass.logits(cache, ids[positions], positions, placement))
+            if row_pass.shares:
+                # What is left of the row is its last two tokens.
+                prefix = cache.seal(1, None, length - 3, 2)
+    except Exception as error:  # whatever a model's own code makes of the masks and the cache
+        return f"its forward pass does not take them ({type(error).__name__}: {error})"
+    return differ(torch.cat(got), wanted)

@@ -1,0 +1,557 @@
+"""From what a request demands to a grammar, in the form of the model's family.
+
+    start: reasoning? body
+
+    body    required         calls
+            auto             free text, or free text and calls
+            with a schema    JSON by the schema, or calls where tools may be called
+
+`CALL_FORMS` and `TAG_FORMS` have a family's form by its parser's name, so that what a grammar
+allows is what that parser reads. A tag that the tokenizer has as a token of its own is that token;
+another is text. Free text holds no such tag, so a call is never written past the schema, and does
+not begin as reasoning does.
+
+How JSON is spaced is said in `grammar_rules.py`. Reasoning and free text are not bounded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+from tuner.engines.base import EngineCapabilities
+from tuner.engines.grammar_text import compile_limits
+from tuner.gateway.families.parsing import (
+    CALL,
+    CALL_END,
+    CALLS,
+    CALLS_END,
+    SEPARATOR,
+    TAG_FORMS,
+    TagForm,
+    types_of,
+)
+from tuner.gateway.request_error import Path, RequestError, shown
+
+# What the families' grammars are made of: rules under names, tags, free text, JSON by a schema;
+# and the one form that is not JSON.
+
+
+TokenId = Callable[[str], int | None]
+
+
+class Rules:
+    """Collects the rules of a grammar.
+
+    Args:
+        token_id: The id of a tag that is a token of its own; None for one that is spelled.
+        opener: What opens reasoning, with which free text cannot begin; None for nothing.
+    """
+
+    def __init__(self, token_id: TokenId, opener: str | None) -> None:
+        self._token_id = token_id
+        self._opener = opener
+        self._rules: dict[str, str] = {}
+
+    def add(self, name: str, body: str) -> str:
+        """Define the rule `name`, or the terminal if it is upper case; returns the name."""
+        self._rules[name] = body
+        return name
+
+    def fresh(self, prefix: str, body: str) -> str:
+        """Define a rule under a name of its own, or find the equal one."""
+        for name, known in self._rules.items():
+            if known == body and name.startswith(prefix):
+                return name
+        return self.add(f"{prefix}{len(self._rules)}", body)
+
+    def json(self, schema: str) -> str:
+        """JSON by a schema from `json_schema`."""
+        return self.fresh("json", f"%json {schema}")
+
+    def tag(self, text: str) -> str:
+        """The tag itself."""
+        token_id = self._token_id(text)
+        return literal(text) if token_id is None else f"<[{token_id}]>"
+
+    def free(self, *tags: str, begins: str | None = None) -> str:
+        """Text that is not reasoning, does not begin with `begins`, and spells no tag."""
+        begins_with = [text for text in (self._opener, begins) if text is not None]
+        parts = [_ANY_TEXT, *map(_not_first, begins_with), *map(_without, tags)]
+        return self.fresh("FREE", " & ".join(parts))
+
+    def free_until(self, tag: str, *others: str) -> str:
+        """Text that is not reasoning and spells none of the tags; and then the first of them."""
+        if self._token_id(tag) is not None:
+            return f"{self.free(tag, *others)} {self.tag(tag)}"
+        return self._lazy(self.free(*others), tag)
+
+    def until(self, tag: str) -> str:
+        """Any text up to the first such tag, and the tag."""
+        if self._token_id(tag) is not None:
+            return f"{self.fresh('TEXT', f'{_ANY_TEXT} & {_without(tag)}')} {self.tag(tag)}"
+        return self._lazy(_ANY_TEXT, tag)
+
+    def value_until(self, tag: str, other: str) -> str:
+        """Any text in which `other` is not spelled, up to the first `tag`, and this tag."""
+        return self._lazy(self.fresh("VALUE", f"{_ANY_TEXT} & {_without(other)}"), tag)
+
+    def has(self, text: str) -> bool:
+        """Whether the tag is a token of its own."""
+        return self._token_id(text) is not None
+
+    def _lazy(self, text: str, tag: str) -> str:
+        name = f"until{len(self._rules)}"
+        self._rules[f"{name}[lazy]"] = f"{text} {literal(tag)}"
+        return name
+
+    def text(self) -> str:
+        return "".join(f"{name}: {body}\n" for name, body in self._rules.items())
+
+
+_ANY_TEXT = "/(?s:.*)/"
+
+
+def _without(tag: str) -> str:
+    """Regex: any text in which the tag is not spelled."""
+    return f"~({_ANY_TEXT} {literal(tag)} {_ANY_TEXT})"
+
+
+def _not_first(text: str) -> str:
+    """Regex: any text that does not begin so, white space aside."""
+    return f"~(/\\s*/ {literal(text)} {_ANY_TEXT})"
+
+
+def literal(text: str) -> str:
+    """A text as it stands in a grammar."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class CallableTool:
+    """A tool that may be called.
+
+    Attributes:
+        name: Its name.
+        schema: The schema of its arguments, as `json_schema` gives it.
+        path: Where the request has the schema, for messages.
+    """
+
+    name: str
+    schema: str
+    path: Path
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Expressions for calls, as rules know them.
+
+    Attributes:
+        calls: One call or several, and nothing before or behind.
+        free: Text without a call.
+        after_text: Text, and then calls.
+    """
+
+    calls: str
+    free: str
+    after_text: str
+
+
+# JSON on one line, with or without a space behind commas and colons. More white space is never
+# needed, and a small model could go on with it for ever.
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+
+
+def json_schema(schema: dict[str, Any], path: Path) -> str:
+    """A JSON schema as it stands in a grammar behind `%json`, known to be one that compiles.
+
+    Raises:
+        RequestError: 400 that names `path`, with the library's message.
+    """
+    try:
+        text = json.dumps({**schema, "x-guidance": _SPACING})
+        problem = _schema_problem(text)
+    except RecursionError:
+        problem = "it is nested too deeply"
+    if problem is not None:
+        raise RequestError(
+            f" cannot be made a grammar: {problem}; simplify the schema", path=path, begins=True
+        )
+    return text
+
+
+@lru_cache(maxsize=1024)
+def _schema_problem(schema: str) -> str | None:
+    """Why a JSON schema cannot be made a grammar; None where it can."""
+    from llguidance import LLMatcher  # here: a process that only reads requests needs none
+
+    failed, messages = LLMatcher.validate_grammar_with_warnings(
+        f"start: %json {schema}", limits=compile_limits()
+    )
+    return messages[0].split("\n<")[0].strip()[:300] if failed else None
+
+
+_END = "\n</parameter>\n"
+# What a string's schema may say without constraining its text.
+_HARMLESS = {"type", "title", "description", "default", "examples", "anyOf", "oneOf"}
+_SHARED = ("$defs", "definitions")
+
+
+def between_tags(rules: Rules, call: str, several: bool) -> Calls:
+    r"""`<tool_call>\nCALL\n</tool_call>`, a newline between two."""
+    begin, end, line = rules.tag("<tool_call>"), rules.tag("</tool_call>"), literal("\n")
+    calls = f"{line} {call} {line} {end}"
+    if several:
+        calls += f" ({line} {begin} {calls})*"
+    rules.add("calls", calls)
+    return Calls(
+        f"{begin} calls", rules.free("<tool_call>"), f"{rules.free_until('<tool_call>')} calls"
+    )
+
+
+def qwen3_xml(rules: Rules, tools: Sequence[CallableTool], several: bool) -> Calls:
+    r"""The form of Qwen3-Coder and Qwen3.5, whose parameters have a tag each.
+
+        <tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>
+
+    One block for each call, a newline between two. The parser types a value by the schema, so a
+    value is written as its type wants it: text as it is, a word of an enumeration, and JSON for
+    everything else. Parameters come in the order of the schema.
+    """
+    call = rules.add("call", " | ".join(_function(rules, tool) for tool in tools))
+    return between_tags(rules, call, several)
+
+
+def _function(rules: Rules, tool: CallableTool) -> str:
+    schema: Mapping[str, Any] = json.loads(tool.schema)
+    properties = schema.get("properties")
+    if properties is None:
+        key = rules.fresh("KEY", r"/[^>\n]+/")
+        text = rules.value_until(_END, "</tool_call>")
+        closed = literal(">\n")
+        parameters = f'("<parameter=" {key} {closed} {text})*'
+    else:
+        required = schema.get("required", ())
+        pieces = [
+            f"{_parameter(rules, tool, schema, name)}{'' if name in required else '?'}"
+            for name in properties
+        ]
+        parameters = " ".join(pieces)
+    head = literal(f"<function={_name(tool.name, tool.path)}>\n")
+    return rules.fresh("function", f'{head} {parameters} "</function>"')
+
+
+def _parameter(rules: Rules, tool: CallableTool, schema: Mapping[str, Any], name: str) -> str:
+    path = (*tool.path, "properties", name)
+    declared = schema["properties"][name]
+    head = literal(f"<parameter={_name(name, path)}>\n")
+    return rules.fresh("parameter", f"{head} {_value(rules, schema, declared, path)}")
+
+
+def _value(rules: Rules, schema: Mapping[str, Any], declared: Any, path: Path) -> str:
+    """The value and the end of its tag."""
+    if not isinstance(declared, dict):
+        declared = {}
+    types = types_of(declared, schema)
+    words = declared.get("enum", [declared["const"]] if "const" in declared else None)
+    if words is not None:
+        written = [word if isinstance(word, str) else json.dumps(word) for word in words]
+        return f"({' | '.join(map(literal, written))}) {literal(_END)}"
+    if types and "string" not in types:
+        shared = {key: schema[key] for key in _SHARED if key in schema}
+        return f"{rules.json(json_schema({**shared, **declared}, path))} {literal(_END)}"
+    limits = [key for key in declared if key not in _HARMLESS]
+    if limits and types:
+        raise RequestError(
+            f" is {shown(declared[limits[0]])}: text is written as it is in this model's form of "
+            "calls, and cannot be held to that; leave it out",
+            path=(*path, limits[0]),
+            begins=True,
+        )
+    return rules.value_until(_END, "</tool_call>")
+
+
+def _name(name: str, path: Path) -> str:
+    if ">" in name or "\n" in name:
+        raise RequestError(
+            f": the name {shown(name)} cannot be written in this model's form of calls, where "
+            "names end at '>'",
+            path=path,
+            begins=True,
+        )
+    return name
+
+
+Tool = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """Whether tools are called.
+
+    Attributes:
+        mode: "none" hides the tools, "auto" leaves it to the model, "required" wants a call.
+        names: The tools that may be called; None for every one.
+        once: Whether it is one call and no more.
+    """
+
+    mode: Literal["none", "auto", "required"] = "auto"
+    names: tuple[str, ...] | None = None
+    once: bool = False
+
+
+AUTO = ToolChoice()
+
+
+@dataclass(frozen=True)
+class AnswerSchema:
+    """The JSON that an answer must be.
+
+    Attributes:
+        schema: A JSON schema.
+        path: Where the request has it, for messages.
+    """
+
+    schema: dict[str, Any]
+    path: Path
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """What a request demands of a completion's form.
+
+    Attributes:
+        tools: Those that the model is shown.
+        tool_choice: Whether they are called.
+        parallel_tool_calls: Whether there may be several calls.
+        answer: What the content must be where no tool is called; None for any text.
+    """
+
+    tools: Sequence[Tool]
+    tool_choice: ToolChoice = AUTO
+    parallel_tool_calls: bool = True
+    answer: AnswerSchema | None = None
+
+    @property
+    def path(self) -> Path | None:
+        """The field of the request that demands a form; None where none does."""
+        if self.answer is not None:
+            return ("response_format",)
+        if self.tools and (self.tool_choice.mode == "required" or self.tool_choice.names):
+            return ("tool_choice",)
+        for index, tool in enumerate(self.tools):
+            if tool["function"].get("strict"):
+                return ("tools", index, "function", "strict")
+        return ("parallel_tool_calls",) if self.tools and not self.parallel_tool_calls else None
+
+    def check(self, capabilities: EngineCapabilities) -> None:
+        """Refuse what no completion can satisfy, or the engine cannot hold a completion to.
+
+        Raises:
+            RequestError: 400 that names the field and what to do.
+        """
+        choice = self.tool_choice
+        if choice.mode == "required" and not self.tools:
+            raise _unheld(
+                ("tool_choice",),
+                "wants a tool to be called, but there are no tools: send tools too",
+            )
+        known = [tool["function"]["name"] for tool in self.tools]
+        for name in choice.names or ():
+            if name not in known:
+                raise _unheld(
+                    ("tool_choice",),
+                    f"names {shown(name)}, but the tools are "
+                    f"{', '.join(map(repr, known)) or 'none'}: name one of them",
+                )
+        if self.path is not None and not capabilities.grammars:
+            raise _unheld(
+                self.path,
+                "asks for a completion of a certain form, to which this engine cannot hold the "
+                "model: leave it out",
+            )
+
+
+def _unheld(path: Path, problem: str) -> RequestError:
+    return RequestError(f" {problem}", path=path, begins=True)
+
+
+_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+_NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+# the rules, the tools, whether there may be several calls -> expressions
+CallForm = Callable[[Rules, Sequence[CallableTool], bool], Calls]
+
+
+def hermes(rules: Rules, tools: Sequence[CallableTool], several: bool) -> Calls:
+    r"""`<tool_call>\n{"name": NAME, "arguments": {...}}\n</tool_call>`, a newline between two."""
+    return between_tags(rules, _json_calls(rules, tools, "arguments"), several)
+
+
+def llama3_json(rules: Rules, tools: Sequence[CallableTool], several: bool) -> Calls:
+    """`{"name": NAME, "parameters": {...}}` and nothing before, `; ` between two."""
+    call = _json_calls(rules, tools, "parameters")
+    calls = rules.add("calls", f'{call} (";" " "? {call})*' if several else call)
+    return Calls(calls, rules.free("<|python_tag|>", begins="{"), calls)
+
+
+def mistral(rules: Rules, tools: Sequence[CallableTool], several: bool) -> Calls:
+    """`[TOOL_CALLS]NAME[ARGS]{...}` for each call if the tokenizer has `[ARGS]`, else an array."""
+    begin = rules.tag("[TOOL_CALLS]")
+    if rules.has("[ARGS]"):
+        named = " | ".join(
+            f"{literal(tool.name)} {rules.tag('[ARGS]')} {rules.json(tool.schema)}"
+            for tool in tools
+        )
+        call = rules.add("call", named)
+        rest = f"{call} ({begin} {call})*" if several else call
+    else:
+        call = _json_calls(rules, tools, "arguments")
+        rest = f'" "? "[" {call}' + (f' ("," " "? {call})*' if several else "") + ' "]"'
+    rules.add("calls", rest)
+    after = rules.free_until("[TOOL_CALLS]")
+    return Calls(f"{begin} calls", rules.free("[TOOL_CALLS]"), f"{after} calls")
+
+
+def deepseek_v3(rules: Rules, tools: Sequence[CallableTool], several: bool) -> Calls:
+    """Tags around each call and around all; `function`, the name, and JSON in a fence."""
+    parts = (f'"function" {rules.tag(SEPARATOR)}', literal("\n```json\n"), literal("\n```"))
+    return _deepseek(rules, tools, several, parts, between=literal("\n"))
+
+
+def deepseek_v31(rules: Rules, tools: Sequence[CallableTool], several: bool) -> Calls:
+    """Tags around each call and around all; the name and JSON."""
+    return _deepseek(rules, tools, several, ("", rules.tag(SEPARATOR), ""), between="")
+
+
+def _deepseek(
+    rules: Rules,
+    tools: Sequence[CallableTool],
+    several: bool,
+    parts: tuple[str, str, str],
+    *,
+    between: str,
+) -> Calls:
+    head, middle, tail = parts
+    bodies = " | ".join(
+        f"{head} {literal(tool.name)} {middle} {rules.json(tool.schema)} {tail}" for tool in tools
+    )
+    call = rules.add("call", f"{rules.tag(CALL)} ({bodies}) {rules.tag(CALL_END)}")
+    more = f"({between} {call})*" if several else ""
+    rules.add("calls", f"{call} {more} {rules.tag(CALLS_END)}")
+    after = rules.free_until(CALLS, CALL)
+    return Calls(f"{rules.tag(CALLS)} calls", rules.free(CALLS, CALL), f"{after} calls")
+
+
+def _json_calls(rules: Rules, tools: Sequence[CallableTool], key: str) -> str:
+    """The object of a call of any of the tools: `{"name": NAME, key: ARGUMENTS}`."""
+    space = '" "?'
+    objects = []
+    for tool in tools:
+        name = json.dumps(tool.name, ensure_ascii=False)
+        pieces = ('{"name":', f"{name},", f'"{key}":')
+        head = rules.fresh("HEAD", " ".join(f"{literal(piece)} {space}" for piece in pieces))
+        objects.append(f'{head} {rules.json(tool.schema)} "}}"')
+    return rules.add("call", " | ".join(objects))
+
+
+CALL_FORMS: Mapping[str, CallForm] = {
+    "hermes": hermes,
+    "qwen3_coder": qwen3_xml,
+    "qwen3_xml": qwen3_xml,
+    "llama3_json": llama3_json,
+    "llama4_json": llama3_json,
+    "mistral": mistral,
+    "deepseek_v3": deepseek_v3,
+    "deepseek_v31": deepseek_v31,
+}
+
+
+def _reasoning(tags: TagForm, rules: Rules, opened: bool) -> str:
+    """Reasoning that must be closed where the prompt has opened it, and else may be there."""
+    body = rules.until(tags.closer)
+    if tags.line_ends:
+        body += f" {rules.fresh('GAP', literal(chr(10)) + '{1,2}')}?"
+    return body if opened else f"({rules.tag(tags.opener)} {body})?"
+
+
+def grammar_of(
+    constraints: Constraints,
+    *,
+    tool_call_parser: str,
+    reasoning_parser: str,
+    opened: bool,
+    token_id: TokenId,
+) -> str:
+    """The grammar that holds a completion to what a request demands; empty where nothing is.
+
+    Args:
+        constraints: What is demanded.
+        tool_call_parser, reasoning_parser: The family's form, by the names of the parsers.
+        opened: Whether the prompt has already opened the reasoning.
+        token_id: The id of a tag that is a token of its own, None for text.
+
+    Raises:
+        RequestError: 400: a schema cannot be made a grammar, or the family's form has none.
+    """
+    path = constraints.path
+    if path is None:
+        return ""
+    tags = TAG_FORMS.get(reasoning_parser)
+    if tags is None and reasoning_parser != "none":
+        raise _no_form(path, "reasoning_parser", reasoning_parser, TAG_FORMS)
+    rules = Rules(token_id, tags.opener if tags else None)
+    before = _reasoning(tags, rules, opened) + " " if tags else ""
+    bodies = []
+    if constraints.tools:
+        if tool_call_parser not in CALL_FORMS:
+            raise _no_form(path, "tool_call_parser", tool_call_parser, CALL_FORMS)
+        several = constraints.parallel_tool_calls and not constraints.tool_choice.once
+        calls = CALL_FORMS[tool_call_parser](rules, _callable(constraints), several)
+        if constraints.answer is None and constraints.tool_choice.mode == "auto":
+            bodies += [calls.free, calls.after_text]
+        else:
+            bodies.append(calls.calls)
+    answer = constraints.answer
+    if answer is not None and not (constraints.tools and constraints.tool_choice.mode != "auto"):
+        bodies.append(rules.json(json_schema(answer.schema, answer.path)))
+    return f"start: {before}({' | '.join(bodies)})\n{rules.text()}"
+
+
+def _callable(constraints: Constraints) -> list[CallableTool]:
+    """The tools that may be called, with the schemas that are enforced.
+
+    Where the model is free to call, arguments of tools that are not strict are any JSON object.
+    """
+    choice = constraints.tool_choice
+    tools = []
+    for index, tool in enumerate(constraints.tools):
+        name = tool["function"]["name"]
+        if choice.names is None or name in choice.names:
+            enforced = choice.mode == "required" or tool["function"].get("strict")
+            path = ("tools", index, "function", "parameters")
+            schema = _arguments_schema(tool, path) if enforced else _ANY_OBJECT
+            tools.append(CallableTool(name, json_schema(schema, path), path))
+    return tools
+
+
+def _arguments_schema(tool: Tool, path: Path) -> dict[str, Any]:
+    schema = tool["function"].get("parameters")
+    if schema is None:
+        return _NO_ARGUMENTS
+    if schema.get("type", "object") != "object":
+        found = json.dumps(schema["type"])
+        raise _unheld((*path, "type"), f"is {found}: arguments are an object")
+    return {"type": "object", **schema}
+
+
+def _no_form(path: Path, setting: str, name: str, table: Mapping[str, object]) -> RequestError:
+    return _unheld(
+        path,
+        "asks for a completion of a certain form, but there is no grammar for the form of "
+        f"{setting} {name!r} (there is for {', '.join(sorted(table))}): leave it out",
+    )

@@ -1,0 +1,706 @@
+"""Messages to a prompt's text and ids, and completion ids back to a message."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache, cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+
+from tuner.errors import ConfigError
+from tuner.gateway.families.grammars import Constraints, grammar_of
+from tuner.gateway.families.parsing import (
+    REASONING_PARSERS,
+    TOOL_CALL_PARSERS,
+    MessageScanner,
+    ParsedMessage,
+    Tools,
+    read,
+)
+from tuner.gateway.families.template import (
+    ANY_CALL,
+    ANY_TOOL,
+    Message,
+    TemplateForm,
+    for_template,
+    lost_calls,
+    remembered,
+    risks,
+    template_form,
+    tools_obstacle,
+    wants_whole_tools,
+    whole,
+)
+from tuner.gateway.request_error import RequestError, shown, too_long, wrong
+from tuner.traces import Call
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+# Where a text can be cut so that its parts get the ids that the whole would get.
+
+
+# Letters, spaces, line ends and several bytes to a character on both sides of a token.
+_PROBES = (("a", "b"), ("a ", " b"), ("\n", "\n\nb"), ("a\n\n", "\n b"), ("é", "é"), (".", "1 2"))
+
+
+class SpecialTokens:
+    """A tokenizer's special tokens as borders: text is split at them before anything else.
+
+    That is so for every fast tokenizer, but it is tried for each token before it is relied on.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        encode: Text to ids, without tokens that the text does not spell.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, encode: Callable[[str], Sequence[int]]
+    ) -> None:
+        self._encode = encode
+        self._texts = {
+            id_: token.content
+            for id_, token in tokenizer.added_tokens_decoder.items()
+            if token.special
+        }
+        self.ids = frozenset(self._texts)
+        self._by_text = {text: id_ for id_, text in self._texts.items()}
+        # The longest first: one token's text may begin another's.
+        alternatives = sorted(map(re.escape, self._by_text), key=len, reverse=True)
+        self._pattern = re.compile("|".join(alternatives) or r"(?!)")
+        self._borders: dict[int, bool] = {}
+
+    def text(self, token_id: int) -> str:
+        """What the special token `token_id` looks like in text."""
+        return self._texts[token_id]
+
+    def at(self, text: str, position: int) -> int | None:
+        """The special token that begins at `position` of `text`."""
+        match = self._pattern.match(text, position)
+        return self._by_text[match[0]] if match else None
+
+    def last(self, text: str) -> int | None:
+        """The special token that `text` ends with, but for white space."""
+        ends = [match for match in self._pattern.finditer(text) if not text[match.end() :].strip()]
+        return self._by_text[ends[0][0]] if ends else None
+
+    def is_border(self, token_id: int) -> bool:
+        """Whether what follows the token is encoded the same, whatever comes before it."""
+        known = self._borders.get(token_id)
+        if known is None:
+            known = self._borders[token_id] = all(
+                self._splits(token_id, before, after) for before, after in _PROBES
+            )
+        return known
+
+    def borders(self, text: str) -> Iterator[tuple[int, int]]:
+        """Where each special token of `text` that is a border begins and ends."""
+        for match in self._pattern.finditer(text):
+            if self.is_border(self._by_text[match[0]]):
+                yield match.span()
+
+    def _splits(self, token_id: int, before: str, after: str) -> bool:
+        token = self._texts[token_id]
+        alone = tuple(self._encode(token + after))
+        whole = tuple(self._encode(before + token + after))
+        left = tuple(self._encode(before + token))
+        return alone[:1] == (token_id,) and left[-1:] == (token_id,) and whole == left + alone[1:]
+
+    def encode_after(self, token_id: int, text: str) -> tuple[int, ...] | None:
+        """Ids of `text` where it follows the token; None where they cannot be told."""
+        if not self.is_border(token_id):
+            return None
+        ids = tuple(self._encode(self._texts[token_id] + text))
+        return ids[1:] if ids[:1] == (token_id,) else None
+
+    def encode_from(self, text: str) -> tuple[int, ...] | None:
+        """Ids of `text`, which begins with a special token, wherever it stands."""
+        token_id = self.at(text, 0)
+        if token_id is None or not self.is_border(token_id):
+            return None
+        ids = tuple(self._encode(text))
+        return ids if ids[:1] == (token_id,) else None
+
+
+# How long a request's texts are, told before they are tokenised.
+
+
+LONG = 16_384
+"""Characters; to tokenise so many takes milliseconds, to do it in another thread a tenth of one."""
+
+# Pre-tokenizers that lose no character, unless a split is told to remove what it finds.
+_SPLITTING = {"ByteLevel", "Metaspace", "Digits", "Split"}
+
+
+def is_long(*values: Any) -> bool:
+    """Whether JSON values hold so much that their work belongs beside the event loop."""
+    size, waiting = 0, list(values)
+    for value in waiting:  # which grows by what is found in it
+        size += len(value) if isinstance(value, str) else 1
+        if size > LONG:
+            return True
+        if isinstance(value, dict):
+            waiting += [*value, *value.values()]
+        elif isinstance(value, list):
+            waiting += value
+    return False
+
+
+class LengthBound:
+    """The fewest tokens that a text can have, by its bytes and the tokenizer's longest token.
+
+    There is a bound where no character is ever lost: every byte is a token, a token that was added
+    strips no white space, and what comes before the model shortens nothing. NFC shortens, but not
+    the letters of ASCII: each of them begins a character of its own, whatever marks follow it.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+
+    def check(self, text: str, limit: int | None) -> None:
+        """Refuse a long text that leaves no room for an answer, if its length alone proves that.
+
+        Args:
+            text: Of a prompt, or a part of it.
+            limit: The context's tokens; None refuses nothing.
+
+        Raises:
+            RequestError: 400: the text fills the context.
+        """
+        if limit is None or len(text) <= LONG:
+            return
+        fewest = self.fewest_tokens(text)
+        if fewest >= limit:
+            raise too_long(
+                f"the prompt has at least {fewest} tokens, which leaves no room for an answer "
+                f"within the context of {limit}"
+            )
+
+    def fewest_tokens(self, text: str) -> int:
+        """How many tokens the text has at least; 0 where nothing is known."""
+        longest, encoding = self._longest
+        return -(-len(text.encode(encoding, "ignore")) // longest) if longest else 0
+
+    @cached_property
+    def _longest(self) -> tuple[int, str]:
+        """Bytes of the longest token, 0 for no bound, and the encoding whose bytes count."""
+        from tokenizers import models, pre_tokenizers
+
+        backend = self._backend
+        if backend is None or not isinstance(backend.model, models.BPE):
+            return 0, ""
+        model = backend.model
+        vocabulary = backend.get_vocab(with_added_tokens=False)
+        alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+        normalizers, splits = _parts(backend.normalizer), _parts(backend.pre_tokenizer)
+        byte_level = any(part["type"] == "ByteLevel" for part in splits)
+        if byte_level:
+            whole, longest = alphabet <= vocabulary.keys(), max(map(len, vocabulary), default=0)
+        else:
+            whole = model.byte_fallback and {f"<0x{i:02X}>" for i in range(256)} <= {*vocabulary}
+            longest = max((len(token.encode()) for token in vocabulary), default=0)
+        composes = bool(normalizers) and all(part["type"] == "NFC" for part in normalizers)
+        added = backend.get_added_tokens_decoder().values()
+        if (
+            not whole
+            or model.continuing_subword_prefix
+            or model.end_of_word_suffix
+            or any(token.lstrip or token.rstrip for token in added)
+            or any(part["type"] not in _SPLITTING for part in splits)
+            or any(part.get("behavior") == "Removed" for part in splits)
+            or not (composes or all(map(_grows, normalizers)))
+        ):
+            return 0, ""
+        for token in added:
+            forms = [token.content]
+            if backend.normalizer is not None:
+                forms.append(backend.normalizer.normalize_str(token.content))
+            longest = max(longest, *(len(form.encode()) for form in forms))
+        return longest, "ascii" if composes else "utf-8"
+
+
+def _parts(component: Any) -> list[dict[str, Any]]:
+    """A normalizer's or pre-tokenizer's steps."""
+    if component is None:
+        return []
+    try:
+        steps = [json.loads(component.__getstate__())]
+    except Exception:
+        # One that is written in Python has no state, and says so by an error of any kind.
+        return [{"type": "unknown"}]
+    for step in steps:  # which grows
+        steps += step.get("normalizers", []) + step.get("pretokenizers", [])
+    return [step for step in steps if step["type"] != "Sequence"]
+
+
+def _grows(step: Any) -> bool:
+    """Whether a normalizer's step takes nothing away."""
+    if step["type"] == "Replace":
+        old, new = str(step["pattern"].get("String", "")), str(step["content"])
+        return 0 < len(old.encode()) <= len(new.encode())
+    return bool(step["type"] == "Prepend")
+
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+# Prompts whose text and ids are kept: the rollouts of a group begin with the same one.
+_CACHED_PROMPTS = 512
+# Enough of a prompt's end to see whether the template has opened the reasoning.
+_TAIL = 32
+_ANY_TURN: Final = [
+    {"role": "user", "content": "What is 6*7?"},
+    {"role": "assistant", "content": "It is 42."},
+]
+
+
+class ChatRenderer:
+    """A model family's chat form: its tokenizer, chat template and parsers.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        chat_template: Jinja source; None takes the tokenizer's own.
+        enable_thinking: Given to the template of every prompt, unless a request's
+            `chat_template_kwargs` says otherwise; None leaves it to the template.
+        tool_call_parser: A name of `TOOL_CALL_PARSERS`; "none" or None leaves calls in the text.
+        reasoning_parser: A name of `REASONING_PARSERS`; "none" or None leaves reasoning in the
+            text.
+
+    Attributes:
+        tokenizer, special_tokens: What encodes and decodes, and its borders.
+        length_bound: The fewest tokens that a text can have.
+        reasoning: Splits a text into its reasoning and the rest.
+        no_tools: Why requests with tools are refused, as the template cannot hold their history,
+            and what to do; None where they are not.
+
+    Raises:
+        ConfigError: A parser is unknown, the tool-call parser cannot read what the template
+            writes, there is no template, or it knows no thinking.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        chat_template: str | None = None,
+        enable_thinking: bool | None = None,
+        tool_call_parser: str | None = "hermes",
+        reasoning_parser: str | None = "deepseek_r1",
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._tool_call_parser = "none" if tool_call_parser is None else tool_call_parser
+        self._reasoning_parser = "none" if reasoning_parser is None else reasoning_parser
+        self._tool_calls = _named(TOOL_CALL_PARSERS, "tool_call_parser", self._tool_call_parser)
+        self.reasoning = _named(REASONING_PARSERS, "reasoning_parser", self._reasoning_parser)
+        self._template = chat_template or _own_template(tokenizer)
+        if enable_thinking and not self.reads("enable_thinking"):
+            raise ConfigError(
+                "enable_thinking is true, but the model's chat template does not read it: "
+                "leave it out, or choose a model with a thinking mode"
+            )
+        self._template_kwargs = (
+            {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        )
+        self._reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters)
+        self._reserved |= {"messages", "self"}
+        self._developer_role = self.reads("developer")
+        self._shown: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+        if wants_whole_tools(self._apply):
+            self._shown = whole
+        self._form: TemplateForm = template_form(self._apply, self._tool_call_parser)
+        self.no_tools: str | None = None
+        self._unseen_tools: str | None = None
+        if obstacle := tools_obstacle(self._apply, self._form):
+            problem = (
+                f"the model's chat template {obstacle.found}: set model.chat_template_path to one "
+                "that shows tools, calls and results, or use no tools"
+            )
+            if obstacle.refused:
+                self.no_tools = problem
+                _log.warning("%s; requests with tools get a 400", problem)
+            else:
+                self._unseen_tools = problem
+        self._lost_calls = set() if obstacle else lost_calls(self._apply, self._form)
+        self.special_tokens = SpecialTokens(tokenizer, self._encode_text)
+        self.length_bound = LengthBound(tokenizer)
+        self._added_tokens = {
+            token.content: id_ for id_, token in tokenizer.added_tokens_decoder.items()
+        }
+        self._encode_prompt = lru_cache(_CACHED_PROMPTS)(self._encode_text)
+        # A text with today's date is made each time.
+        dated = self.reads("strftime_now")
+        self._text = self._apply if dated else remembered(self._apply, _CACHED_PROMPTS)
+
+    def render_text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The prompt of checked messages as text.
+
+        Args:
+            messages: In the form of chat completions, well formed.
+            tools: Likewise.
+            chat_template_kwargs: Further keywords of the template.
+            add_generation_prompt: Whether the text ends where the assistant's next turn begins.
+
+        Raises:
+            RequestError: 400: the template refuses the messages, can hold no conversation with
+                tools, would leave a call out, or does not read a keyword.
+        """
+        used = any(m["role"] == "tool" or m.get("tool_calls") for m in messages)
+        if self.no_tools and (tools or used):
+            raise RequestError(self.no_tools, path=("tools",) if tools else ("messages",))
+        if self._unseen_tools and (tools or used) and add_generation_prompt:
+            _log.warning("%s", self._unseen_tools)
+            self._unseen_tools = None  # said once
+        if lost := [risk for m in messages for risk in risks(m) & self._lost_calls]:
+            raise RequestError(
+                f"the model's chat template leaves {lost[0]} out of the conversation: set "
+                "model.chat_template_path to one that shows them",
+                path=("messages",),
+            )
+        extra = chat_template_kwargs or {}
+        self._check_template_kwargs(extra)
+        shaped = for_template(list(messages), self._form, developer_role=self._developer_role)
+        try:
+            return self._text(shaped, tools, add_generation_prompt=add_generation_prompt, **extra)
+        except Exception as error:
+            # A template is a program: it says what it cannot render by raising, and what it forgot
+            # to check fails with any error at all.
+            raise RequestError(
+                f"the model's chat template cannot render these messages: {error}",
+                path=("messages",),
+            ) from error
+
+    def _apply(
+        self, shaped: list[Message], tools: Tools, *, add_generation_prompt: bool, **extra: Any
+    ) -> str:
+        text = self.tokenizer.apply_chat_template(
+            shaped,
+            tools=[self._shown(tool) for tool in tools] or None,
+            chat_template=self._template,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+            **{**self._template_kwargs, **extra},
+        )
+        if not isinstance(text, str):
+            raise TypeError(f"apply_chat_template returned a {type(text).__name__}, not text")
+        return text
+
+    def encode(self, text: str, limit: int | None = None) -> tuple[int, ...]:
+        """Ids of a prompt's text, shape [P].
+
+        Args:
+            text: The whole prompt.
+            limit: The context's tokens; None for a text of any length.
+
+        Raises:
+            RequestError: 400: the text cannot be tokenized, or is too long by its length alone.
+        """
+        self.length_bound.check(text, limit)
+        return self._encode_prompt(text)
+
+    def word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The ids that spell each word at the beginning of a text and, where these are others but
+        as many, behind a space: as vLLM looks for `bad_words`.
+
+        Raises:
+            RequestError: 400: a word cannot be tokenized, or has no tokens.
+        """
+        found = []
+        for index, word in enumerate(words):
+            plain, spaced = (self._encode_text(space + word.lstrip()) for space in ("", " "))
+            if not plain:
+                raise wrong(("bad_words", index), "is spelled by no token: leave it out")
+            found.append(plain)
+            if len(spaced) == len(plain) and spaced[0] != plain[0]:
+                found.append(spaced)
+        return tuple(found)
+
+    def parse(
+        self,
+        completion_ids: Sequence[int],
+        *,
+        tools: Tools,
+        prompt_ids: Sequence[int] = (),
+        stop: Sequence[str] = (),
+    ) -> ParsedMessage:
+        """The message that a completion spells.
+
+        Args:
+            completion_ids: Sampled ids, shape [T]; a final special token is not shown.
+            tools: Tools the model was shown; without any, no tool calls are looked for.
+            prompt_ids: The prompt, whose end tells whether reasoning was already opened.
+            stop: Strings that ended the completion; the text is cut before the first one.
+        """
+        text, _ = self.completion_text(completion_ids, stop)
+        return self.parse_text(text, tools=tools, opened=self.opened_reasoning(prompt_ids))
+
+    def completion_text(
+        self, completion_ids: Sequence[int], stop: Sequence[str] = ()
+    ) -> tuple[str, str | None]:
+        """A completion's text without its final special token, cut before the first stop string.
+
+        Returns:
+            The text, and the stop string it was cut at.
+        """
+        ids = list(completion_ids)
+        if ids and ids[-1] in self.special_tokens.ids:
+            del ids[-1]
+        text = self.decode(ids)
+        cuts = [(position, string) for string in stop if (position := text.find(string)) >= 0]
+        if not cuts:
+            return text, None
+        position, string = min(cuts)
+        return text[:position], string
+
+    def parse_text(self, text: str, *, tools: Tools, opened: bool) -> ParsedMessage:
+        """The message that a completion's text spells.
+
+        Args:
+            text: The completion without its final special token.
+            tools: Tools the model was shown; without any, no tool calls are looked for.
+            opened: Whether the prompt has already opened the reasoning.
+        """
+        return read(self.scanner(tools=tools, opened=opened), text)
+
+    def scanner(self, *, tools: Tools, opened: bool) -> MessageScanner:
+        """The same for a text that comes in pieces; see `parse_text`."""
+        return MessageScanner(self.reasoning, self._tool_calls, tools=tools, opened=opened)
+
+    def tool_call_id(self, digest: bytes) -> str:
+        """A tool call's id in the form that the family's templates accept."""
+        # Mistral's templates take nine letters and digits, and nothing else.
+        return digest.hex()[:9] if self._tool_calls.short_ids else f"call_{digest.hex()[:24]}"
+
+    @cached_property
+    def turn_ends(self) -> tuple[int, ...]:
+        """The special tokens that the template ends an assistant turn with, as far as can be told.
+
+        That of a turn of words, and that of one of tool calls where it is another.
+        """
+        ends: list[int | None] = []
+        with suppress(RequestError):
+            text = self.render_text(_ANY_TURN, ())
+            _, found, rest = text.rpartition(_ANY_TURN[-1]["content"])
+            ends.append(self.special_tokens.at(rest, 0) if found else None)
+        with suppress(RequestError):
+            text = self.render_text(ANY_CALL[:2], [ANY_TOOL], add_generation_prompt=False)
+            ends.append(self.special_tokens.last(text))
+        return tuple(dict.fromkeys(end for end in ends if end is not None))
+
+    @property
+    def reads_reasoning(self) -> bool:
+        """Whether reasoning can be told from the rest of a text."""
+        return self._reasoning_parser != "none"
+
+    def grammar(self, constraints: Constraints, prompt_ids: Sequence[int]) -> str:
+        """The grammar of completions that do what a request demands; empty where it is nothing.
+
+        Raises:
+            RequestError: 400: a schema cannot be made a grammar, or the family's form has none.
+        """
+        return grammar_of(
+            constraints,
+            tool_call_parser=self._tool_call_parser,
+            reasoning_parser=self._reasoning_parser,
+            opened=constraints.path is not None and self.opened_reasoning(prompt_ids),
+            token_id=self._added_tokens.get,
+        )
+
+    def token_text(self, token_id: int) -> str:
+        """A single token as text; part of a character shows as U+FFFD."""
+        return self.decode([token_id])
+
+    def token_bytes(self, token_id: int) -> list[int] | None:
+        """The bytes a single token stands for; None where they are not known."""
+        text = self.token_text(token_id)
+        if "\ufffd" not in text:
+            return list(text.encode())
+        token = self.tokenizer.convert_ids_to_tokens(token_id)
+        if isinstance(token, str) and all(character in _byte_of() for character in token):
+            return [_byte_of()[character] for character in token]
+        return None
+
+    def reads(self, name: str) -> bool:
+        """Whether the chat template reads the keyword `name`."""
+        return re.search(rf"\b{re.escape(name)}\b", self._template) is not None
+
+    def _check_template_kwargs(self, extra: Mapping[str, Any]) -> None:
+        for key, value in extra.items():
+            path = ("chat_template_kwargs", key)
+            if key in self._reserved:
+                raise RequestError(" is set by the gateway: leave it out", path=path, begins=True)
+            # enable_thinking=false asks nothing of a model that cannot think.
+            if not self.reads(key) and not (key == "enable_thinking" and value is False):
+                raise RequestError(
+                    f" is {shown(value)}, but the model's chat template does not read {key!r}: "
+                    "leave it out",
+                    path=path,
+                    begins=True,
+                )
+
+    def _encode_text(self, text: str) -> tuple[int, ...]:
+        try:
+            return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        except (UnicodeError, TypeError) as error:
+            raise RequestError(
+                f"the messages hold text that cannot be tokenized: {error}", path=("messages",)
+            ) from error
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, special tokens included; parts of a character show as U+FFFD."""
+        return decode(self.tokenizer, list(ids))
+
+    def opened_reasoning(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether the prompt's end has opened the reasoning."""
+        opener = self.reasoning.opener
+        if opener is None or not prompt_ids:
+            return False
+        return self.decode(prompt_ids[-_TAIL:]).rstrip().endswith(opener)
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    """The text of `ids` as they are, special tokens included."""
+    text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return cast(str, text)
+
+
+def _named(table: Mapping[str, T], setting: str, name: str) -> T:
+    if name in table:
+        return table[name]
+    near = difflib.get_close_matches(name, table, n=1)
+    raise ConfigError(
+        f"{setting} {name!r} is unknown: the parsers are {', '.join(sorted(table))}"
+        + (f"; did you mean {near[0]!r}?" if near else "")
+    )
+
+
+def _own_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    try:
+        template = tokenizer.get_chat_template()
+    except ValueError as error:
+        raise ConfigError(
+            "the tokenizer has no chat template: set model.custom_chat_template"
+        ) from error
+    return str(template)
+
+
+@cache
+def _byte_of() -> dict[str, int]:
+    """Byte-level BPE's table: the byte that each of its characters stands for (GPT-2)."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {character: byte for byte, character in bytes_to_unicode().items()}
+
+
+# The prompts of recorded calls with another system prompt, as a teacher reads them.
+#
+# Only the head of a prompt is exchanged. What follows it is taken over as ids, so a sampled turn is
+# never tokenized again:
+#
+#     recorded   <|im_start|>user\nWhat is 6*7?<|im_end|>\n<|im_start|>assistant\n ...
+#     exchanged  <|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 6*7? ...
+#
+# The head ends with a special token, behind which ids do not depend on what is before them. It is
+# looked for in the messages before the first assistant turn, so nothing in it was sampled.
+
+
+NO_PLACE = "prompt_has_no_place"
+TOO_LONG = "prompt_too_long"
+_CONVERSATION: list[Message] = [{"role": "user", "content": "What is 6*7?"}]
+
+
+def with_system_prompt(messages: Sequence[Message], text: str) -> list[Message]:
+    """A conversation that begins with `text`, in the place of its own system message."""
+    own = messages[:1] if messages and messages[0]["role"] in ("system", "developer") else ()
+    role = own[0]["role"] if own else "system"
+    return [{"role": role, "content": text}, *messages[len(own) :]]
+
+
+class SystemPrompt:
+    """Exchanges the system prompt of recorded calls.
+
+    Args:
+        renderer: The chat form of the model.
+        text: The system prompt.
+        limit: Tokens of prompt and completion together.
+
+    Raises:
+        ConfigError: The chat template has no place for it, or it leaves no room within `limit`.
+    """
+
+    def __init__(self, renderer: ChatRenderer, text: str, *, limit: int) -> None:
+        self._renderer = renderer
+        self._text = text
+        self._limit = limit
+        heads = self._heads(_CONVERSATION, [])
+        if heads is None or heads[0] == heads[1]:
+            raise ConfigError(
+                "tuner.algorithm.prompt would change nothing that this model reads, or more than "
+                "what comes before the conversation: its chat template has no system message, or "
+                "another place for it; set model.chat_template_path to one that begins with it"
+            )
+        if len(heads[1]) >= limit:
+            raise ConfigError(
+                f"tuner.algorithm.prompt has {len(heads[1])} tokens, which leaves no room in a "
+                f"context of {limit}: shorten it, or raise model.max_model_len"
+            )
+
+    def __call__(self, call: Call) -> tuple[int, ...] | str:
+        """The call's prompt with this system prompt in the place of its own.
+
+        Returns:
+            The ids, shape [P'], or why there are none: more than the head of the prompt would be
+            another (`prompt_has_no_place`), or the call would be longer than the context
+            (`prompt_too_long`).
+        """
+        for tools in (call.tools, []):  # with tool_choice none they were not shown
+            heads = self._heads(call.messages, tools)
+            if heads is not None and call.prompt_ids[: len(heads[0])] == heads[0]:
+                prompt_ids = heads[1] + call.prompt_ids[len(heads[0]) :]
+                fits = len(prompt_ids) + len(call.completion_ids) <= self._limit
+                return prompt_ids if fits else TOO_LONG
+        return NO_PLACE
+
+    def _heads(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """The ids of a prompt's head and of what takes its place; None where they cannot be told
+        from what follows."""
+        turns = [index for index, one in enumerate(messages) if one["role"] == "assistant"]
+        try:
+            own, other = self._texts(messages[: turns[0]] if turns else messages, tools)
+            borders = self._renderer.special_tokens.borders(own)
+            ends = (end for start, end in borders if other.endswith(own[start:]))
+            if (end := next(ends, None)) is None:
+                return None
+            heads = own[:end], other[: len(other) - len(own) + end]
+            if turns:
+                own, other = self._texts(messages, tools)
+                if other != heads[1] + own.removeprefix(heads[0]):
+                    return None
+            return self._renderer.encode(heads[0]), self._renderer.encode(heads[1])
+        except RequestError:  # as of a template that wants a user's message first
+            return None
+
+    def _texts(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
+    ) -> tuple[str, str]:
+        """The prompt as it was, and with this system prompt."""
+        render = self._renderer.render_text
+        exchanged = with_system_prompt(messages, self._text)
+        return render(messages, tools), render(exchanged, tools)

@@ -1,0 +1,308 @@
+"""What a chat template wants of messages, and whether the parser reads the calls that it writes.
+
+The latter is tried once on a canonical conversation when a model's chat form is made: a parser that
+cannot read the model's calls would leave every one of them in the text, and no rollout would use a
+tool. So is whether the template can hold a conversation with tools at all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final, Protocol
+
+from tuner.errors import ConfigError
+from tuner.gateway.families.parsing import TOOL_CALL_PARSERS, Tools
+
+Message = dict[str, Any]
+"""A message in the form of chat completions."""
+
+
+def text_of(content: str | list[dict[str, Any]]) -> str:
+    """A message's text; parts are joined with a newline, as vLLM joins them for such templates."""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def content_of(texts: list[str]) -> str | list[dict[str, Any]]:
+    """The content of a message: one text as it is, several as text parts."""
+    if len(texts) == 1:
+        return texts[0]
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def said(message: Message) -> tuple[str | None, str]:
+    """The reasoning that a message holds in a field of its own, and its text."""
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    return reasoning, text_of(message.get("content") or "")
+
+
+@dataclass(frozen=True)
+class TemplateForm:
+    """What the template wants of an assistant turn with tool calls.
+
+    Attributes:
+        arguments_as_text: Arguments as JSON text, because it writes them as they are.
+        content_always: Content also where there is none, as "".
+    """
+
+    arguments_as_text: bool = False
+    content_always: bool = False
+
+
+def for_template(
+    messages: list[Message], form: TemplateForm, *, developer_role: bool
+) -> list[Message]:
+    """Checked messages as chat templates expect them.
+
+    Text parts become one string and fields without a value go. Arguments of earlier tool calls
+    become the object they spell, because templates write them with `tojson`; text that is not a
+    JSON object stays as it is. "developer" becomes "system" unless the template knows it.
+
+    Args:
+        messages: Well formed.
+        form: What the template wants.
+        developer_role: The template knows the role "developer".
+    """
+    shaped = []
+    for message in messages:
+        copy = {key: value for key, value in message.items() if value is not None and value != []}
+        if "content" in copy:
+            copy["content"] = text_of(copy["content"])
+        elif message.get("content") == [] or form.content_always:
+            copy["content"] = ""
+        if copy["role"] == "developer" and not developer_role:
+            copy["role"] = "system"
+        if "tool_calls" in copy and not form.arguments_as_text:
+            copy["tool_calls"] = [_call_for_template(call) for call in copy["tool_calls"]]
+        shaped.append(copy)
+    return shaped
+
+
+def _call_for_template(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+_NAME = "look_up_weather"
+_ARGUMENTS = {"city": "Paris", "days": 3}
+ANY_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "The weather of the next days.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "description": "Name of the city."},
+                "days": {"type": "integer", "description": "How many days."},
+            },
+            "required": ["city", "days"],
+        },
+    },
+}
+
+
+def _called(id_: str, arguments: dict[str, Any]) -> Message:
+    function = {"name": _NAME, "arguments": json.dumps(arguments)}
+    call = {"id": id_, "type": "function", "function": function}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+_CITIES: Final = ("Paris", "Lisbon")
+_RESULTS: Final = ("Sunny, 21 degrees.", "Rain, 14 degrees.")
+# Ids of nine letters and digits: every template accepts them.
+ANY_CALL: Final[list[Message]] = [
+    {"role": "user", "content": "What will the weather be?"},
+    _called("abc123def", _ARGUMENTS),
+    {"role": "tool", "tool_call_id": "abc123def", "content": _RESULTS[0]},
+    _called("abc123deg", {"city": _CITIES[1], "days": 2}),
+    {"role": "tool", "tool_call_id": "abc123deg", "content": _RESULTS[1]},
+]
+
+
+class Apply(Protocol):
+    """Renders messages in the template's shape; raises whatever the template does."""
+
+    def __call__(
+        self, shaped: list[Message], tools: Tools, *, add_generation_prompt: bool
+    ) -> str: ...
+
+
+def remembered(apply: Apply, count: int) -> Callable[..., str]:
+    """`apply`, with its last `count` texts for whoever asks for the same again."""
+
+    @lru_cache(count)
+    def known(asked: str) -> str:
+        shaped, tools, options = json.loads(asked)
+        return apply(shaped, tools, **options)
+
+    def text(shaped: list[Message], tools: Tools, **options: Any) -> str:
+        try:
+            asked = json.dumps((shaped, tools, options))
+        except TypeError:  # a caller's own object, which the template may know what to do with
+            return apply(shaped, tools, **options)
+        return known(asked)
+
+    return text
+
+
+def template_form(apply: Apply, tool_call_parser: str) -> TemplateForm:
+    """How the template takes tool calls; it is checked that the parser reads them.
+
+    A template that renders no tool calls, or not this conversation, is taken as it is. Where it
+    takes several forms, that one counts in which the whole conversation is: some miss the content
+    of a turn with calls only when a result has followed.
+
+    Raises:
+        ConfigError: The template writes tool calls that the parser cannot read.
+    """
+    forms = [
+        TemplateForm(arguments_as_text, content_always)
+        for content_always, arguments_as_text in itertools.product((False, True), repeat=2)
+    ]
+    turns = {form: turn for form in forms if _NAME in (turn := _turn(apply, form) or "")}
+    # Where the template takes text and objects, it writes what is read back as it was.
+    read = [form for form, turn in turns.items() if _reads(tool_call_parser, turn)]
+    if read or not turns or tool_call_parser == "none":
+        obstacles = {form: tools_obstacle(apply, form) for form in read or turns or forms}
+        return min(obstacles, key=lambda form: _gravity(obstacles[form], form))
+    for name in TOOL_CALL_PARSERS:
+        if any(_reads(name, turn) for turn in turns.values()):
+            raise ConfigError(
+                "the model's chat template writes tool calls that tool_call_parser "
+                f"{tool_call_parser!r} cannot read; set it to {name!r}"
+            )
+    known = ", ".join(name for name in TOOL_CALL_PARSERS if name != "none")
+    raise ConfigError(
+        f"the model's chat template writes tool calls that tool_call_parser {tool_call_parser!r} "
+        f"cannot read, nor any other ({known}); set it to null to leave them in the text"
+    )
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """What a template does to a conversation with tools, if not right.
+
+    Attributes:
+        found: What follows "the model's chat template".
+        refused: Whether that leaves a request with tools without sense: a template that does not
+            even show the tools has a model that calls none.
+        fails: Whether nothing is rendered.
+    """
+
+    found: str
+    refused: bool = True
+    fails: bool = False
+
+
+def _gravity(obstacle: Obstacle | None, form: TemplateForm) -> int:
+    if obstacle is None or not obstacle.fails:
+        return 0 if obstacle is None else 1
+    return 2 if form.content_always else 3  # that content is missing may hide why it fails
+
+
+def tools_obstacle(apply: Apply, form: TemplateForm) -> Obstacle | None:
+    """What the template does to a conversation with two tool calls and their results, if not right.
+
+    One call a turn: some families have no more, and their templates refuse them.
+
+    Returns:
+        None where calls and results are in the text.
+    """
+    shaped = for_template(ANY_CALL, form, developer_role=False)
+    try:
+        text = apply(shaped, [ANY_TOOL], add_generation_prompt=True)
+    except Exception as error:
+        # As in `_turn`.
+        return Obstacle(f"fails on a conversation with tool calls ({error})", fails=True)
+    if not all(city in text for city in _CITIES):
+        if _NAME not in text:
+            return Obstacle("shows neither tools nor earlier tool calls", refused=False)
+        return Obstacle("leaves earlier tool calls out of the conversation")
+    if not all(result in text for result in _RESULTS):
+        return Obstacle("leaves the results of tools out of the conversation")
+    return None
+
+
+def risks(message: Message) -> set[str]:
+    """What of a turn with calls some templates leave out in silence."""
+    calls = message.get("tool_calls") or ()
+    several = {"some of several calls in a turn"} if len(calls) > 1 else set()
+    return several | ({"calls with words beside them"} if calls and said(message)[1] else set())
+
+
+def lost_calls(apply: Apply, form: TemplateForm) -> set[str]:
+    """Which of the `risks` the template runs; one that refuses such a turn loses nothing."""
+    user, one, result, other, another = ANY_CALL
+    both = {**one, "tool_calls": one["tool_calls"] + other["tool_calls"]}
+    lost: set[str] = set()
+    for turn, results in ((both, [result, another]), ({**one, "content": "I look."}, [result])):
+        shaped = for_template([user, turn, *results], form, developer_role=False)
+        with suppress(Exception):
+            text = apply(shaped, [ANY_TOOL], add_generation_prompt=True)
+            if not all(city in text for city in _CITIES[: len(results)]):
+                lost |= risks(turn)
+    return lost
+
+
+_OPTIONAL: Final = {"description": "", "parameters": {"type": "object", "properties": {}}}
+
+
+def whole(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """The tool with what it may leave out."""
+    function = tool["function"]
+    missing = {key: value for key, value in _OPTIONAL.items() if function.get(key) is None}
+    return {**tool, "function": {**function, **missing}}
+
+
+def wants_whole_tools(apply: Apply) -> bool:
+    """Whether the template fails on a tool that has nothing but a name."""
+    try:
+        apply(
+            ANY_CALL[:1],
+            [{"type": "function", "function": {"name": _NAME}}],
+            add_generation_prompt=True,
+        )
+    except Exception:
+        return True
+    return False
+
+
+def _turn(apply: Apply, form: TemplateForm) -> str | None:
+    """The assistant turn as the template writes it; None where it refuses the conversation."""
+
+    def render(*messages: Message, prompt: bool) -> str:
+        shaped = for_template(list(messages), form, developer_role=False)
+        return apply(shaped, [ANY_TOOL], add_generation_prompt=prompt)
+
+    try:
+        before = render(*ANY_CALL[:1], prompt=True)
+        whole = render(*ANY_CALL[:2], prompt=False)
+    except Exception:
+        # A template refuses by raising anything at all, and is asked again for each request.
+        return None
+    if not whole.startswith(before):
+        # The prompt opens or closes the reasoning, which the turn does not repeat.
+        pairs = enumerate(zip(before, whole, strict=False))
+        before = before[: next((at for at, (a, b) in pairs if a != b), len(whole))]
+        before = before[: max(before.rfind(end) for end in "\n>]") + 1]
+    return whole.removeprefix(before)
+
+
+def _reads(name: str, turn: str) -> bool:
+    _, calls, _ = TOOL_CALL_PARSERS[name](turn, [ANY_TOOL])
+    try:
+        found: list[Any] = [(call.name, json.loads(call.arguments)) for call in calls]
+    except ValueError:
+        return False
+    return found == [(_NAME, _ARGUMENTS)]

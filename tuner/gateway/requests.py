@@ -1,0 +1,546 @@
+"""What a request asks for and what it came to, in no dialect; and what dialects read alike."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from tuner.engines.base import EngineCapabilities, Generation, SamplingParams
+from tuner.gateway.families.grammars import AUTO, AnswerSchema, Constraints, ToolChoice
+from tuner.gateway.families.parsing import ParsedMessage, refuse_constant
+from tuner.gateway.families.renderer import LONG, is_long
+from tuner.gateway.families.template import Message
+from tuner.gateway.request_error import FieldError, Path, kind, shown, wrong
+
+# Readers of JSON fields: each has a sentence for the person whose field is wrong.
+#
+# A reader takes the place of a field in the body and its value, and gives what the value means.
+
+
+T = TypeVar("T")
+
+MAX_STOP_STRINGS = 4  # OpenAI's limit
+# vLLM's model runner has room for no more, and dies of them.
+MAX_NAMED = {"logit_bias": 1024, "bad_words": 128, "stop_token_ids": 64}
+
+Reader = Callable[[Path, Any], Any]
+
+NO_EFFECT = object()
+"""What a reader gives for a field that changes nothing."""
+
+
+def number(low: float, high: float, *, above: bool = False) -> Reader:
+    """A number in [low, high], or in (low, high] with `above`."""
+
+    def read(at: Path, value: Any) -> float:
+        wanted = f"a number {f'above {low:g}' if above else f'from {low:g}'} to {high:g}"
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise wrong(at, f"must be {wanted}, not {kind(value)}")
+        if not low <= value <= high or (above and value == low):
+            raise wrong(at, f"is {shown(value)}: it must be {wanted}")
+        return float(value)
+
+    return read
+
+
+def integer(low: int, high: int | None = None) -> Reader:
+    """An integer in [low, high]."""
+
+    def read(at: Path, value: Any) -> int:
+        wanted = f"an integer of at least {low}" if high is None else f"an integer {low} to {high}"
+        if isinstance(value, bool) or not isinstance(value, int):
+            found = shown(value) if isinstance(value, float) else kind(value)
+            raise wrong(at, f"must be {wanted}, not {found}")
+        if value < low or (high is not None and value > high):
+            raise wrong(at, f"is {shown(value)}: it must be {wanted}")
+        return value
+
+    return read
+
+
+def _typed(type_: type[T], what: str) -> Callable[[Path, Any], T]:
+    """A value of this type, which people call `what`."""
+
+    def read(at: Path, value: Any) -> T:
+        if not isinstance(value, type_):
+            raise wrong(at, f"must be {what}, not {kind(value)}")
+        return value
+
+    return read
+
+
+boolean = _typed(bool, "true or false")
+string = _typed(str, "a string")
+object_field: Callable[[Path, Any], dict[str, Any]] = _typed(dict, "an object")
+array: Callable[[Path, Any], list[Any]] = _typed(list, "an array")
+
+
+def name(at: Path, value: Any) -> str:
+    """Text that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise wrong(at, "must be a string that is not empty")
+    return value
+
+
+def without_effect(read: Reader) -> Reader:
+    """A field of the right type whose value changes nothing about the completion."""
+
+    def check(at: Path, value: Any) -> Any:
+        read(at, value)
+        return NO_EFFECT
+
+    return check
+
+
+def only(*allowed: Any, because: str) -> Reader:
+    """A field that is accepted at the values that change nothing and refused at every other."""
+
+    def check(at: Path, value: Any) -> Any:
+        for item in allowed:
+            if value == item and isinstance(value, bool) == isinstance(item, bool):
+                return NO_EFFECT
+        instead = f" or send {json.dumps(allowed[0])}" if allowed else ""
+        raise wrong(at, f"is {shown(value)}: {because}; leave it out{instead}")
+
+    return check
+
+
+def only_keys(fields: Mapping[str, Any], known: Iterable[str], at: Path, what: str) -> None:
+    """Refuse a field of an object that says something and is not known.
+
+    Clients echo a message with every field of their own type; empty ones say nothing.
+    """
+    for key, value in fields.items():
+        if key not in known and value is not None and value != []:
+            raise wrong(
+                (*at, key),
+                f"is not a field of {what} that this gateway knows ({', '.join(known)}): leave it "
+                "out",
+            )
+
+
+def stop_strings(at: Path, value: Any) -> tuple[str, ...]:
+    """One string or a few, none of them empty."""
+    strings = [value] if isinstance(value, str) else value
+    return strings_that_end(at, strings, most=MAX_STOP_STRINGS, what="a string or an array")
+
+
+def strings_that_end(
+    at: Path, strings: Any, *, most: int, what: str = "an array"
+) -> tuple[str, ...]:
+    """A few strings, none of them empty."""
+    if not isinstance(strings, list) or not all(isinstance(item, str) for item in strings):
+        raise wrong(at, f"must be {what} of strings")
+    if len(strings) > most:
+        raise wrong(at, f"has {len(strings)} strings: send at most {most}")
+    if "" in strings:
+        raise wrong(at, "holds an empty string, which would end at once")
+    return tuple(strings)
+
+
+def top_k(at: Path, value: Any) -> int:
+    """How many of the most probable tokens are kept; -1 keeps all."""
+    result: int = integer(-1, 2**31 - 1)(at, value)
+    return result if result > 0 else -1  # vLLM writes "every token" as 0 or -1
+
+
+def logit_bias(at: Path, value: Any) -> dict[int, float]:
+    """What is added to the logits of single tokens, by their ids."""
+    read = number(-100, 100)
+    bias = {}
+    for key, one in object_field(at, value).items():
+        if not (key.isascii() and key.isdigit()):
+            raise wrong((*at, key), "is not a token id: name tokens by their ids")
+        bias[int(key)] = read((*at, key), one)
+    return bias
+
+
+def token_ids(at: Path, value: Any) -> tuple[int, ...]:
+    """A list of token ids."""
+    read = integer(0)
+    return tuple(read((*at, index), one) for index, one in enumerate(array(at, value)))
+
+
+def words(at: Path, value: Any) -> tuple[str, ...]:
+    """A list of texts, none of them empty."""
+    return tuple(name((*at, index), one) for index, one in enumerate(array(at, value)))
+
+
+def check_settings(sampling: SamplingParams, capabilities: EngineCapabilities, ids: int) -> None:
+    """Refuse settings that the engine does not honour, or that name tokens it has not.
+
+    Args:
+        ids: Token ids are below this.
+
+    Raises:
+        RequestError: 400.
+    """
+    if not sampling.rare:
+        return
+    if not capabilities.every_setting:
+        raise wrong((sampling.rare[0],), "is not honoured by this engine: leave it out")
+    sizes = {
+        "logit_bias": len(sampling.logit_bias),
+        "bad_words": sum(map(len, sampling.bad_words)),
+        "stop_token_ids": len(sampling.stop_token_ids),
+    }
+    for setting, size in sizes.items():
+        if size > MAX_NAMED[setting]:
+            raise wrong((setting,), f"names {size} tokens: send at most {MAX_NAMED[setting]}")
+    named = {
+        "logit_bias": [token for token, _ in sampling.logit_bias],
+        "stop_token_ids": sampling.stop_token_ids,
+    }
+    for setting, tokens in named.items():
+        for token in tokens:
+            if token >= ids:
+                raise wrong(
+                    (setting,), f"names token {token}: the model has ids from 0 to {ids - 1}"
+                )
+
+
+def check_top_logprobs(at: Path, value: int, capabilities: EngineCapabilities) -> None:
+    """Refuse more alternatives than the engine reports.
+
+    Raises:
+        RequestError: 400.
+    """
+    most = capabilities.max_top_logprobs
+    if value > most:
+        raise wrong(at, f"is {value}, but this engine reports at most {most}")
+
+
+MAX_CHOICES = 128  # OpenAI's limit on n
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    """What a request asks for; None where it does not say.
+
+    Attributes:
+        messages: In the form of chat completions, well formed; as sent, where that is the dialect.
+        prompts: Texts or token ids to complete as they are, instead of messages.
+        tools: In the form of chat completions, and well formed.
+        shown_tools: Those the model is shown: none with `tool_choice: "none"`.
+        response_format: The JSON that an answer must be; None for any text.
+        constraints: What all of this demands of a completion's form.
+        long: Whether its prompts are made beside the event loop.
+        body_bytes: Of the body, where all that it asks for was in it.
+        stream: Whether the answer is a stream of server-sent events.
+        include_usage: Whether a stream of chunks ends with the token counts.
+    """
+
+    model: str
+    messages: list[Message]
+    prompts: tuple[str | tuple[int, ...], ...] | None = None
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    tool_choice: ToolChoice = AUTO
+    parallel_tool_calls: bool = True
+    response_format: AnswerSchema | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    n: int = 1
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    bad_words: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    return_token_ids: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    body_bytes: int | None = field(default=None, compare=False)
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]]:
+        return [] if self.tool_choice.mode == "none" else self.tools
+
+    @property
+    def constraints(self) -> Constraints:
+        return Constraints(
+            self.shown_tools, self.tool_choice, self.parallel_tool_calls, self.response_format
+        )
+
+    @property
+    def long(self) -> bool:
+        if self.body_bytes is not None and self.body_bytes <= LONG:
+            return False
+        texts: list[Any] = self.messages
+        if self.prompts is not None:  # token ids need no work
+            texts = [prompt for prompt in self.prompts if isinstance(prompt, str)]
+        schema = self.response_format and self.response_format.schema
+        return is_long(texts, self.tools, schema, list(self.bad_words))
+
+    def rare(
+        self, word_ids: Callable[[Sequence[str]], tuple[tuple[int, ...], ...]]
+    ) -> dict[str, Any]:
+        """The settings that not every engine honours, as `SamplingParams` has them.
+
+        Args:
+            word_ids: The ids that spell words.
+        """
+        return {
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "logit_bias": tuple(self.logit_bias.items()),
+            "bad_words": word_ids(self.bad_words),
+            "stop_token_ids": self.stop_token_ids,
+        }
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One finished completion as an answer shows it.
+
+    Attributes:
+        index: Its place in the answer.
+        prompt_ids: The prompt it follows, shape [P].
+        generation: As sampled.
+        text: Its text without the final special token, cut before a stop string.
+        stop_string: The stop string that ended it, if one did.
+        parsed: The message it spells.
+        tool_call_ids: One for each of `parsed.tool_calls`.
+        finish_reason: "stop", "length" or "tool_calls".
+    """
+
+    index: int
+    prompt_ids: tuple[int, ...]
+    generation: Generation
+    text: str
+    stop_string: str | None
+    parsed: ParsedMessage
+    tool_call_ids: tuple[str, ...]
+    finish_reason: str
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """As the assistant message of a chat completion."""
+        parsed = self.parsed
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
+        if parsed.reasoning is not None:
+            message["reasoning_content"] = parsed.reasoning
+        if parsed.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for id, call in zip(self.tool_call_ids, parsed.tool_calls, strict=True)
+            ]
+        return message
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a request came to, once its calls are committed."""
+
+    choices: tuple[Choice, ...]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompts; one that several choices share counts once."""
+        return sum(len(ids) for ids in {choice.prompt_ids for choice in self.choices})
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(len(choice.generation.completion_ids) for choice in self.choices)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the engine did not have to compute, at best."""
+        return max(choice.generation.cached_tokens for choice in self.choices)
+
+
+def read_fields(
+    body: bytes, table: Mapping[str, Reader], *, required: Iterable[str], what: str
+) -> dict[str, Any]:
+    """The fields of a JSON body that say something, checked by `table`.
+
+    For every optional field null means the same as leaving it out.
+
+    Args:
+        table: A reader for each field that is known.
+        required: Fields that must be there.
+        what: What the body is, for messages: "a chat completion request".
+
+    Raises:
+        RequestError: 400 that names the field, its value and what to do.
+    """
+    fields = json_object(body)
+    for key in required:
+        if fields.get(key) is None:
+            raise wrong((key,), "is missing: it is required")
+    values: dict[str, Any] = {}
+    for key, value in fields.items():
+        read = table.get(key)
+        if read is None:
+            near = difflib.get_close_matches(key, table, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "leave it out"
+            raise FieldError(f"{shown(key)} is not a field of {what}: {hint}", path=(key,))
+        if value is None:
+            continue
+        result = read((key,), value)
+        if result is not NO_EFFECT:
+            values[key] = result
+    return values
+
+
+def with_usage(values: dict[str, Any]) -> bool:
+    """Take `stream_options` out of a request's values: whether a stream ends with the counts.
+
+    Raises:
+        RequestError: 400: they are given without a stream.
+    """
+    include_usage = values.pop("stream_options", None)
+    if include_usage is not None and not values.get("stream"):
+        raise wrong(
+            ("stream_options",), "is given without stream: leave it out or send stream: true"
+        )
+    return bool(include_usage)
+
+
+def stream_options(at: Path, value: Any) -> bool:
+    """Whether the stream is to end with the token counts."""
+    options = object_field(at, value)
+    for key in options:
+        if key not in ("include_usage", "include_obfuscation"):
+            raise wrong((*at, key), "is not known: leave it out")
+    if options.get("include_obfuscation"):
+        raise wrong(
+            (*at, "include_obfuscation"), "is true: streams are not padded here; send false"
+        )
+    return boolean((*at, "include_usage"), options.get("include_usage") or False)
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in `body`.
+
+    Raises:
+        RequestError: 400: it is something else.
+    """
+    try:
+        # Decoded here, because `json.loads` lets half of a surrogate pair through in bytes.
+        fields = json.loads(
+            body.decode(), parse_constant=refuse_constant, parse_float=_finite_number
+        )
+        if b"\\u" in body:  # half of a surrogate pair is JSON, but no text
+            json.dumps(fields, ensure_ascii=False).encode()
+    except RecursionError:
+        raise FieldError("the body is nested too deeply to be read") from None
+    except ValueError as error:
+        raise FieldError(f"the body is not valid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise FieldError(f"the body must be a JSON object, not {kind(fields)}")
+    return fields
+
+
+def _finite_number(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{shown(text)} is too large for a number")
+    return value
+
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_COMMON = ("role", "content", "name")
+_BY_ROLE = {
+    "assistant": ("tool_calls", "reasoning_content", "reasoning", "refusal"),
+    "tool": ("tool_call_id",),
+}
+
+
+def check_messages(value: Any, at: Path = ("messages",)) -> list[Message]:
+    """Messages in the form of chat completions, known to be well formed.
+
+    Raises:
+        RequestError: 400 that names the message and the field.
+    """
+    if not array(at, value):
+        raise wrong(at, "is empty: send at least one message")
+    for index, message in enumerate(value):
+        _check_message(message, (*at, index))
+    return list(value)
+
+
+def _check_message(message: Any, at: Path) -> None:
+    role = object_field(at, message).get("role")
+    if role not in _ROLES:
+        raise wrong((*at, "role"), f"is {shown(role)}: use one of {', '.join(_ROLES)}")
+    known = _COMMON + _BY_ROLE.get(role, ())
+    only_keys(message, known, at, f"a message with role {role!r}")
+    for key in ("name", "tool_call_id", "reasoning_content", "reasoning"):
+        if message.get(key) is not None:
+            string((*at, key), message[key])
+    if message.get("refusal"):
+        raise wrong((*at, "refusal"), "cannot be shown to the model: put the text in content")
+    content = message.get("content")
+    if content is not None:
+        _check_text(content, (*at, "content"))
+    elif role != "assistant":
+        raise wrong((*at, "content"), "is missing: only an assistant message may have none")
+    if role == "tool" and message.get("tool_call_id") is None:
+        raise wrong((*at, "tool_call_id"), "is missing: name the call that this is the result of")
+    if message.get("tool_calls") is not None:
+        for index, call in enumerate(array((*at, "tool_calls"), message["tool_calls"])):
+            _check_call(call, (*at, "tool_calls", index))
+
+
+def _check_text(content: Any, at: Path) -> None:
+    if isinstance(content, str):
+        return
+    if not isinstance(content, list):
+        raise wrong(at, f"must be a string or an array of text parts, not {kind(content)}")
+    for index, part in enumerate(content):
+        here = (*at, index)
+        type_ = object_field(here, part).get("type")
+        if type_ != "text":
+            raise wrong((*here, "type"), f"is {shown(type_)}: this model reads text parts only")
+        string((*here, "text"), part.get("text"))
+
+
+def _check_call(call: Any, at: Path) -> None:
+    if not isinstance(call, dict) or call.get("type", "function") != "function":
+        raise wrong(at, 'must be {"id", "type": "function", "function": {"name", "arguments"}}')
+    function = object_field((*at, "function"), call.get("function"))
+    for key in ("name", "arguments"):
+        string((*at, "function", key), function.get(key))
+
+
+def check_tools(value: Any, at: Path = ("tools",)) -> list[dict[str, Any]]:
+    """Tools in the form of chat completions, known to be well formed.
+
+    Raises:
+        RequestError: 400 that names the tool and the field.
+    """
+    for index, tool in enumerate(array(at, value)):
+        if not isinstance(tool, dict) or tool.get("type") != "function":
+            raise wrong(
+                (*at, index),
+                'must be {"type": "function", "function": {...}}: only functions can be called',
+            )
+        here = (*at, index, "function")
+        function = object_field(here, tool.get("function"))
+        name((*here, "name"), function.get("name"))
+        for key, read in (
+            ("description", string),
+            ("parameters", object_field),
+            ("strict", boolean),
+        ):
+            if function.get(key) is not None:
+                read((*here, key), function[key])
+    return list(value)

@@ -1,1 +1,0 @@
-"""A recorded rollout once more: the agent in this process, what the model said given back."""

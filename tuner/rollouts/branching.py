@@ -1,0 +1,418 @@
+"""Rollouts of a task that begin inside others of it: first the trunks, then round after round.
+
+    round 0   trunk 0 ──────x──────────        a group of 8, 2 trunks, 4 ends:
+              trunk 1 ───────────x─────        3 branches begin at each x
+    round 1              0' ├─────── (3)
+                              1' ├──── (3)
+
+A point must be chosen by what was known before it (`tuner.training.forks` says why), so where
+a trunk has no such call, nothing begins, and the group has fewer rollouts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
+from math import isqrt
+from pathlib import Path
+from random import Random
+from statistics import fmean
+from typing import Any
+
+from tuner.config import RunConfig
+from tuner.config.schema import WHERE, BranchingSection
+from tuner.engines.base import SamplingParams
+from tuner.errors import ConfigError, FunctionError, TunerError
+from tuner.rollouts.allocation import Advice, Fork, Positions, Seen, score
+from tuner.rollouts.runner import Again, RolloutRunner
+from tuner.tasks.loading import load_function
+from tuner.tasks.selection import derive_seed
+from tuner.traces import Call, Outcome, RolloutId, Trace
+from tuner.traces.store import complete_lines
+from tuner.training.forks import Point, resolved, trunk_of
+
+# Where rollouts begin inside others, by what is known before: each rule draws, and then looks.
+#
+# What a rule may look at is the prefix up to a point, the other rollouts of the group, and earlier
+# steps (`tuner.rollouts.allocation`). So a position is drawn first, and where a rollout does not
+# get that far nothing begins.
+#
+#     spread      any call that rollouts of earlier steps, or the others, get to
+#     uncertain   the same, in proportion to how unlikely the others' answers were there
+#     best        the call, and the numbers of trunks and ends, that earlier steps advise
+#     function    asked before each call, with the calls until then: how likely it is to begin one
+
+
+Hazard = Callable[[Sequence[Call]], float]
+FADES = 0.98
+"""What is left of what a step has shown after the next one: the policy changes."""
+EXPLORED = 16
+"""Where `best` decides and knows all, one of so many groups explores: the policy changes."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How the rollouts of a group are divided.
+
+    Attributes:
+        trunks: Start at the beginning.
+        ends: Go on from each point, the one that is branched from included; 1: nothing begins.
+        call: Before which call all begin, where that was advised.
+    """
+
+    trunks: int
+    ends: int
+    call: int | None = None
+
+
+def exploring(repeat: int) -> Shares:
+    """How a group of so many rollouts is divided that is to show what is decided where.
+
+    What ends differ in is open at their point, and what trunks differ in more than that is decided
+    before it: about as many of either tell most of both, and branches begin anywhere.
+    """
+    ends = max(2, isqrt(repeat))
+    return Shares(max(2, repeat // ends), ends)
+
+
+@dataclass(frozen=True)
+class Grown:
+    """The rollouts of a group so far.
+
+    Attributes:
+        planned: All that could have begun, in order.
+        ended: Those that did.
+    """
+
+    planned: Sequence[RolloutId]
+    ended: Mapping[RolloutId, Trace]
+
+    def elsewhere(self, id_: RolloutId) -> list[Trace]:
+        """Those that share nothing with a rollout."""
+        origins = origins_of(self.ended.values())
+        trunk = trunk_of(id_, origins)
+        return [t for t in self.ended.values() if trunk_of(t.id, origins) != trunk]
+
+
+@dataclass(eq=False)
+class Where:
+    """Chooses points, by nothing that came after them, and learns from steps where they pay.
+
+    Args:
+        section: `tuner.branching`.
+        repeat: Rollouts in a group, at most.
+        hazard: The user's rule, where `where` names one.
+
+    Attributes:
+        seen: What earlier steps have shown.
+    """
+
+    section: BranchingSection
+    repeat: int
+    hazard: Hazard | None = None
+    seen: Positions = field(default_factory=Positions)
+
+    def shares(self, dice: Random) -> Shares:
+        """How a group is divided.
+
+        `best` explores as likely as it is uncertain what is decided where. So it explores at first,
+        and for longer where successes are rare and most forks show nothing.
+        """
+        section = self.section
+        if section.where != "best":
+            return Shares(section.trunks or max(2, self.repeat // section.ends), section.ends)
+        advice = self.advice()
+        if advice is None or dice.random() < max(advice.unknown, 1 / EXPLORED):
+            return exploring(self.repeat)
+        return Shares(advice.trunks, advice.ends, advice.call)
+
+    def advice(self) -> Advice | None:
+        """What earlier steps advise; None while rollouts of no task ended differently."""
+        if not self.seen.totals["variance"]:
+            return None
+        return self.seen.best(rollouts=self.repeat)
+
+    def points(
+        self, group: Grown, count: int, dice: Random, shares: Shares
+    ) -> list[Point[RolloutId] | None]:
+        """`count` points in rollouts of a group, which may not be there; None: nothing begins.
+
+        Args:
+            group: Its rollouts so far.
+            dice: Where what is drawn comes from.
+        """
+        if shares.call is not None:
+            return [Point(id_, shares.call) for id_ in group.planned[:count]]
+        slots = islice(cycle(reversed(group.planned)), count)  # the youngest first
+        return [self._point(id_, group, dice) for id_ in slots]
+
+    def _point(self, id_: RolloutId, group: Grown, dice: Random) -> Point[RolloutId] | None:
+        trace, others = group.ended.get(id_), group.elsewhere(id_)
+        dice.random()  # read by no rule: recorded runs, and those that resume, keep their points
+        if trace is None:
+            return None
+        if self.hazard is not None:
+            return self._by_hazard(self.hazard, trace, dice)
+        longest = max((len(other.calls) for other in others), default=0)
+        positions = range(1, max(len(self.seen.reach), longest))
+        if not positions:
+            return None
+        weights = [1.0] * len(positions)
+        if self.section.where == "uncertain":
+            weights = [_surprise(others, call) for call in positions]
+        elif self.section.where == "best":  # it explores: about as many tokens behind each
+            weights = [1 / cost if (cost := _behind(others, call)) else 0.0 for call in positions]
+        (call,) = dice.choices(positions, weights if any(weights) else None)
+        return Point(id_, call, self._token(others, call, dice))
+
+    def _token(self, others: Sequence[Trace], call: int, dice: Random) -> int:
+        """A place in a call, as far as those of the others go; 0: before it."""
+        if not self.section.inside:
+            return 0
+        lengths = [len(other.calls[call].completion_ids) for other in others if _has(other, call)]
+        return int(dice.random() * max(lengths, default=1))
+
+    def _by_hazard(self, hazard: Hazard, trace: Trace, dice: Random) -> Point[RolloutId] | None:
+        """The first call before which the user's rule says so."""
+        for call in range(1, len(trace.calls)):
+            chance = hazard(trace.calls[:call])
+            if not isinstance(chance, (int, float)) or not 0 <= chance <= 1:
+                raise FunctionError(
+                    f"tuner.branching.where: {self.section.where} returned {chance!r}; return the "
+                    "probability, 0 to 1, that rollouts begin before the next call"
+                )
+            if dice.random() < chance:
+                return Point(trace.id, call)
+        return None
+
+    def learn(self, traces: Sequence[Trace]) -> None:
+        """Take note of all rollouts of a step."""
+        groups: dict[tuple[int, int], list[Trace]] = defaultdict(list)
+        for trace in traces:
+            if trace.final and trace.outcome is Outcome.COMPLETED and trace.reward is not None:
+                groups[trace.id.step, trace.id.task].append(trace)
+        self.seen.fade(FADES)
+        for members in groups.values():
+            self.seen.add(*_group(members))
+
+    def state(self) -> dict[str, Any]:
+        """What was learned, for JSON."""
+        return {"seen": self.seen.state()}
+
+    def restored(self, state: dict[str, Any]) -> Where:
+        """The same rule with what was learned until `state` was called."""
+        return replace(self, seen=Positions.restored(state["seen"]))
+
+
+def origins_of(traces: Iterable[Trace]) -> dict[RolloutId, Point[RolloutId]]:
+    """Where rollouts begin that begin inside others."""
+    return {
+        trace.id: Point(trace.origin.rollout, *trace.origin.position)
+        for trace in traces
+        if trace.origin is not None
+    }
+
+
+def _has(trace: Trace, call: int) -> bool:
+    return call < len(trace.calls)
+
+
+def _surprise(traces: Sequence[Trace], call: int) -> float:
+    """How unlikely a token of the calls at a position was, in nats: the mean over rollouts."""
+    found = [trace.calls[call].logprobs for trace in traces if _has(trace, call)]
+    return fmean(-fmean(logprobs) for logprobs in found if logprobs) if any(found) else 0.0
+
+
+def _behind(traces: Sequence[Trace], call: int) -> float:
+    """Tokens from a call on: the mean over rollouts that get there, 0 where none does."""
+    found = [trace.calls[call:] for trace in traces if _has(trace, call)]
+    return fmean(sum(len(one.completion_ids) for one in calls) for calls in found) if found else 0.0
+
+
+def _group(members: Sequence[Trace]) -> tuple[list[Seen], list[Fork]]:
+    """The trunks of a group, and what goes on from the start of a call that others begin at."""
+    seen = {trace.id: _seen(trace) for trace in members}
+    trunks = [trace.id for trace in members if trace.origin is None]
+    begun: dict[tuple[RolloutId, int], list[Seen]] = defaultdict(list)
+    for trace in members:
+        origin = trace.origin
+        if origin is not None and origin.diverged is None and not origin.token:
+            begun[origin.rollout, origin.calls].append(seen[trace.id])
+    origins = origins_of(members)
+    forks = []
+    for (rollout, call), ends in begun.items():
+        trunk = trunk_of(rollout, origins)
+        at = trunks.index(trunk) if trunk in trunks else None
+        forks.append(Fork(call, [seen[rollout], *ends] if rollout in seen else ends, at))
+    return [seen[id_] for id_ in trunks], forks
+
+
+def _seen(trace: Trace) -> Seen:
+    assert trace.reward is not None
+    return Seen(
+        trace.reward,
+        [len(call.completion_ids) for call in trace.calls],
+        [score(call.logprobs) for call in trace.calls],
+    )
+
+
+Run = Callable[[Sequence[RolloutId], Mapping[RolloutId, Again]], Awaitable[list[Trace]]]
+
+
+@dataclass(eq=False)
+class Branching:
+    """Runs groups of which a part begins inside the others.
+
+    Args:
+        where: Chooses points.
+        seed: Of the run.
+        can_go_on: Whether the engine goes on inside completions of such settings.
+        notes: The file of what each step has shown, by which a run that was killed goes on; None:
+            nowhere.
+    """
+
+    where: Where
+    seed: int
+    can_go_on: Callable[[SamplingParams], bool]
+    notes: Path | None = None
+
+    async def run(self, ids: Sequence[RolloutId], run: Run) -> list[Trace]:
+        """Every attempt of the rollouts of a group.
+
+        Args:
+            ids: All that there may be, in order.
+            run: Runs some of them; those that are known it gives back.
+        """
+        shares = self.where.shares(self._dice(ids[0], "shares"))
+        found = await run(ids[: shares.trunks], {})
+        last = shares.trunks * shares.ends if shares.call else len(ids)
+        left = ids[shares.trunks : last]
+        for number, some in enumerate(_parts(left, self.where.section.rounds)):
+            ended = {trace.id: trace for trace in found if trace.final}
+            group = Grown(ids[: ids.index(some[0])], ended)
+            again = self.chosen(some, group, shares, self._dice(ids[0], number))
+            found += await run(list(again), again)
+        return sorted(found, key=lambda trace: (trace.id, trace.attempt))
+
+    def _dice(self, *what: object) -> Random:
+        return Random(derive_seed(self.seed, "branching", *what))
+
+    def chosen(
+        self, ids: Sequence[RolloutId], group: Grown, shares: Shares, dice: Random
+    ) -> dict[RolloutId, Again]:
+        """Where rollouts begin; those that begin nowhere are not there.
+
+        Args:
+            ids: Rollouts that have not begun.
+        """
+        each = shares.ends - 1
+        left = iter(ids)
+        again: dict[RolloutId, Again] = {}
+        for point in self.where.points(group, -(-len(ids) // each), dice, shares):
+            mine = list(islice(left, each))
+            if point is not None and (at := self._possible(point, group.ended)) is not None:
+                again |= dict.fromkeys(mine, at)
+        return again
+
+    def learn(self, step: int, traces: Sequence[Trace]) -> None:
+        """Take note of the rollouts that a step takes."""
+        self.where.learn(traces)
+        if self.notes is not None:
+            with self.notes.open("ab") as file:
+                row = {"step": step, "state": self.where.state()}
+                file.write(json.dumps(row).encode() + b"\n")
+
+    def restore(self, step: int) -> None:
+        """Go on with what was known when `step` had been trained; later steps are taken again.
+
+        Raises:
+            TunerError: The file is damaged.
+        """
+        if self.notes is None or not self.notes.exists():
+            return
+        kept = 0
+        for number, line in complete_lines(self.notes):
+            try:
+                row = json.loads(line)
+                if int(row["step"]) > step:
+                    break
+                self.where = self.where.restored(row["state"])
+            except (ValueError, LookupError, TypeError) as error:
+                raise TunerError(f"{self.notes}, line {number} is no note: {error!r}") from error
+            kept += len(line)
+        os.truncate(self.notes, kept)
+
+    def _possible(
+        self,
+        point: Point[RolloutId],
+        ended: Mapping[RolloutId, Trace],
+    ) -> Again | None:
+        """The point in the rollout that sampled what lies before it; None: it is not there."""
+        origins = origins_of(ended.values())
+        new = object()
+        at: Point[Any] = resolved({**origins, new: point})[new]
+        trace = ended[at.rollout]
+        if at.call >= len(trace.calls):
+            return None
+        token = at.token
+        if token >= len(trace.calls[at.call].completion_ids):
+            return None
+        if token and not self.can_go_on(trace.calls[at.call].sampling):
+            token = 0
+        if not stands_still(trace, at.call, token):
+            return None
+        trunk = ended[trunk_of(at.rollout, origins)]
+        drop = self.where.section.on_divergence == "drop"
+        return Again(trace, (trunk.id, trunk.attempt), at.call, token, ends=drop)
+
+
+def branching_of(config: RunConfig, runner: RolloutRunner, notes: Path) -> Branching | None:
+    """How a configuration divides groups; None where every rollout starts at the beginning.
+
+    Raises:
+        ConfigError: The judge takes groups, or `tuner.branching.where` names no function.
+    """
+    section = config.tuner.branching
+    if section is None:
+        return None
+    if runner.judges_groups:
+        raise ConfigError(
+            "tuner.branching is set, but the judge takes the rollouts of a group together, which "
+            "then begin one after the other: give a judge of single rollouts"
+        )
+    hazard = None
+    if section.where not in WHERE:
+        hazard = load_function(section.where, setting="tuner.branching.where")
+    return Branching(
+        Where(section, config.algorithm.repeat_times, hazard),
+        config.tuner.seed,
+        runner.gateway.engine.capabilities.can_go_on,
+        notes,
+    )
+
+
+def stands_still(trace: Trace, calls: int, token: int) -> bool:
+    """Whether nothing is in flight at a point but the call that it lies in, and all that was before
+    can be given back.
+
+    Of calls side by side, what is committed first hangs on what the others sample.
+    """
+    before, at, after = trace.calls[:calls], trace.calls[calls], trace.calls[calls + 1 :]
+    given = [*before, at] if token else before
+    if any(call.invalid is not None for call in given) or any(call.undelivered for call in before):
+        return False
+    ended = max((call.started + call.seconds for call in before), default=0.0)
+    at_end = at.started + at.seconds if token else ended
+    return at.started >= ended and all(call.started >= max(ended, at_end) for call in after)
+
+
+def _parts(ids: Sequence[RolloutId], count: int) -> Iterator[Sequence[RolloutId]]:
+    """`ids` in at most `count` parts of about one size."""
+    for number in range(count):
+        start, stop = (len(ids) * edge // count for edge in (number, number + 1))
+        if start < stop:
+            yield ids[start:stop]

@@ -1,0 +1,380 @@
+"""What ends an attempt at a rollout before its functions do; and what those may end besides."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+from tuner.gateway import Session
+from tuner.gateway.sessions import Access
+from tuner.tasks.functions import LIBRARIES, OURS, in_thread, place_of
+
+T = TypeVar("T")
+logger = logging.getLogger("tuner.rollout")
+GRACE = 5.0
+"""Seconds that a function which was cancelled may take to end."""
+
+
+class Exited(Exception):
+    """A function raised what would end the process: SystemExit, or what is no Exception."""
+
+
+async def contained(work: Coroutine[Any, Any, T], session: Access) -> T:
+    """The result of a user's function, which runs in a task of its own.
+
+    When this is cancelled (a deadline, Ctrl-C) the session is sealed before the function hears of
+    it: none of its calls is answered any more, whatever it makes of its cancellation. One that does
+    not end is left behind, and the log names it.
+
+    Raises:
+        Exited: It raised SystemExit, or what is neither an Exception nor an interrupt.
+        CancelledError: This task was cancelled (`cancelling()` tells), or the function's own was.
+    """
+    task = asyncio.ensure_future(_without_exit(work))
+    try:
+        await asyncio.wait([task])
+    except asyncio.CancelledError:
+        session.seal()
+        task.cancel()
+        try:
+            await asyncio.wait([task], timeout=GRACE)
+        finally:  # also where this is cancelled once more, by Ctrl-C after a deadline
+            if not task.done():
+                logger.warning(
+                    "%s was cancelled and goes on: it catches CancelledError, perhaps by a bare "
+                    "`except:`. It is left behind, and its calls are refused",
+                    session.id,
+                )
+                # At its end asyncio waits for all tasks that it knows.
+                asyncio.tasks._unregister_task(task)
+            elif not task.cancelled():
+                task.exception()  # nobody asks any more
+        raise
+    return task.result()
+
+
+async def _without_exit(work: Coroutine[Any, Any, T]) -> T:
+    try:
+        return await work
+    except (Exception, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # it would end the event loop
+        raise Exited(f"{type(error).__name__}: {error}") from error
+
+
+class Ending:
+    """Ends a rollout from outside, whatever it is doing; what it did so far is kept.
+
+    Attributes:
+        reason: Why it was ended; None while it was not.
+    """
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self._deadline: asyncio.Timeout | None = None
+
+    def end(self, reason: str) -> None:
+        """End it, or see that it does not begin."""
+        if self.reason is None:
+            self.reason = reason
+            if self._deadline is not None:
+                _expire(self._deadline)
+
+    @contextmanager
+    def of(self, deadline: asyncio.Timeout) -> Iterator[None]:
+        """While the block runs, an end is an early `deadline`."""
+        self._deadline = deadline
+        try:
+            yield
+        finally:
+            self._deadline = None
+
+
+@dataclass(eq=False)
+class ToolTime:
+    """The seconds of an attempt during which none of its calls is in flight.
+
+    Args:
+        seconds: The most there may be; None: any.
+        session: The attempt's.
+
+    Attributes:
+        exceeded: Whether there were more.
+    """
+
+    seconds: float | None
+    session: Session
+    exceeded: bool = False
+
+    @contextmanager
+    def limiting(self, deadline: asyncio.Timeout) -> Iterator[None]:
+        """While the block runs, too much time in tools is an early `deadline`."""
+        if self.seconds is None:
+            yield
+            return
+        watch = asyncio.ensure_future(self._watch(self.seconds, deadline))
+        try:
+            yield
+        finally:
+            watch.cancel()
+
+    async def _watch(self, seconds: float, deadline: asyncio.Timeout) -> None:
+        started = time.perf_counter() - self.session.in_flight.seconds
+        while True:
+            spent = time.perf_counter() - started - self.session.in_flight.seconds
+            if spent >= seconds:
+                self.exceeded = True
+                _expire(deadline)
+                return
+            # Calls only put the moment off.
+            await asyncio.sleep(seconds - spent)
+
+
+def _expire(deadline: asyncio.Timeout) -> None:
+    if not deadline.expired():
+        deadline.reschedule(asyncio.get_running_loop().time())
+
+
+# Says what holds rollouts up: which line blocks their event loop, what a quiet one waits for.
+
+
+EVERY = 1.0
+"""Seconds from one look to the next."""
+BLOCKED = 5.0
+"""Seconds that the event loop may stand still."""
+QUIET = 60.0
+"""Seconds after which it is said what a rollout waits for."""
+
+# Nobody's, and ignored by default. SIGINT would be asyncio's, or ignored in a shell's background.
+_WAKES = getattr(signal, "SIGURG", None)
+_ANSWERING = tuple(str(Path(OURS, room)) for room in ("gateway", "engines"))
+
+
+class Standstill(BaseException):
+    """Raised inside code that has kept the event loop for longer than a rollout may take."""
+
+
+@dataclass(eq=False)
+class Running:
+    """A function of the user's that runs.
+
+    Attributes:
+        role: "workflow" or "judge".
+        sessions: The attempt's, then those of its auxiliary models.
+        work: What is awaited for it.
+        began: When, on the clock of `time.perf_counter`.
+    """
+
+    role: str
+    sessions: Sequence[Access]
+    work: Any
+    began: float = field(default_factory=time.perf_counter)
+
+
+_RUNNING: ContextVar[Running | None] = ContextVar("tuner_running", default=None)
+
+
+@dataclass(eq=False)
+class Watchdog:
+    """Looks after the functions of one event loop, from a thread, while any of them runs.
+
+    Args:
+        limit: Seconds after which what keeps the event loop is broken off.
+
+    Attributes:
+        apart: Roles whose functions block the event loop and would for ever: they are to run in
+            threads.
+    """
+
+    limit: float
+    apart: set[str] = field(default_factory=set)
+    _running: set[Running] = field(default_factory=set)
+    _said: set[str] = field(default_factory=set)
+    _ended: threading.Event = field(default_factory=threading.Event)
+    _awake: ExitStack = field(default_factory=ExitStack)
+
+    @contextmanager
+    def watching(self, running: Running) -> Iterator[None]:
+        """While the block runs, so does this function: in tasks that are made inside the block."""
+        token = _RUNNING.set(running)
+        if not self._running:
+            self._ended = threading.Event()
+            self._awake = _wakes()
+            of = asyncio.get_running_loop(), threading.get_ident(), self._ended
+            threading.Thread(
+                target=self._watch, args=of, name="tuner-watchdog", daemon=True
+            ).start()
+        self._running.add(running)
+        try:
+            yield
+        finally:
+            _RUNNING.reset(token)
+            self._running.discard(running)
+            if not self._running:
+                self._ended.set()
+                self._awake.close()
+
+    def _watch(self, loop: asyncio.AbstractEventLoop, thread: int, ended: threading.Event) -> None:
+        while not ended.wait(EVERY):
+            ran = threading.Event()
+            try:
+                loop.call_soon_threadsafe(self._look, ran)
+            except RuntimeError:  # the loop is closed
+                return
+            if not ran.wait(EVERY):
+                self._stands_still(thread, ran)
+
+    def _stands_still(self, thread: int, ran: threading.Event) -> None:
+        """Look who keeps the loop's thread, until it runs again."""
+        keeper: Running | None = None
+        since, told, broken_off = 0.0, False, False
+        with ExitStack() as refusing:
+            while not ran.is_set():
+                running, frame = _keeping(sys._current_frames().get(thread)) or (None, None)
+                if running is not keeper:
+                    refusing.close()
+                    keeper, since = running, time.perf_counter()
+                    told = broken_off = False
+                kept = time.perf_counter() - since
+                if keeper is not None and frame is not None and kept >= BLOCKED:
+                    if not told:
+                        told = True
+                        self._say(place_of(frame), _kept_by(keeper, frame))
+                        why = partial(self._refuse, keeper, thread)
+                        for host in {session.host for session in keeper.sessions}:
+                            keys = [s.key for s in keeper.sessions if s.host is host]
+                            refusing.enter_context(host.refusing(keys, why))
+                    if kept >= self.limit and not ran.is_set():
+                        self.apart.add(keeper.role)
+                        _break_off(thread, again=broken_off)
+                        broken_off = True
+                ran.wait(EVERY)
+
+    def _look(self, ran: threading.Event) -> None:
+        """In the loop: it runs; say what is waited for where nothing has happened for long."""
+        ran.set()
+        now = time.perf_counter()
+        for running in list(self._running):
+            moved = max(running.began, *(s.in_flight.moved for s in running.sessions))
+            if now - moved < QUIET:
+                continue
+            place = _waits_in(running)
+            self._say(
+                place,
+                f"rollout {running.sessions[0].id} has waited for {now - moved:.0f} s: {place}; "
+                f"it may take {self.limit:g} s (explorer.max_timeout)",
+            )
+
+    def _say(self, place: str, sentence: str) -> None:
+        if place not in self._said:
+            self._said.add(place)
+            logger.warning("%s", sentence)
+
+    def _refuse(self, keeper: Running, thread: int) -> str:
+        """What a call is told that waits for the loop which its own caller keeps."""
+        self.apart.add(keeper.role)
+        found = _keeping(sys._current_frames().get(thread))
+        sentence = (
+            f"{_kept_by(*found) if found else 'The event loop is kept'}. It called a model of this "
+            "very process, which could never have answered: the call is refused, and the "
+            f"{keeper.role} runs in threads from now on"
+        )
+        keeper.sessions[0].errors.append(Exited(sentence))
+        return sentence
+
+
+def _kept_by(keeper: Running, frame: FrameType) -> str:
+    return (
+        f"{place_of(frame)} has kept the event loop for {BLOCKED:g} s, and no rollout goes on "
+        f"meanwhile: an `async def` {keeper.role} must not wait without `await`; make the "
+        f"{keeper.role} a plain `def`, which runs in a thread, or use an async client there"
+    )
+
+
+def _keeping(frame: FrameType | None) -> tuple[Running, FrameType] | None:
+    """The function of the user's that keeps an event loop, and its innermost frame.
+
+    Args:
+        frame: What the loop's thread is in.
+
+    Returns:
+        None where the loop is kept by nobody, or by what answers calls.
+    """
+    stack = _stack(frame)
+    at = next((i for i, f in enumerate(stack) if f.f_code is asyncio.Handle._run.__code__), 0)
+    if not (inner := stack[:at]):
+        return None
+    # A task has the context that it was made in, also one that the function made itself.
+    running = stack[at].f_locals["self"]._context.get(_RUNNING)
+    if running is None or inner[0].f_code.co_filename.startswith(_ANSWERING):
+        return None
+    return running, _own(inner)
+
+
+def _own(stack: Sequence[FrameType]) -> FrameType:
+    """The innermost frame of the user's own code; of a library's where there is none."""
+    for frame in stack:
+        if not frame.f_code.co_filename.startswith(LIBRARIES):
+            return frame
+    return stack[0]
+
+
+def _waits_in(running: Running) -> str:
+    """What a function waits for: one that is suspended, or that runs in a thread."""
+    if any(session.in_flight.tasks for session in running.sessions):
+        return "for an answer of the model"
+    awaited, stack = running.work, list[FrameType]()  # the innermost first
+    while (frame := getattr(awaited, "cr_frame", None)) is not None:
+        stack.insert(0, frame)
+        awaited = awaited.cr_await
+    if stack and stack[0].f_code is in_thread.__code__:
+        stack = _stack(sys._current_frames().get(stack[0].f_locals["thread"].ident))
+    return f"its {running.role} is in {place_of(_own(stack))}" if stack else f"its {running.role}"
+
+
+def _stack(frame: FrameType | None) -> list[FrameType]:
+    """A frame and those it was called from, the innermost first."""
+    found = []
+    while frame is not None:
+        found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+def _wakes() -> ExitStack:
+    """From now until that is closed a signal brings the main thread out of the operating system."""
+    stack = ExitStack()
+    main = threading.current_thread() is threading.main_thread()
+    if _WAKES is not None and main and signal.getsignal(_WAKES) is signal.SIG_DFL:
+        stack.callback(signal.signal, _WAKES, signal.signal(_WAKES, _woken))
+    return stack
+
+
+def _woken(number: int, frame: FrameType | None) -> None:
+    """Where `Standstill` comes up."""
+
+
+def _break_off(thread: int, *, again: bool) -> None:
+    """Raise `Standstill` in a thread.
+
+    Args:
+        again: Whether that did not help before: it is in a call of the operating system's, out of
+            which a signal brings the main thread.
+    """
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Standstill))
+    main = thread == threading.main_thread().ident
+    if again and main and _WAKES is not None and signal.getsignal(_WAKES) is _woken:
+        signal.pthread_kill(thread, _WAKES)

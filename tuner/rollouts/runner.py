@@ -1,0 +1,746 @@
+"""One rollout: the workflow and the judge on one task, in a session of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from tuner.errors import FunctionError, RewardError, RewardTimeout, WorkerError
+from tuner.gateway import Gateway, SamplingDefaults, Session, SessionLimits
+from tuner.gateway.script import Divergence, Script
+from tuner.gateway.sessions import Access
+from tuner.rollouts.limits import Ending, Exited, Running, ToolTime, Watchdog, contained
+from tuner.tasks.functions import (
+    JudgeOutput,
+    Rejected,
+    WorkflowOutput,
+    call_group_judge,
+    call_judge,
+    call_workflow,
+    judges_groups,
+    raised_in,
+    response_text,
+    text_of,
+)
+from tuner.tasks.selection import derive_seed, seed_everything
+from tuner.traces import Call, FunctionResult, Origin, Outcome, RolloutId, Trace
+
+# One start of a workflow: what is known of it so far, and the trace that it leaves.
+
+
+@dataclass(frozen=True)
+class Again:
+    """Another rollout, inside of which one begins.
+
+    Attributes:
+        trace: That rollout.
+        root: The rollout and the attempt of which its beginning is, whose seed its functions get.
+        calls: How many of its calls, in order of commitment, lie before the point.
+        token: How many sampled tokens of the next one do.
+        ends: Whether it ends where it diverges.
+    """
+
+    trace: Trace
+    root: tuple[RolloutId, int]
+    calls: int
+    token: int = 0
+    ends: bool = False
+
+    def script(self) -> Script:
+        """What one attempt is answered from; raises TunerError where there is no such point."""
+        return Script(self.trace, self.calls, self.token, ends=self.ends)
+
+    def origin(self, left: Divergence | None) -> Origin:
+        """As a trace has it."""
+        return Origin(
+            self.trace.id,
+            self.trace.attempt,
+            self.calls,
+            self.token,
+            diverged=None if left is None else str(left),
+            left_at=None if left is None else left.call,
+        )
+
+
+@dataclass
+class Attempt:
+    """What is known of an attempt so far.
+
+    Args:
+        id, task: Which rollout it is of.
+        number: Which attempt, from 1.
+    """
+
+    id: RolloutId
+    task: dict[str, Any]
+    number: int
+    outcome: Outcome = Outcome.COMPLETED
+    reward: float | None = None
+    error: str | None = None
+    response: Any = None
+    feedback: str | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    workflow_seconds: float = 0.0
+    judge_seconds: float = 0.0
+    origin: Origin | None = None
+    started: float = field(default_factory=time.time)
+
+    def check_reward(self, *, judged: bool, needed: bool) -> None:
+        """Whether there is one that can be trained.
+
+        Raises:
+            FunctionError: There is none, and nobody is left to give one.
+        """
+        if self.reward is None:
+            if not needed:
+                return
+            # `as_judge_output` refuses a judge without a reward, so only the workflow gets here.
+            raise FunctionError(
+                "there is no reward: no judge was given and the workflow returned WorkflowOutput("
+                "reward=None); set `reward` in the workflow or pass judge_func"
+            )
+        if not math.isfinite(self.reward):
+            who = "judge" if judged else "workflow"
+            self.outcome = Outcome.INVALID_REWARD
+            self.error = f"the {who} gave reward {self.reward}; a reward must be a finite number"
+
+    def follow(self, again: Again, script: Script) -> None:
+        """Note where it began, and whether it left the script before the point."""
+        found = script.end()
+        self.origin = again.origin(found)
+        if found is not None and again.ends:
+            self.outcome = Outcome.DIVERGED
+            self.error = f"it repeats {again.trace.id} and left it {found}"
+
+    def trace(
+        self,
+        calls: Sequence[Call],
+        *,
+        results: Sequence[FunctionResult],
+        generation: float,
+        needs_calls: bool,
+    ) -> Trace:
+        """What it leaves, once its session is sealed.
+
+        Args:
+            calls, results: The session's.
+            generation: Seconds spent inside them.
+            needs_calls: Whether it has failed where it read no answer.
+        """
+        unread = all(call.undelivered for call in calls) and needs_calls
+        if self.outcome is Outcome.COMPLETED and unread:
+            self.outcome = Outcome.NO_CALLS
+            self.error = (
+                "the workflow read no answer of `model` to its end: there is nothing to train"
+                if calls
+                else "the workflow never called `model`: there is nothing to train"
+            )
+        return Trace(
+            id=self.id,
+            task=self.task,
+            calls=tuple(calls),
+            outcome=self.outcome,
+            reward=self.reward if self.outcome is Outcome.COMPLETED else None,
+            metrics=self.metrics,
+            response=response_text(self.response),
+            feedback=self.feedback,
+            error=self.error,
+            attempt=self.number,
+            started=self.started,
+            seconds={
+                "workflow": self.workflow_seconds,
+                "judge": self.judge_seconds,
+                "generation": generation,
+            },
+            origin=self.origin,
+            results=tuple(results),
+        )
+
+
+# Who calls the user's functions for a rollout: this process, or another.
+
+
+T = TypeVar("T")
+logger = logging.getLogger("tuner.rollout")
+
+
+class Caller(Protocol):
+    """Calls the user's functions for one attempt at a rollout, or for one group.
+
+    Each raises what the function does, or `Elsewhere` for what it did in another process. When one
+    is cancelled the session is sealed before the function hears of it.
+    """
+
+    async def workflow(self, task: Mapping[str, Any], feedback: str | None) -> WorkflowOutput: ...
+
+    async def judge(self, task: Mapping[str, Any], response: Any) -> JudgeOutput: ...
+
+    async def group_judge(
+        self, task: Mapping[str, Any], responses: Sequence[Any]
+    ) -> list[JudgeOutput]: ...
+
+
+class Workers(Protocol):
+    """Processes that the functions run in; where there is none any more, this process is."""
+
+    @property
+    def count(self) -> int: ...
+
+    def calling(
+        self, session: Session, auxiliary: Mapping[str, Any], id: RolloutId, *, seed: int | None
+    ) -> AbstractAsyncContextManager[Caller]:
+        """A caller for the time of the block.
+
+        Args:
+            session: The attempt's, or the group's.
+            auxiliary: The models that both functions get.
+            id: Of the rollout, or the group's first.
+            seed: For the process's global random states, or None.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Here:
+    """Calls them in this process.
+
+    Args:
+        workflow_func, judge_func: The user's functions.
+        make_model: The chat model that a session's agent gets.
+        watchdog: Looks after the functions.
+        session: The attempt's, or the group's.
+        auxiliary: The models that both functions get.
+    """
+
+    workflow_func: Callable[..., Any]
+    judge_func: Callable[..., Any] | None
+    make_model: Callable[[Any], Any]
+    watchdog: Watchdog
+    session: Access
+    auxiliary: Mapping[str, Any]
+
+    async def workflow(self, task: Mapping[str, Any], feedback: str | None) -> WorkflowOutput:
+        model = self.make_model(self.session)
+        work = self._of(call_workflow, self.workflow_func, task, model=model, feedback=feedback)
+        output = await self._looked_after("workflow", work)
+        if hasattr(model, "workflow_ended"):  # frameworks whose agents can stop half-way
+            model.workflow_ended()
+        return output
+
+    async def judge(self, task: Mapping[str, Any], response: Any) -> JudgeOutput:
+        work = self._of(call_judge, self.judge_func, task, response=response)
+        return await self._looked_after("judge", work)
+
+    async def group_judge(
+        self, task: Mapping[str, Any], responses: Sequence[Any]
+    ) -> list[JudgeOutput]:
+        work = self._of(call_group_judge, self.judge_func, task, responses=responses)
+        return await self._looked_after("judge", work)
+
+    def _of(
+        self,
+        call: Callable[..., Coroutine[Any, Any, T]],
+        func: Callable[..., Any] | None,
+        task: Mapping[str, Any],
+        **own: Any,
+    ) -> Coroutine[Any, Any, T]:
+        """A call of a function with what all of them get, and what is its own."""
+        shared = {"auxiliary_models": self.auxiliary, "logger": logger}
+        return call(func, task=dict(task), **shared, **own, apart=self.watchdog.apart)
+
+    async def _looked_after(self, role: str, work: Coroutine[Any, Any, T]) -> T:
+        others = (getattr(model, "session", None) for model in self.auxiliary.values())
+        sessions = [self.session, *(other for other in others if isinstance(other, Access))]
+        with self.watchdog.watching(Running(role, sessions, work)):
+            return await contained(work, self.session)
+
+
+# How a function of the user's failed, as an outcome and in a line for people.
+
+
+class JudgeFailure(NamedTuple):
+    """How a judge failed, and what it says."""
+
+    outcome: Outcome
+    error: str
+
+
+class Elsewhere(Exception):
+    """How a function of the user's failed in another process, as it was described there.
+
+    Attributes:
+        outcome: The rollout's.
+        described: One line for people.
+        place: Where in the user's own code it came up, or None.
+    """
+
+    def __init__(self, outcome: Outcome, described: str, place: str | None = None) -> None:
+        super().__init__(described)
+        self.outcome = outcome
+        self.described = described
+        self.place = place
+
+
+def of_workflow(error: BaseException, session: Access) -> tuple[Outcome, str]:
+    """What a workflow's error makes of its rollout, and what it says."""
+    if isinstance(error, Elsewhere):
+        own = error.outcome is Outcome.WORKFLOW_ERROR and session.errors
+        return error.outcome, describe(session.errors[-1] if own else error, None)
+    if isinstance(error, Rejected):
+        return Outcome.REJECTED, str(error) or "the workflow rejected the rollout"
+    if isinstance(error, RewardError):
+        return of_judge(error), describe(error, None)
+    return Outcome.WORKFLOW_ERROR, describe(error, session)
+
+
+def of_judge(error: BaseException) -> Outcome:
+    """A reward function that failed is the judge's failure, whoever called it."""
+    if isinstance(error, Elsewhere):
+        return error.outcome
+    return Outcome.JUDGE_TIMEOUT if isinstance(error, RewardTimeout) else Outcome.JUDGE_ERROR
+
+
+def being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+# What an error of Python's own means here.
+_HINTS = {
+    "'coroutine' object": " (is an `await` missing?)",
+    "cannot be called from a running event loop": " (`await` the coroutine in place of that)",
+}
+
+
+def place_of_error(error: BaseException) -> str | None:
+    """Where in the user's own code an error came up; None where it did not."""
+    return error.place if isinstance(error, Elsewhere) else raised_in(error)
+
+
+def describe(error: BaseException, session: Access | None) -> str:
+    """One line for people. An error of the engine says more than what the client made of it."""
+    cause = session.errors[-1] if session is not None and session.errors else error
+    if isinstance(cause, Elsewhere):
+        return cause.described
+    text = " ".join(text_of(cause, str).split())
+    text += next((hint for sign, hint in _HINTS.items() if sign in text), "")
+    if isinstance(cause, Exited):
+        return text
+    return f"{type(cause).__name__}: {text}" if text else type(cause).__name__
+
+
+_RETRIED = (Outcome.WORKFLOW_ERROR, Outcome.TIMEOUT, Outcome.WORKER_DIED)
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """Limits of one rollout.
+
+    Attributes:
+        timeout: Seconds that one attempt (workflow and judge together) may take.
+        max_retries: Further attempts after a workflow error, a timeout or the death of the process
+            that it ran in; a judge that fails is asked again as often, with the same response.
+        seed: Seed of the run; each rollout derives its own from it.
+        limits: What the calls of one attempt may come to.
+        tool_seconds: Seconds that one attempt may spend while no call is in flight; None: any.
+        seeds_functions: Set the global random states of Python, NumPy and torch at the start of
+            each attempt; only one may then run at a time.
+        needs_reward: Whether a rollout without a reward is a mistake in the program.
+        feedback_attempts: How often the workflow runs again in the same rollout, with what the
+            judge said of the attempt before, while the reward is below `pass_reward`.
+        pass_reward: See `feedback_attempts`.
+        needs_calls: Whether a rollout without calls has failed: not where nothing is trained, and
+            the workflow brings a model of its own.
+    """
+
+    timeout: float
+    max_retries: int
+    seed: int
+    limits: SessionLimits = field(default_factory=SessionLimits)
+    tool_seconds: float | None = None
+    seeds_functions: bool = False
+    needs_reward: bool = True
+    needs_calls: bool = True
+    feedback_attempts: int = 0
+    pass_reward: float = 1.0
+
+
+@dataclass(eq=False)
+class RolloutRunner:
+    """Runs the user's functions and turns what happens into traces.
+
+    Args:
+        gateway: Where sessions are opened.
+        workflow, judge: The user's functions; without a judge the workflow gives the reward.
+        make_model: The chat model that a session's agent gets.
+        auxiliary_models: Opens, for one attempt and its seed, the frozen models by the user's
+            names; both functions get them.
+        settings: Limits.
+        told: What was warned of, once. As `watchdog` it is another runner's too that is made of
+            this one by `dataclasses.replace`.
+        watchdog: Looks after the functions.
+        workers: Processes that the functions run in; None: this one. Then `make_model`, `workflow`
+            and `judge` are called there.
+    """
+
+    gateway: Gateway
+    workflow: Callable[..., Any]
+    judge: Callable[..., Any] | None
+    _: KW_ONLY
+    make_model: Callable[[Session], Any]
+    auxiliary_models: Callable[[str, int], AbstractContextManager[Mapping[str, Any]]]
+    settings: RolloutSettings
+    told: set[str] = field(default_factory=set)
+    watchdog: Watchdog = None  # type: ignore[assignment]  # made of the settings
+    workers: Workers | None = None
+
+    def __post_init__(self) -> None:
+        self.watchdog = self.watchdog or Watchdog(self.settings.timeout)
+
+    @property
+    def judges_groups(self) -> bool:
+        """Whether the judge takes a group together: `run` then leaves rollouts unjudged."""
+        return self.judge is not None and judges_groups(self.judge)
+
+    async def run(
+        self,
+        task: dict[str, Any],
+        id: RolloutId,
+        defaults: SamplingDefaults,
+        *,
+        ending: Ending | None = None,
+        queued: float = 0.0,
+        keep: Callable[[Any], None] = lambda response: None,
+        again: Again | None = None,
+    ) -> list[Trace]:
+        """All attempts at one rollout; the last is final and is the one that counts.
+
+        Args:
+            task: The dataset's row.
+            id: Which rollout this is.
+            defaults: What calls that do not say are sampled with.
+            ending: Who may end it from outside.
+            queued: Seconds that it waited until there was room for it.
+            keep: Is given the response of the last attempt, as the workflow returned it.
+            again: The rollout that it begins inside of, if it does.
+
+        Raises:
+            FunctionError: A function returned something of the wrong type: a mistake in the
+                program, which no retry and no training would mend.
+        """
+        traces: list[Trace] = []
+        while True:
+            number = len(traces) + 1
+            if ending is not None and (why := ending.reason) is not None:
+                never = Trace(id, task, (), Outcome.CANCELLED, None, error=why, attempt=number)
+                return [*traces, never]
+            trace, response = await self._attempt(
+                task, id, number, defaults, ending or Ending(), again
+            )
+            if not traces:
+                trace.seconds["queue"] = queued
+            if trace.outcome not in _RETRIED or number > self.settings.max_retries:
+                keep(response)
+                return [*traces, trace]
+            logger.info("%s, attempt %d: %s; trying again", id, number, trace.error)
+            traces.append(replace(trace, final=False))
+
+    async def _attempt(
+        self,
+        task: dict[str, Any],
+        id: RolloutId,
+        number: int,
+        defaults: SamplingDefaults,
+        ending: Ending,
+        again: Again | None,
+    ) -> tuple[Trace, Any]:
+        seed = derive_seed(self.settings.seed, id, number)
+        drawn = seed if again is None else derive_seed(self.settings.seed, *again.root)
+        if self.settings.seeds_functions:
+            seed_everything(drawn)
+        script = None if again is None else again.script()
+        session = self.gateway.open_session(
+            f"{id}-{number}",
+            seed=seed,
+            defaults=defaults,
+            limits=self.settings.limits,
+            script=script,
+        )
+        state = Attempt(id, task, number)
+        tools = ToolTime(self.settings.tool_seconds, session)
+        try:
+            with self.auxiliary_models(session.id, seed) as auxiliary:
+                async with (
+                    self._calling(session, dict(auxiliary), id, drawn) as caller,
+                    asyncio.timeout(self.settings.timeout) as deadline,
+                ):
+                    with ending.of(deadline), session.results.collecting():
+                        limited = partial(tools.limiting, deadline)
+                        await self._run_functions(task, session, caller, state, limited)
+        except TimeoutError:
+            pass
+        finally:
+            calls = session.seal()
+        if deadline.expired():  # also when the workflow swallowed its cancellation
+            state.outcome = Outcome.TIMEOUT
+            state.error = f"no result within {self.settings.timeout:g} s (explorer.max_timeout)"
+            if ending.reason is not None:
+                state.outcome, state.error = Outcome.CANCELLED, ending.reason
+            elif tools.exceeded:
+                state.error = (
+                    f"{self.settings.tool_seconds:g} s in the agent's own code and tools "
+                    "(tuner.max_tool_seconds)"
+                )
+        if again is not None and script is not None:
+            state.follow(again, script)
+        trace = state.trace(
+            calls,
+            results=session.results.kept,
+            generation=session.in_flight.seconds,
+            needs_calls=self.settings.needs_calls,
+        )
+        return trace, state.response
+
+    def _calling(
+        self, session: Session, auxiliary: dict[str, Any], id: RolloutId, seed: int | None = None
+    ) -> AbstractAsyncContextManager[Caller]:
+        """Who calls the functions, with the models of an attempt or of a group."""
+        if self.workers is not None and self.workers.count:
+            seed = seed if self.settings.seeds_functions else None
+            return self.workers.calling(session, auxiliary, id, seed=seed)
+        return nullcontext(
+            Here(self.workflow, self.judge, self.make_model, self.watchdog, session, auxiliary)
+        )
+
+    async def _run_functions(
+        self,
+        task: dict[str, Any],
+        session: Session,
+        caller: Caller,
+        state: Attempt,
+        limited: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """The workflow and the judge; and again where the judge says how to do better."""
+        for attempt in range(self.settings.feedback_attempts + 1):
+            started = time.perf_counter()
+            try:
+                with limited():
+                    returned = await self._run_workflow(task, session, caller, state)
+            finally:
+                state.workflow_seconds += time.perf_counter() - started
+            if not returned:
+                return
+            if self.judge is not None and not self.judges_groups:
+                started = time.perf_counter()
+                try:
+                    await self._run_judge(task, caller, state)
+                finally:
+                    state.judge_seconds += time.perf_counter() - started
+            if state.outcome is Outcome.COMPLETED:
+                needed = self.settings.needs_reward and not self.judges_groups
+                state.check_reward(judged=self.judge is not None, needed=needed)
+            if state.outcome is not Outcome.COMPLETED or not self._tries_again(state, attempt):
+                return
+
+    def _tries_again(self, state: Attempt, attempt: int) -> bool:
+        """Whether the judge said how to do better, and there may be a further attempt."""
+        if not self.settings.feedback_attempts or state.reward is None:
+            return False
+        state.metrics.setdefault("first_reward", state.reward)
+        state.metrics["feedback_attempts"] = attempt
+        return state.feedback is not None and state.reward < self.settings.pass_reward
+
+    async def _run_workflow(
+        self, task: dict[str, Any], session: Session, caller: Caller, state: Attempt
+    ) -> bool:
+        """Whether it returned; if not, `state` says why."""
+        try:
+            output = await caller.workflow(task, state.feedback)
+        except asyncio.CancelledError:
+            if being_cancelled():
+                raise
+            state.outcome, state.error = Outcome.CANCELLED, "the workflow cancelled itself"
+        except (FunctionError, WorkerError):
+            raise
+        except Exception as error:
+            state.outcome, state.error = of_workflow(error, session)
+            said = any(isinstance(known, Exited) for known in session.errors)
+            if state.outcome is Outcome.WORKFLOW_ERROR and not said:
+                self._say_where(error, state.error)
+            logger.debug("%s failed", session.id, exc_info=True)
+        else:
+            state.response, state.reward = output.response, output.reward
+            state.metrics |= self.noted(output.metrics)
+            return True
+        return False
+
+    def noted(self, metrics: Mapping[str, float] | None) -> dict[str, float]:
+        """The user's metrics but those that no mean can be taken of, which the log names."""
+        found = {}
+        for name, value in (metrics or {}).items():
+            if math.isfinite(value):
+                found[name] = value
+            elif name not in self.told:
+                self.told.add(name)
+                logger.warning(
+                    "metric %r is %s: it is left out wherever it is not finite", name, value
+                )
+        return found
+
+    def _say_where(self, error: BaseException, described: str) -> None:
+        """Warn of an error in the user's own code, once for each line."""
+        where = place_of_error(error)
+        if where is not None and where not in self.told:
+            self.told.add(where)
+            logger.warning("%s: %s", where, described)
+
+    async def _run_judge(self, task: dict[str, Any], caller: Caller, state: Attempt) -> None:
+        verdict = await self._verdict(partial(caller.judge, task, state.response))
+        if isinstance(verdict, JudgeFailure):
+            state.outcome, state.error = verdict
+            return
+        state.reward, state.feedback = verdict.reward, verdict.feedback
+        state.metrics |= self.noted(verdict.metrics)
+
+    async def judge_group(
+        self, task: dict[str, Any], id: RolloutId, responses: Sequence[Any]
+    ) -> list[JudgeOutput] | JudgeFailure:
+        """What the judge says of the responses of a group, in their order.
+
+        Args:
+            task: The group's.
+            id: Of its first rollout.
+            responses: As the workflow returned them.
+
+        Raises:
+            FunctionError: It returned something else than an output for each.
+        """
+        seed = derive_seed(self.settings.seed, id, "judge")
+        session = self.gateway.open_session(f"{id}-judge", seed=seed, recorded=False)
+        try:
+            with self.auxiliary_models(session.id, seed) as auxiliary:
+                async with (
+                    self._calling(session, dict(auxiliary), id) as caller,
+                    asyncio.timeout(self.settings.timeout),
+                ):
+                    return await self._verdict(partial(caller.group_judge, task, responses))
+        except TimeoutError:
+            took = f"no verdict within {self.settings.timeout:g} s (explorer.max_timeout)"
+            return JudgeFailure(Outcome.JUDGE_TIMEOUT, took)
+        finally:
+            session.seal()
+
+    async def _verdict(self, ask: Callable[[], Awaitable[T]]) -> T | JudgeFailure:
+        """What a judge says, which is asked again as often as a rollout may be tried again."""
+        for tries_left in range(self.settings.max_retries, -1, -1):
+            try:
+                return await ask()
+            except (FunctionError, WorkerError):
+                raise
+            except (Exception, asyncio.CancelledError) as error:
+                if being_cancelled():
+                    raise
+                failure = JudgeFailure(of_judge(error), describe(error, None))
+                if failure.outcome is Outcome.WORKER_DIED:  # with the response
+                    break
+                if not tries_left:
+                    self._say_where(error, failure.error)
+        return failure
+
+
+# A group whose rollouts are judged together, once the last of them has ended.
+
+
+@dataclass(eq=False)
+class Panel:
+    """Waits for the rollouts of a group, and has those judged that completed.
+
+    Args:
+        runner: Its judge takes groups.
+        task: The group's.
+        ids: The group's rollouts.
+    """
+
+    runner: RolloutRunner
+    task: dict[str, Any]
+    ids: Sequence[RolloutId]
+    _ended: dict[RolloutId, tuple[list[Trace], Any]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._judged: asyncio.Future[dict[RolloutId, Trace]] = loop.create_future()
+
+    async def run(self, id: RolloutId, make: Callable[..., Any]) -> list[Trace]:
+        """All attempts at one rollout, the last with its verdict.
+
+        Args:
+            id: Which of the group's.
+            make: Makes them, and gives `keep` the response.
+
+        Raises:
+            FunctionError: The judge returned something else than an output for each response.
+        """
+        responses: list[Any] = []
+        attempts: list[Trace] = await make(keep=responses.append)
+        self._ended[id] = attempts, responses[-1] if responses else None
+        if len(self._ended) == len(self.ids):
+            try:
+                self._judged.set_result(await self._verdicts())
+            except Exception as error:
+                self._judged.set_exception(error)
+        judged = (await self._judged).get(id)
+        return attempts if judged is None else [*attempts[:-1], judged]
+
+    async def _verdicts(self) -> dict[RolloutId, Trace]:
+        """The last attempts of the rollouts that are judged."""
+        last = {id: self._ended[id][0][-1] for id in sorted(self.ids)}
+        completed = [id for id, trace in last.items() if trace.outcome is Outcome.COMPLETED]
+        if not completed:
+            return {}
+        started = time.perf_counter()
+        responses = [self._ended[id][1] for id in completed]
+        found = await self.runner.judge_group(self.task, completed[0], responses)
+        seconds = time.perf_counter() - started
+        if isinstance(found, JudgeFailure):
+            outputs: Sequence[JudgeOutput | JudgeFailure] = [found] * len(completed)
+        else:
+            outputs = found
+        return {
+            id: self._judged_trace(last[id], output, seconds)
+            for id, output in zip(completed, outputs, strict=True)
+        }
+
+    def _judged_trace(
+        self, trace: Trace, output: JudgeOutput | JudgeFailure, seconds: float
+    ) -> Trace:
+        took = {**trace.seconds, "judge": seconds}
+        if isinstance(output, JudgeFailure):
+            outcome, error = output
+            return replace(trace, outcome=outcome, error=error, reward=None, seconds=took)
+        metrics = {**trace.metrics, **self.runner.noted(output.metrics)}
+        given = replace(trace, metrics=metrics, feedback=output.feedback, seconds=took)
+        if math.isfinite(output.reward):
+            return replace(given, reward=output.reward)
+        error = f"the judge gave reward {output.reward}; a reward must be a finite number"
+        return replace(given, outcome=Outcome.INVALID_REWARD, error=error, reward=None)
+
+
+def panels_of(
+    runner: RolloutRunner, wanted: Mapping[RolloutId, dict[str, Any]]
+) -> dict[tuple[int, int], Panel]:
+    """The groups among rollouts that are judged together, by step and task; none where each is
+    judged alone."""
+    if not runner.judges_groups:
+        return {}
+    groups = defaultdict[tuple[int, int], list[RolloutId]](list)
+    for id in wanted:
+        groups[id.step, id.task].append(id)
+    return {key: Panel(runner, wanted[ids[0]], ids) for key, ids in groups.items()}

@@ -1,0 +1,741 @@
+"""The workers of a run: which of them runs what, and what becomes of one that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import math
+import os
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import metadata
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from tuner.config import RemoteModel, RunConfig
+from tuner.config.schema import RaySection
+from tuner.errors import (
+    ConfigError,
+    FunctionError,
+    MissingDependencyError,
+    TunerError,
+    WorkerError,
+    pip_install,
+)
+from tuner.gateway import Gateway, Session
+from tuner.gateway.http import Opening
+from tuner.gateway.service import Door
+from tuner.rollouts.any_worker import ChildProcess, There, Worker, WorkerProcess, print_here
+from tuner.rollouts.chat_models import ChatModelKind
+from tuner.rollouts.runner import Elsewhere
+from tuner.rollouts.worker_session import Open, Opened, Remote, Setup, framed
+from tuner.tasks.functions import judges_groups
+from tuner.tasks.loading import ship_together, worker_path
+from tuner.traces import RolloutId
+
+# Workers on the machines of a Ray cluster.
+#
+# Ray says where they run and notices when one is lost; it also carries what run and worker tell
+# each other (`messages`), token-level requests among it. What chat models and clients ask the
+# gateway goes there by HTTP, with their sessions' keys.
+
+
+logger = logging.getLogger("tuner.rollout")
+PACKAGE = "agentscope-tuner"
+_CONNECT_SECONDS = 10.0
+_WORDS = 160
+
+
+class Begun(NamedTuple):
+    """The process has begun."""
+
+    address: str
+    pid: int
+
+
+class Printed(NamedTuple):
+    """It has written a line on "stdout" or "stderr"."""
+
+    target: str
+    text: str
+
+
+class Ended(NamedTuple):
+    """The process has ended."""
+
+    how: str
+
+
+class Relay:
+    """The actor beside a worker's process: hands on what the two ends of its line say.
+
+    Args:
+        version: Of this package, where the run is.
+
+    Raises:
+        RuntimeError: It is another one here.
+    """
+
+    def __init__(self, version: str) -> None:
+        if (own := metadata.version(PACKAGE)) != version:
+            raise RuntimeError(
+                f"{PACKAGE} is {version} where the run is and {own} here: install the same"
+            )
+        self._heard: dict[int, bytes] = {}
+        self._next = 0
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def hear(self, number: int, data: bytes) -> None:
+        """Give the process what the run says; numbers are its order, whatever Ray's is."""
+        self._heard[number] = data
+        self._hand_on()
+
+    def _hand_on(self) -> None:
+        while self._writer is not None and self._next in self._heard:
+            self._writer.write(self._heard.pop(self._next))
+            self._next += 1
+
+    async def said(self) -> AsyncIterator[Begun | bytes | Printed | Ended]:
+        """Run the process, and give what it says, in its order, to its end."""
+        import ray
+
+        loop = asyncio.get_running_loop()
+        items: asyncio.Queue[bytes | Printed | Ended] = asyncio.Queue()
+
+        def put(item: bytes | Printed | Ended) -> None:
+            loop.call_soon_threadsafe(items.put_nowait, item)
+
+        child = ChildProcess(
+            lambda target, text: put(Printed(target, text)), lambda: put(Ended(child.how))
+        )
+        try:
+            yield Begun(ray.util.get_node_ip_address(), child.pid)
+            reader, self._writer = await asyncio.open_unix_connection(sock=child.connection)
+            self._hand_on()
+            reading = loop.create_task(_read(reader, items))
+            # It may have closed its line and live on.
+            reading.add_done_callback(lambda _: loop.call_later(1.0, child.kill))
+            while not isinstance(item := await items.get(), Ended):
+                yield item
+            await reading  # what it still sent
+            while not items.empty():
+                yield items.get_nowait()
+            yield item
+        finally:
+            child.kill()
+
+
+async def _read(reader: asyncio.StreamReader, items: asyncio.Queue[Any]) -> None:
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(1 << 18):
+            items.put_nowait(data)
+
+
+@dataclass(frozen=True)
+class Placing:
+    """How Ray places workers.
+
+    Args:
+        address: Of the cluster.
+        section: What each of them asks for.
+    """
+
+    address: str
+    section: RaySection
+
+    def __str__(self) -> str:
+        asks = ", ".join(f"{count:g} {name}" for name, count in self._asks.items())
+        return f"on the Ray cluster at {self.address}, each with {asks}"
+
+    @property
+    def _asks(self) -> dict[str, float]:
+        return {"CPU": self.section.cpus, **self.section.resources}
+
+    def worker(
+        self, setup: Setup, doors: list[Door], on_end: Callable[[RayWorker], None]
+    ) -> RayWorker:
+        """A worker that starts as soon as there is room for it."""
+        import ray
+
+        actor = ray.remote(Relay).options(
+            num_cpus=self.section.cpus,
+            resources=self.section.resources,
+            max_restarts=0,  # a worker that is lost is replaced, by another one
+            max_task_retries=0,
+        )
+        return RayWorker(actor.remote(metadata.version(PACKAGE)), setup, doors, on_end)
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Ray for the time of the block, from this process.
+
+        Raises:
+            MissingDependencyError: It is not installed.
+            ConfigError: There is no cluster at the address, or this process is in one already.
+        """
+        try:
+            import ray
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"tuner.workers is ray, and Ray is not installed: {pip_install('ray')}"
+            ) from error
+
+        if ray.is_initialized():
+            raise ConfigError(
+                "this process is connected to a Ray cluster already: call ray.shutdown() first"
+            )
+        require_answer(self.address)
+        given = self.section.runtime_env
+        variables = {"PYTHONPATH": worker_path(), **given.get("env_vars", {})}
+        try:
+            ray.init(
+                address=self.address,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                runtime_env={**given, "env_vars": variables},
+            )
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise not_joined(self.address, str(error).splitlines()[0]) from error
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+    def count(self, most: int) -> int:
+        """How many there are: as the file says, or as the cluster as it is now has room for."""
+        import ray
+
+        if self.section.workers is not None:
+            return self.section.workers
+        found = ray.cluster_resources()
+        room = min(found.get(name, 0) // asked for name, asked in self._asks.items())
+        return max(1, min(most, int(room)))
+
+    def offers(self) -> str:
+        """What the cluster has of what a worker asks for, in a sentence."""
+        import ray
+
+        found, free = ray.cluster_resources(), ray.available_resources()
+        has = ", ".join(
+            f"{free.get(name, 0):g} of {found.get(name, 0):g} {name}" for name in self._asks
+        )
+        return f"the cluster has free {has}"
+
+    def opening(self, number: int = 0) -> Opening:
+        """Where the door of a run's gateway is: the policy's, or that of another model after it.
+
+        Raises:
+            ConfigError: This machine does not know the address.
+        """
+        where = urlsplit(f"//{self.section.gateway}")
+        host = where.hostname or ""
+        try:
+            port = 0 if where.port is None else where.port + number
+            found = {str(one[4][0]) for one in socket.getaddrinfo(host, port)}
+        except (OSError, ValueError) as error:  # a name of another form is a ValueError
+            raise self._not_here(error) from error
+        names = {host, *found, *(f"[{address}]" for address in found)}
+        if self.section.base_url is not None:
+            names.add(urlsplit(self.section.base_url).hostname or "")
+        return Opening(host, port, names=frozenset(names))
+
+    def open(self, gateway: Gateway) -> None:
+        """Let a gateway listen, before a rollout fails of that.
+
+        Raises:
+            ConfigError: It cannot.
+        """
+        try:
+            found = gateway.base_url
+        except OSError as error:
+            raise self._not_here(error) from error
+        logger.info("the gateway listens at %s, for workers on other machines", found)
+
+    def _not_here(self, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"tuner.ray.gateway is {self.section.gateway}, where this machine cannot listen: "
+            f"{getattr(error, 'strerror', None) or error}"
+        )
+
+    def reached(self, base_url: str) -> str:
+        """What workers ask for a door of ours."""
+        return self.section.base_url or base_url
+
+
+class RayWorker(Worker):
+    """A worker on some machine of the cluster.
+
+    Args:
+        actor: Its `Relay`.
+        setup: What it is for.
+        doors: The gateways, by number.
+        on_end: Is told, once, that it has ended.
+    """
+
+    def __init__(
+        self, actor: Any, setup: Setup, doors: list[Door], on_end: Callable[[RayWorker], None]
+    ) -> None:
+        super().__init__(doors, on_end)
+        self._actor = actor
+        self._numbers = itertools.count()
+        self._begun: Begun | None = None
+        self._last = "has ended"
+        self._sending: set[asyncio.Task[None]] = set()
+        self._listening = self._loop.create_task(self._listen())
+        self._send(framed(setup))
+
+    @property
+    def name(self) -> str:
+        if self._begun is None:
+            return "a worker that has not begun"
+        return f"worker {self._begun.pid} on {self._begun.address}"
+
+    @property
+    def pid(self) -> int:
+        return 0 if self._begun is None else self._begun.pid
+
+    def _send(self, data: bytes) -> None:
+        if not self.alive:
+            return
+        answer = self._actor.hear.remote(next(self._numbers), data)
+        task = self._loop.create_task(self._heard(answer))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+    async def _heard(self, answer: Any) -> None:
+        """A message that does not arrive leaves a worker that nobody can trust."""
+        from ray.exceptions import RayError
+
+        try:
+            await answer
+        except RayError as error:
+            if not self.ended.done():
+                await asyncio.wait([self.ended], timeout=1.0)  # and says how
+            self.kill(f"it does not hear the run: {_cause(error) or _said(error)}")
+
+    async def _listen(self) -> None:
+        from ray.exceptions import RayError
+
+        try:
+            async for answer in self._actor.said.options(num_returns="streaming").remote():
+                match await answer:
+                    case Begun() as begun:
+                        self._begun = begun
+                    case Printed(target, text):
+                        print_here(target, text)
+                    case Ended(how):
+                        self._last = how
+                    case data:
+                        self._arrived(data)
+        except RayError as error:
+            self.lost = _cause(error) is None
+            self._last = f"was lost: {_cause(error) or _said(error)}"
+        self._end()
+
+    def _how(self) -> str:
+        return self._last
+
+    def _kill(self) -> None:
+        import ray
+
+        ray.kill(self._actor)
+
+    async def aclose(self) -> None:
+        if self._begun is None:  # it may never be placed
+            self.kill("it is not needed any more")
+        await super().aclose()
+        self._kill()
+        self._listening.cancel()
+        await asyncio.gather(self._listening, *self._sending, return_exceptions=True)
+
+
+def _cause(error: Exception) -> str | None:
+    """What was raised in the actor; None: it is Ray that has lost it."""
+    causes = [line.strip() for line in str(error).splitlines() if "Error: " in line]
+    causes = [line for line in causes if "ray.exceptions" not in line and "RpcError" not in line]
+    return causes[-1] if causes else None
+
+
+def _said(error: Exception) -> str:
+    """The first line of an error of Ray's, which has a paragraph of advice."""
+    text = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return text if len(text) <= _WORDS else f"{text[:_WORDS]}..."
+
+
+def require_answer(address: str) -> None:
+    """Refuse an address where nobody listens; Ray itself would ask there for minutes.
+
+    Raises:
+        ConfigError: Nobody does.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection(
+            (host.removeprefix("ray://").strip("[]"), int(port)), timeout=_CONNECT_SECONDS
+        ).close()
+    except (OSError, ValueError) as error:
+        raise not_joined(address, str(error) or type(error).__name__) from error
+
+
+def not_joined(address: str, why: str) -> ConfigError:
+    """The refusal of an address."""
+    return ConfigError(
+        f"cluster.ray_address is {address!r}, where no Ray cluster can be joined: {why}"
+    )
+
+
+MOST_STARTS = 3
+"""Workers one after the other that may die before they have loaded the functions."""
+_PLACED = 60.0
+"""Seconds after which those that a cluster has placed begin, without the others."""
+_FOUND = 300.0
+"""Seconds that a cluster may have no worker at all."""
+
+
+@dataclass(eq=False)
+class Pool:
+    """Processes that run the workflow and the judge.
+
+    Args:
+        count: How many.
+        workflow, judge: The user's functions.
+        kind: The framework of the chat models.
+        timeout: Seconds that code may keep an event loop.
+        open_choice: Whether `settle` decides how many there are.
+        may_stop: Whether it may decide for none.
+        placing: Where they are, unless on this machine.
+
+    Raises:
+        FunctionError: A function cannot be sent to another process; names what cannot.
+        ConfigError: There are no such processes on this system.
+    """
+
+    count: int
+    workflow: Callable[..., Any]
+    judge: Callable[..., Any] | None
+    kind: ChatModelKind
+    timeout: float
+    open_choice: bool = False
+    may_stop: bool = True
+    placing: Placing | None = None
+    _doors: list[Door] = field(default_factory=list, init=False)
+    _workers: list[Worker] = field(default_factory=list, init=False)
+    _of_group: dict[tuple[str, int, int], Worker] = field(default_factory=dict, init=False)
+    _failure: TunerError | None = field(default=None, init=False)
+    _died_early: int = field(default=0, init=False)
+    _begun: list[Worker] = field(default_factory=list, init=False)
+    _retired: set[Worker] = field(default_factory=set, init=False)
+    _ending: set[asyncio.Task[None]] = field(default_factory=set, init=False)
+    _closed: bool = field(default=False, init=False)
+    _spent: float = field(default=0.0, init=False)
+    _asked: float = field(default=0.0, init=False)
+    _told: bool = field(default=False, init=False)
+    _started_at: float = field(default=0.0, init=False)
+    _joined: ExitStack = field(default_factory=ExitStack, init=False)
+
+    def __post_init__(self) -> None:
+        if sys.platform == "win32":
+            raise ConfigError("tuner.workers needs Unix: set it to 0")
+        self._sent = ship_together(self.workflow, self.judge)
+        self._groups = self.judge is not None and judges_groups(self.judge)
+        self._numbers = itertools.count(1)
+
+    def __str__(self) -> str:
+        if self.placing is not None:
+            return f"workers: up to {self.count} run the workflow and the judge, {self.placing}"
+        found = f"workers: {self.count} run the workflow and the judge"
+        return f"{found}; after the first step it is decided anew" if self.open_choice else found
+
+    def looked_at(self) -> str:
+        """What there is for them, in a sentence; a cluster is joined for that, and left.
+
+        Raises:
+            ConfigError: It cannot be joined, or this machine cannot listen where they would ask.
+        """
+        if self.placing is None:
+            return str(self)
+        self.placing.opening()
+        with self.placing.joined():
+            self.count = self.placing.count(self.count)
+            return f"{self}; {self.placing.offers()}"
+
+    def settle(self, rollouts: int, seconds: float) -> str | None:
+        """Decide how many workers there are from now on, once, and say why.
+
+        Args:
+            rollouts: Of the first step.
+            seconds: That they took.
+        """
+        if not self.open_choice or not rollouts:
+            return None
+        self.open_choice = False
+        before, used = self.count, self.cpu / max(seconds, 1e-9)
+        self.count = count_for(used, most=cores(), fewest=0 if self.may_stop else 1)
+        for worker in self._workers[self.count :]:
+            self._retire(worker)
+        how = f"{self.count} of {before} workers stay"
+        if not self.count:
+            how = f"this process runs them from now on, and the {before} workers end"
+        return (
+            f"workers: the functions took {self.cpu / rollouts:.3f} s of CPU for a rollout, which "
+            f"kept {used:.2f} of {cores()} cores busy: {how}"
+        )
+
+    def _retire(self, worker: Worker) -> None:
+        """Give it nothing more; it ends when it has nothing left to do."""
+        self._retired.add(worker)
+        if not worker.attempts:
+            task = asyncio.get_running_loop().create_task(worker.aclose())
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+    @property
+    def cpu(self) -> float:
+        """Seconds of CPU that the functions have taken so far, in all workers."""
+        return self._spent + sum(worker.cpu for worker in self._workers)
+
+    def cpu_since(self) -> float:
+        """Seconds of CPU that they have taken since this was last asked."""
+        before, self._asked = self._asked, self.cpu
+        return self._asked - before
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes, by their numbers."""
+        return [worker.pid for worker in self._workers]
+
+    def start(self, gateways: Sequence[Gateway] = ()) -> None:
+        """Begin to start the workers.
+
+        Args:
+            gateways: What workers on other machines will ask, by HTTP.
+
+        Raises:
+            ConfigError: They are on a cluster that cannot be joined, or this machine cannot listen
+                where they would ask.
+        """
+        if not self._begun and not self._closed:
+            if self.placing is not None:
+                for gateway in gateways:
+                    self.placing.open(gateway)
+                self._joined.enter_context(self.placing.joined())
+                self.count = self.placing.count(self.count)
+            self._started_at = time.monotonic()
+            self._workers = [self._started() for _ in range(self.count)]
+            self._begun = [*self._workers]
+
+    def _started(self) -> Worker:
+        root = logging.getLogger()
+        named = {
+            name: found.level
+            for name, found in logging.Logger.manager.loggerDict.items()
+            if isinstance(found, logging.Logger) and found.level
+        }
+        levels = {"": root.level, **named}
+        path = [*sys.path] if self.placing is None else None
+        sent = Setup(*self._sent, self.kind, path, levels, timeout=self.timeout)
+        if self.placing is not None:
+            return self.placing.worker(sent, self._doors, self._replace)
+        return WorkerProcess(sent, self._doors, self._replace)
+
+    def _replace(self, worker: Worker) -> None:
+        """One has ended; another one begins, if that is of use."""
+        self._workers.remove(worker)
+        self._retired.discard(worker)
+        self._spent += worker.cpu
+        if self._closed or self._failure is not None:
+            return
+        error = worker.ready.exception()
+        if error is None:
+            self._died_early = 0
+        elif isinstance(error, Elsewhere):
+            self._died_early += not worker.lost
+            if self._died_early >= MOST_STARTS:
+                self._failure = WorkerError(
+                    f"{MOST_STARTS} workers died one after the other before they had loaded the "
+                    f"workflow and the judge, at last {worker.how_it_ended}. Set tuner.workers to "
+                    "0 to run them in this process"
+                )
+        else:
+            self._failure = FunctionError(f"the functions cannot be loaded in a worker: {error}")
+        if self._failure is None and len(self._workers) < self.count:
+            if error is None:
+                logger.warning("%s; another one is started", worker.how_it_ended)
+            self._workers.append(self._started())
+
+    @asynccontextmanager
+    async def calling(
+        self, session: Session, auxiliary: Mapping[str, Any], id: RolloutId, *, seed: int | None
+    ) -> AsyncIterator[There]:
+        """A caller for the time of the block.
+
+        Raises:
+            WorkerError: No worker starts.
+            FunctionError: The functions cannot be loaded there.
+        """
+        group = id.split, id.step, id.task
+        worker = await self._place(group)
+        sessions: list[int] = []
+
+        def opened(one: Session) -> Opened:
+            number = next(self._numbers)
+            worker.sessions[number] = one
+            sessions.append(number)
+            if one.host not in self._doors:
+                self._doors.append(one.host)
+            return Opened(
+                number,
+                self._doors.index(one.host),
+                one.id,
+                one.key,
+                one.model_name,
+                one.max_model_len,
+                keeps_calls=one.keeps_calls,
+                scripted=one.script is not None,
+                base_url=None if self.placing is None else self.placing.reached(one.base_url),
+            )
+
+        attempt = next(self._numbers)
+        worker.attempts.add(attempt)
+        judged = partial(self._of_group.pop, group, None)
+        try:
+            models = {
+                name: opened(model.session)
+                if isinstance(getattr(model, "session", None), Session)
+                else self._remote(name, model)
+                for name, model in auxiliary.items()
+            }
+            worker.send(Open(attempt, opened(session), models, seed))
+            yield There(worker, attempt, session, self._numbers, judged)
+        finally:
+            worker.close(attempt, sessions)
+            if worker in self._retired:
+                self._retire(worker)
+
+    def _remote(self, name: str, model: Any) -> Remote:
+        remote: RemoteModel = model.remote
+        most = remote.max_concurrent
+        return Remote(
+            remote,
+            remote.api_key(f"tuner.auxiliary_models.{name}"),
+            None if most is None else max(1, most // self.count),
+        )
+
+    async def _place(self, group: tuple[str, int, int]) -> Worker:
+        """The worker that has least to do; where groups are judged together, that of the group."""
+        self.start()
+        if starting := [one.ready for one in self._begun if not one.ready.done()]:
+            # Else the first one that is there gets all.
+            _, late = await asyncio.wait(starting, timeout=self._left(self._started_at + _PLACED))
+            if late and self.placing is not None and not self._told:
+                self._told = True
+                logger.warning(
+                    "%d of %d workers have begun %s; the others do as soon as there is room: %s",
+                    self.count - len(late),
+                    self.count,
+                    self.placing,
+                    self.placing.offers(),
+                )
+        deadline = time.monotonic() + _FOUND
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            if self._closed or not self._workers:
+                raise WorkerError("the workers have ended")
+            ready = [one for one in self._workers if one.alive and one.ready.done()]
+            ready = [one for one in ready if one.ready.exception() is None]
+            ready = [one for one in ready if one not in self._retired] or ready
+            if self._groups and self._of_group.get(group) in ready:
+                return self._of_group[group]
+            if ready:
+                found = min(ready, key=lambda one: len(one.attempts))
+                if self._groups:
+                    self._of_group[group] = found
+                return found
+            waited = {one.ready for one in self._workers} | {one.ended for one in self._workers}
+            pending = [one for one in waited if not one.done()]
+            seconds = self._left(deadline)
+            if seconds == 0 and self.placing is not None:
+                raise WorkerError(
+                    f"no worker has begun {self.placing} in {_FOUND:g} s: {self.placing.offers()}; "
+                    "lower tuner.ray.cpus, or add machines"
+                )
+            if pending:
+                await asyncio.wait(pending, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.sleep(0)
+
+    def _left(self, deadline: float) -> float | None:
+        """Seconds until then; None: on this machine workers begin, or die."""
+        return None if self.placing is None else max(0.0, deadline - time.monotonic())
+
+    async def aclose(self) -> None:
+        """End the workers, and wait for that."""
+        self._closed = True
+        with self._joined:
+            ended = (worker.aclose() for worker in list(self._workers))
+            await asyncio.gather(*ended, *self._ending)
+
+
+def opening_of(workers: Pool | None, number: int = 0) -> Opening | None:
+    """Where the door of the gateway with this number is, for workers; None: on loopback."""
+    if workers is None or workers.placing is None:
+        return None
+    return workers.placing.opening(number)
+
+
+def pool_of(
+    config: RunConfig,
+    workflow: Callable[..., Any] | None,
+    judge: Callable[..., Any] | None,
+    kind: ChatModelKind,
+) -> Pool | None:
+    """The workers that a configuration asks for, which have not started; None: it wants none.
+
+    Raises:
+        FunctionError, ConfigError: As `Pool`.
+    """
+    wanted = config.tuner.workers
+    if workflow is None or not wanted:
+        return None
+    placing, most = None, config.explorer.runner_per_model
+    if wanted == "ray":
+        assert config.cluster.ray_address is not None, "a conflict says it"
+        placing = Placing(config.cluster.ray_address, config.tuner.ray)
+        count = config.tuner.ray.workers or most
+    else:
+        count = min(cores(), most) if wanted == "auto" else wanted
+    return Pool(
+        count,
+        workflow,
+        judge,
+        kind,
+        timeout=config.explorer.max_timeout,
+        open_choice=wanted == "auto",
+        may_stop=not config.synchronizer.sync_offset,
+        placing=placing,
+    )
+
+
+LIGHT = 0.1
+"""Cores that functions keep busy, below which it is not worth a process to run them in."""
+_ROOM = 1.5
+"""Workers for each core that functions keep busy: they wait for each other, and come in bursts."""
+
+
+def count_for(used: float, *, most: int, fewest: int) -> int:
+    """How many workers functions want that keep so many cores busy."""
+    if used < LIGHT:
+        return fewest
+    return max(1, min(most, math.ceil(used * _ROOM)))
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,1 @@
+"""One run: its parts, directory, record, metrics, monitors and result."""

@@ -1,0 +1,324 @@
+"""What people see: progress with time left while it runs."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from html import escape
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+
+from tuner.runs.directory import write_atomically
+from tuner.runs.result import curve, duration
+from tuner.traces import Call, Outcome, Trace
+
+# Progress in a notebook: one output of the cell, which is updated.
+
+
+LINES = 200
+"""Latest lines that are shown."""
+SECONDS = 0.2
+"""Between two updates for a rollout that ended."""
+
+
+class CellOutput:
+    """A bar for the run and one for the step's rollouts, the curve of the rewards, and the lines.
+
+    Args:
+        total_steps: Length of the run.
+    """
+
+    def __init__(self, total_steps: int) -> None:
+        from IPython.display import HTML, display
+
+        self._html: Any = HTML
+        # IPython has no types.
+        self._handle: Any = display(HTML(""), display_id=True)  # type: ignore[no-untyped-call]
+        self._total = total_steps
+        self._step, self._note = 0, ""
+        self._what, self._done, self._count, self._of = "", 0, 0, ""
+        self._lines: list[str] = []
+        self._rewards: list[float] = []
+        self._updated = 0.0
+
+    def say(self, line: str) -> None:
+        self._lines.append(line)
+        self._update()
+
+    def begin(self, what: str, count: int, *, done: int, note: str, of: str) -> None:
+        """Rollouts start; `done` steps are behind us."""
+        self._step, self._note = done, note
+        self._what, self._done, self._count, self._of = what, 0, count, of
+        self._update()
+
+    def rollout_done(self) -> None:
+        self._done += 1
+        if time.monotonic() - self._updated > SECONDS:
+            self._update()
+
+    def step_done(self, step: int, reward: float | None) -> None:
+        self._step = step
+        if step and reward is not None:
+            self._rewards.append(reward)
+
+    def _update(self) -> None:
+        bars = f"{_bar(self._step, self._total)} steps {escape(self._note)}"
+        if self._count:
+            what = escape(f"{self._of}, {self._what}")
+            bars += f"<br>{_bar(self._done, self._count)} {what}"
+        lines = escape("\n".join(self._lines[-LINES:]))
+        scrolled = f"<pre style='max-height:24em;overflow:auto;white-space:pre-wrap'>{lines}</pre>"
+        self._handle.update(self._html(f"<div>{bars}</div>{curve(self._rewards)}{scrolled}"))
+        self._updated = time.monotonic()
+
+
+def _bar(done: int, total: int) -> str:
+    return f"<progress value='{done}' max='{total}'></progress> {done}/{total}"
+
+
+_PARTS = ("generation", "agent", "judge", "training", "sync")
+# What some algorithms have in place of a reward, or beside it.
+_SHOWN = {
+    "train/kl_teacher": "KL to teacher",
+    "train/accuracy": "accuracy",
+    "train/reward_margin": "margin",
+    # Of recorded rollouts, as shares.
+    "train/effective_tokens": "effective tokens",
+    "train/effective_rollouts": "rollouts",
+    "held_out/loss": "held-out loss",
+    "held_out/accuracy": "held-out accuracy",
+    "held_out/reward": "held-out reward (estimated)",
+}
+
+
+class ConsoleMonitor:
+    """A line per step; on a terminal also a bar for the run and one for the step's rollouts, and in
+    a notebook all of it as one output.
+
+    Args:
+        total_steps: Length of the run.
+        console: Where to write; the process's standard output by default.
+    """
+
+    def __init__(self, total_steps: int, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._cell = CellOutput(total_steps) if self._console.is_jupyter else None
+        self._total = total_steps
+        self._seconds: list[float] = []
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._run: TaskID | None = None
+        self._rollouts: TaskID | None = None
+        self._told = {Outcome.COMPLETED, Outcome.REJECTED}
+
+    def __enter__(self) -> ConsoleMonitor:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def say(self, text: str) -> None:
+        if self._cell is None:
+            self._console.print(text, markup=False)
+        else:
+            self._cell.say(text)
+
+    def begin(self, what: str, count: int, *, step: int, of: str = "rollouts") -> None:
+        """Rollouts start, of a training step or of an evaluation, or a step on recorded rows."""
+        if self._run is None:
+            self._run = self._progress.add_task("run", total=self._total, note="")
+            self._rollouts = self._progress.add_task(what, total=count, note=of)
+        assert self._rollouts is not None
+        self._progress.update(self._run, completed=max(0, step - 1), note=self._left(step - 1))
+        self._progress.reset(self._rollouts, total=count, description=what, note=of)
+        if self._cell is not None:
+            note = self._left(step - 1)
+            self._cell.begin(what, count, done=max(0, step - 1), note=note, of=of)
+
+    def rollout_done(self, trace: Trace | None = None) -> None:
+        """A rollout has ended; the first that came to no reward in some way is said.
+
+        Args:
+            trace: What it left, where that is here.
+        """
+        if self._rollouts is not None:
+            self._progress.advance(self._rollouts)
+        if self._cell is not None:
+            self._cell.rollout_done()
+        if trace is None or trace.outcome in self._told:
+            return
+        self._told.add(trace.outcome)
+        self.say(
+            f"rollout {trace.id} has no reward, {trace.outcome.value}: {trace.error}; further ones "
+            "are counted in each step's line"
+        )
+
+    def samples(self, traces: Sequence[Trace]) -> None:
+        """Show of a step's rollouts the best, the worst and one between, shortened: what the agent
+        really says."""
+        rewarded = [t for t in traces if t.final and t.reward is not None and t.calls]
+        rewarded.sort(key=lambda trace: trace.reward or 0.0, reverse=True)
+        shown = dict.fromkeys((0, len(rewarded) // 2, len(rewarded) - 1)) if rewarded else {}
+        for place in shown:
+            trace = rewarded[place]
+            self._rollout(f"reward {trace.reward:.3g}  {_task(trace)}", trace)
+
+    def before_and_after(self, before: Sequence[Trace], after: Sequence[Trace]) -> None:
+        """Show the task of an evaluation set whose reward rose most, as it went first and last.
+
+        Args:
+            before, after: Rollouts of the first and the last evaluation of the set.
+        """
+        first = {trace.id: trace for trace in before if trace.final and trace.calls}
+        pairs = [
+            (first[id_], trace)
+            for trace in after
+            if trace.final and (id_ := replace(trace.id, step=0)) in first
+        ]
+        risen = [pair for pair in pairs if _rise(*pair) > 0]
+        if not risen:
+            return
+        pair = max(risen, key=lambda pair: _rise(*pair))
+        self.say(_task(pair[0]))
+        for when, trace in zip(("before", "after"), pair, strict=True):
+            self._rollout(f"  {when}: reward {trace.reward:.3g}", trace)
+
+    def _rollout(self, title: str, trace: Trace) -> None:
+        """The calls of a rollout, and what tools answered to them."""
+        self.say(title)
+        for call, following in zip_longest(trace.calls[:CALLS], trace.calls[1:CALLS]):
+            self.say(f"    {_short(said(call))}")
+            for result in _results(call, following):
+                self.say(f"      -> {_short(result)}")
+        if len(trace.calls) > CALLS:
+            self.say(f"    ... {len(trace.calls) - CALLS} more calls")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print the step's line."""
+        parts = [f"step {step}/{self._total}"] if step else ["start"]
+        if "reward/mean" in metrics:
+            parts.append(f"reward {metrics['reward/mean']:.3f}")
+        parts += _evaluations(metrics)
+        parts += [f"{name} {metrics[key]:.3f}" for key, name in _SHOWN.items() if key in metrics]
+        if "rows/trained" in metrics:
+            parts.append(f"loss {metrics['train/loss']:.4g}")
+        if step:
+            self._seconds.append(metrics["time/step"])
+            if "calls/completion_tokens" in metrics:
+                parts.append(f"{metrics['calls/completion_tokens']:.0f} tokens/call")
+            parts.append(f"{metrics['tokens_per_second']:.0f} tokens/s")
+            parts.append(f"{metrics['time/step']:.1f} s ({_split(metrics)})")
+            parts += _failures(metrics)
+            parts.append(self._left(step))
+        if self._cell is not None:
+            self._cell.step_done(step, metrics.get("reward/mean"))
+        self.say("  ".join(part for part in parts if part))
+
+    def close(self) -> None:
+        self._progress.stop()
+
+    def _left(self, done: int) -> str:
+        if not self._seconds or done >= self._total:
+            return ""
+        # The mean of recent steps: evaluations come with some steps only and count too.
+        seconds = statistics.fmean(self._seconds[-20:]) * (self._total - done)
+        return f"{duration(seconds)} left"
+
+
+CALLS, CHARACTERS = 4, 110
+"""What is shown of a rollout, and of a text."""
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= CHARACTERS else f"{text[: CHARACTERS - 3]}..."
+
+
+def _task(trace: Trace) -> str:
+    return _short(", ".join(map(str, trace.task.values())))
+
+
+def _rise(before: Trace, after: Trace) -> float:
+    if before.reward is None or after.reward is None:
+        return 0.0
+    return after.reward - before.reward
+
+
+def _results(call: Call, following: Call | None) -> list[str]:
+    """What tools answered between a call and the following one, in chat completions."""
+    added = [] if following is None else following.messages[len(call.messages) :]
+    return [str(message.get("content")) for message in added if message.get("role") == "tool"]
+
+
+def said(call: Call) -> str:
+    """An answer as text: its words, then its tool calls."""
+    content = call.response.get("content") or ""
+    parts = [content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)]
+    for tool in call.response.get("tool_calls") or ():
+        function = tool.get("function", {})
+        parts.append(f"{function.get('name')}({function.get('arguments')})")
+    return " ".join(filter(None, parts)) or f"(no text; {call.finish_reason})"
+
+
+def _evaluations(metrics: Mapping[str, float]) -> list[str]:
+    parts = []
+    for name, value in metrics.items():
+        if name.startswith("eval/") and name.endswith("/reward"):
+            parts.append(f"{name.removeprefix('eval/').removesuffix('/reward')} {value:.3f}")
+        elif name.startswith("eval/") and "/pass_" in name:
+            parts.append(f"{name.removeprefix('eval/').replace('/', ' ')} {value:.3f}")
+        elif name.startswith("eval/") and name.endswith("/failed") and value:
+            what = name.removeprefix("eval/").removesuffix("/failed")
+            parts.append(f"{what}: {value:.0f} failed")
+    return parts
+
+
+def _failures(metrics: Mapping[str, float]) -> list[str]:
+    """Rollouts that gave no reward, by how they ended."""
+    outcomes = sorted(outcome for outcome in Outcome if outcome is not Outcome.COMPLETED)
+    counts = {name: metrics.get(f"rollouts/{name}", 0) for name in outcomes}
+    return [f"{count:.0f} {name}" for name, count in counts.items() if count]
+
+
+def _split(metrics: Mapping[str, float]) -> str:
+    seconds = {part: metrics[f"time/{part}"] for part in _PARTS if f"time/{part}" in metrics}
+    total = sum(seconds.values()) or 1.0
+    return ", ".join(f"{part} {spent / total:.0%}" for part, spent in seconds.items())
+
+
+# The file of metrics, which a run goes on from.
+
+
+class JsonlMonitor:
+    """One line per step in `metrics.jsonl`: the record that a run resumes and reports from.
+
+    Args:
+        path: The file; rewritten to hold `rows` only.
+        rows: What an interrupted run had logged up to the step it goes on from.
+    """
+
+    def __init__(self, path: Path, rows: list[dict[str, Any]]) -> None:
+        write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()

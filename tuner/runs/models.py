@@ -1,0 +1,760 @@
+"""Loading a causal LM, its tokenizer or a stored adapter, with errors that say what to change."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from filelock import FileLock
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tuner.config.keys import check_path, located, require_gguf
+from tuner.config.schema import DEFAULT_ALPHA, DEFAULT_RANK, DEFAULT_TARGETS, LoraSection
+from tuner.errors import ConfigError, MissingDependencyError, ModelLoadError, pip_install
+from tuner.runs.directory import ADAPTER_CONFIG
+from tuner.runs.record import fingerprint_of_weights
+from tuner.tasks.selection import derive_seed
+from tuner.training.references import AdapterReference
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+
+
+# The Hugging Face folder behind a model path. A GGUF file is converted to one, once.
+#
+# A GGUF's weights are dequantised to float32 and saved with its tokenizer in the user's cache:
+#
+#     ~/.cache/tuner/models/SmolLM2-135M-Instruct.Q4_1-<key>/
+#
+# The key changes with the file, with transformers and with `_FORM`. A folder gets its name when it
+# is complete. Refused: files in several parts, and scaled rotary positions, which transformers does
+# not read from a GGUF.
+
+
+_log = logging.getLogger(__name__)
+_FORM = 1  # of what is saved; a change in this file that changes it needs a new one
+# Vocabularies whose digits stand alone, by llama.cpp's names for how a text is split.
+_SINGLE_DIGITS = ("codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder")
+
+
+def model_folder(path: str, setting: str = "model.model_path") -> str:
+    """What transformers and vLLM load: the folder of a model, or its name on the Hub.
+
+    Args:
+        path: As people write it (`tuner.config.keys`).
+        setting: Which setting said it, for the message.
+
+    Raises:
+        ModelLoadError: There is no such model, or its GGUF file cannot be converted.
+        MissingDependencyError: It names a package that is not installed, or what reads a GGUF file
+            is not.
+    """
+    place = located(path, setting)
+    if place is None or (place.is_dir() and place == Path(path).expanduser()):
+        check_path(path, setting)
+        return path
+    return str(place if place.is_dir() else _converted(place, path, setting))
+
+
+@contextmanager
+def loading(
+    what: str,
+    kind: str = "",
+    *,
+    advice: str = "",
+    errors: type[Exception] | tuple[type[Exception], ...] = Exception,
+) -> Iterator[None]:
+    """Turns what goes wrong with `what`, which should be of some `kind`, into a ModelLoadError."""
+    try:
+        yield
+    except errors as error:
+        first_line = next(iter(str(error).strip().splitlines()), "")
+        wanted = f" as {kind}" if kind else ""
+        raise ModelLoadError(
+            f"{what} cannot be loaded{wanted}: {type(error).__name__}: {first_line}{advice}"
+        ) from error
+
+
+def described(path: str, setting: str) -> str:
+    """A model as messages name it; a name on the Hub may have been meant for a folder."""
+    place = located(path, setting)
+    if place is not None:
+        here = place == Path(path).expanduser()
+        return f"{setting} = {path!r}" if here else f"{setting} = {path!r} ({place})"
+    return (
+        f"{setting} = {path!r} (taken for a name on the Hub: there is no such folder beside the "
+        f"file that says so, or in {Path.cwd()})"
+    )
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars of transformers' own between the lines of a run."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _converted(file: Path, path: str, setting: str) -> Path:
+    """The Hugging Face folder of a GGUF file, which is made where it is not there."""
+    import transformers
+
+    content = f"{fingerprint_of_weights(file)} {transformers.__version__} {_FORM}"
+    key = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tuner" / "models"
+    folder = cache / f"{file.stem}-{key}"
+    if folder.is_dir():
+        return folder
+    require_gguf(path, setting)
+    part = cache / f".{folder.name}.part"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(cache / f".{folder.name}.lock"):  # another process may be at it
+            if folder.is_dir():
+                return folder
+            named = described(path, setting)
+            _log.warning("%s is dequantised to float32 into %s, once", named, folder)
+            model, tokenizer = _read(file, named)
+            shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
+            part.mkdir()
+            with quiet_transformers():
+                model.save_pretrained(part)
+                tokenizer.save_pretrained(part)
+            part.replace(folder)
+    except ModelLoadError:
+        raise
+    except Exception as error:  # of the system, or of safetensors
+        shutil.rmtree(part, ignore_errors=True)
+        raise ModelLoadError(
+            f"{setting} = {path!r} cannot be converted into {folder}: {type(error).__name__}: "
+            f"{error}; make room there, or set XDG_CACHE_HOME to a folder that can be written"
+        ) from error
+    return folder
+
+
+def _read(file: Path, named: str) -> tuple[Any, Any]:
+    """A model of float32 weights and a tokenizer, from a GGUF file.
+
+    Raises:
+        ModelLoadError: transformers cannot read it, it lacks weights or has some that are not
+            finite, or transformers would read another model from it.
+    """
+    import transformers
+    from gguf import GGUFReader
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    given: dict[str, Any] = {"gguf_file": file.name}
+    # Else transformers may keep the blocks, where a kernel for them is installed.
+    kept = getattr(transformers, "GgufConfig", None)
+    quantization = {} if kept is None else {"quantization_config": kept(dequantize=True)}
+    advice = (
+        "; download the file again if it may be damaged, and if transformers "
+        f"{transformers.__version__} does not know its kind, give the model's Hugging Face folder "
+        "(config.json and *.safetensors) instead"
+    )
+    with loading(named, "a GGUF model", advice=advice), quiet_transformers():
+        reader = GGUFReader(file)
+        load: Any = AutoModelForCausalLM.from_pretrained  # its type leaves out what it found
+        model, found = load(
+            file.parent, **given, **quantization, dtype=torch.float32, output_loading_info=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, **given)
+    weights = model.state_dict()
+    _check_weights(weights, found["missing_keys"], named)
+    _check_rotary(reader, model.config, named)
+    _split_digits(reader, tokenizer)
+    with loading(named, "a GGUF model", advice=advice):
+        return _unquantized(model, weights), tokenizer
+
+
+def _unquantized(model: Any, weights: Mapping[str, Tensor]) -> Any:
+    """The same model, which transformers will save: it refuses one that came of a GGUF file."""
+    from transformers import AutoModelForCausalLM
+
+    config = model.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    plain.load_state_dict(weights, assign=True)  # nothing is copied
+    plain.tie_weights()
+    plain.generation_config = model.generation_config
+    return plain
+
+
+def _check_weights(weights: Mapping[str, Tensor], missing: Any, named: str) -> None:
+    again = "the file is damaged or incomplete: download it again"
+    if missing:
+        few = ", ".join(sorted(missing)[:3])
+        raise ModelLoadError(
+            f"{named} lacks {len(missing)} of the model's weights ({few}), which would be random "
+            f"numbers; {again}"
+        )
+    for name, tensor in weights.items():
+        if not torch.isfinite(tensor).all():
+            raise ModelLoadError(f"{named} has weights in {name} that are not finite; {again}")
+
+
+def _check_rotary(reader: Any, config: Any, named: str) -> None:
+    """Refuse rotary positions that are scaled in the file and would not be in the model."""
+    kind = reader.get_field(f"{_text(reader, 'general.architecture')}.rope.scaling.type")
+    scaled = kind is not None and kind.contents() != "none"
+    scaled = scaled or any(tensor.name.startswith("rope_f") for tensor in reader.tensors)
+    read = getattr(config, "rope_parameters", None) or {}
+    if scaled and read.get("rope_type", "default") == "default":
+        raise ModelLoadError(
+            f"{named} scales its rotary positions, which transformers does not read from a GGUF "
+            "file, so it would be another model; give the model's Hugging Face folder (config.json "
+            "and *.safetensors) instead"
+        )
+
+
+def _split_digits(reader: Any, tokenizer: Any) -> None:
+    """Let each digit be a token of its own where the model learned that: transformers 5.23 splits
+    such texts as GPT-2's, which differs where several spaces or lines stand before a digit."""
+    from tokenizers import pre_tokenizers
+
+    backend = tokenizer.backend_tokenizer
+    plain = isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel)
+    if plain and _text(reader, "tokenizer.ggml.pre") in _SINGLE_DIGITS:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
+
+
+def _text(reader: Any, key: str) -> str:
+    field = reader.get_field(key)
+    return "" if field is None else str(field.contents())
+
+
+def load_model(
+    path: str, *, device: torch.device, dtype: torch.dtype, setting: str = "model.model_path"
+) -> PreTrainedModel:
+    """A transformers causal LM on `device`, in eval mode.
+
+    Args:
+        path: As `model.model_path`: a folder, a GGUF file, `package:NAME` or a name on the Hub.
+        dtype: Of its weights, whatever it was saved in.
+        setting: Which setting named it, for the message.
+
+    Raises:
+        ModelLoadError: There is no such model, or it is not a causal LM, or it is an adapter.
+        MissingDependencyError: What reads a GGUF file is not installed.
+    """
+    from transformers import AutoModelForCausalLM
+
+    folder = model_folder(path, setting)
+    if (Path(path).expanduser() / ADAPTER_CONFIG).exists():
+        raise ModelLoadError(_not_an_adapter(path, setting))
+    with loading(described(path, setting), "a causal language model"), quiet_transformers():
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    if hasattr(model, "peft_config"):  # on the Hub
+        raise ModelLoadError(_not_an_adapter(path, setting))
+    _train_every_row(model)
+    model.to(device)  # type: ignore[arg-type]
+    model.eval()
+    return model
+
+
+def _train_every_row(model: PreTrainedModel) -> None:
+    """Let a token that begins or ends texts be trained where it is the padding as well (SmolLM2).
+
+    PyTorch gives the row of `padding_idx` no gradient. Padding itself has no part in a loss that
+    masks it, so without `padding_idx` the row's gradient is that of its real uses.
+    """
+    about = (model.config.get_text_config(), getattr(model, "generation_config", None))
+    named = [getattr(one, f"{end}_token_id", None) for one in about for end in ("bos", "eos")]
+    real = {id_ for ids in named for id_ in (ids if isinstance(ids, list) else [ids])} - {None}
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module.padding_idx in real:
+            module.padding_idx = None
+
+
+def load_tokenizer(path: str, *, setting: str = "model.model_path") -> Any:
+    """The tokenizer beside a model.
+
+    Raises:
+        ModelLoadError: There is none, or it has no end-of-sequence token.
+    """
+    from transformers import AutoTokenizer
+
+    folder = model_folder(path, setting)
+    with loading(described(path, setting), "a tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    if tokenizer.eos_token_id is None:
+        raise ModelLoadError(
+            f"{setting} = {path!r}: the tokenizer has no end-of-sequence token, so no completion "
+            "would ever end; set eos_token in its tokenizer_config.json"
+        )
+    return tokenizer
+
+
+def load_settings(path: str, *, setting: str = "model.model_path") -> Any:
+    """The `config.json` of a model.
+
+    Raises:
+        ModelLoadError: There is none.
+    """
+    from transformers import AutoConfig
+
+    folder = model_folder(path, setting)
+    with loading(described(path, setting), "a language model"):
+        return AutoConfig.from_pretrained(folder)
+
+
+def check_same_vocabulary(tokenizer: Any, other: Any, *, what: str) -> None:
+    """Refuse ids of another vocabulary: they would mean other tokens.
+
+    Args:
+        tokenizer: Of the model that is trained.
+        other: Of the other model.
+        what: The other model as the message names it.
+
+    Raises:
+        ConfigError: An id is another token in one of the two; names the first.
+    """
+    own, theirs = tokenizer.get_vocab(), other.get_vocab()
+    if own == theirs:
+        return
+    by_id = {id_: token for token, id_ in own.items()}
+    by_their_id = {id_: token for token, id_ in theirs.items()}
+    ids = sorted(by_id.keys() | by_their_id.keys())
+    first = next(id_ for id_ in ids if by_id.get(id_) != by_their_id.get(id_))
+    raise ConfigError(
+        f"{what} has another vocabulary than the model that is trained: token {first} is "
+        f"{by_their_id.get(first)!r} there and {by_id.get(first)!r} here; choose a model of the "
+        "same family"
+    )
+
+
+class ServedCopy:
+    """A second copy of what is trained; what is frozen is shared.
+
+    Args:
+        model: The model that is trained. Of its parameters those that require a gradient are
+            copied, with LoRA only the adapter's.
+
+    Attributes:
+        model: The copy. It changes in `update` only.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
+        self.model: PreTrainedModel = copy.deepcopy(model, frozen)
+        sources = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        targets = dict(self.model.named_parameters())
+        self._pairs = [(targets[name], source) for name, source in sources.items()]
+        for target, _ in self._pairs:
+            target.requires_grad_(False)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take over the weights as they are now. Nobody may compute with the copy meanwhile."""
+        for target, source in self._pairs:
+            target.copy_(source)
+
+
+def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
+    """A Hugging Face folder that `load_model` and `load_tokenizer` read."""
+    with quiet_transformers():
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What `save_model` would write, by the same names, as the tensors are: nothing is copied
+    unless the checkpoint has another form than the model, as for mixtures of experts."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    stored = model.state_dict()
+    buffers = {name: b for name, b in model.named_buffers() if name in stored}
+    tensors: dict[str, Tensor] = revert_weight_conversion(model, parameters | buffers)
+    return tensors
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is the first CUDA GPU if there is one, else the CPU."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ModelLoadError("tuner.device = 'cuda', but PyTorch finds no CUDA GPU; use 'cpu'")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on a GPU that computes with it, else float32."""
+    if name == "auto":
+        computes = device.type == "cuda" and torch.cuda.is_bf16_supported(False)
+        name = "bfloat16" if computes else "float32"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _not_an_adapter(path: str, setting: str) -> str:
+    folder = Path(path).expanduser()
+    base = "the model it belongs to"
+    if (folder / ADAPTER_CONFIG).exists():
+        recorded = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        base = f"{recorded.get('base_model_name_or_path')!r}, {base}"
+    return (
+        f"{setting} = {path!r} is an adapter, not a model. To go on training it, set "
+        f"model.model_path to {base}, and model.lora_configs to [{{path: {path}}}]; to use it as a "
+        "model, merge it first (docs/training.md, LoRA)"
+    )
+
+
+SETTING = "model.lora_configs.0"
+# What an adapter that somebody else made may say: sizes and places, and what has no effect on an
+# adapter that is loaded. Everything else of peft's LoRA (dropout, trained biases or whole modules,
+# DoRA, activation by tokens, ...) must be at its default.
+_SUPPORTED = {
+    "alpha_pattern",
+    "auto_mapping",
+    "base_model_name_or_path",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "inference_mode",
+    "init_lora_weights",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_alpha",
+    "megatron_core",
+    "peft_type",
+    "peft_version",
+    "r",
+    "rank_pattern",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
+    "use_rslora",
+}
+
+
+_ADVICE = {
+    "lora_dropout": "what is sampled and what is trained must be one function: set it to 0 there"
+}
+
+
+@dataclass(frozen=True)
+class StoredAdapter:
+    """A stored adapter: its folder or Hub name, and how messages call it."""
+
+    path: str
+    called: str
+
+    def __str__(self) -> str:
+        return f"{self.called} {self.path!r}"
+
+    def config(self) -> LoraConfig:
+        """Its configuration.
+
+        Raises:
+            ModelLoadError: There is none, or it is not one of plain LoRA: what is sampled would
+                not be what is trained, or what is saved not what was trained.
+        """
+        from peft import LoraConfig, PeftConfig
+
+        check_path(self.path, f"{SETTING}.path", what="adapter")
+        with loading(str(self), errors=(ValueError, OSError, TypeError, KeyError)):
+            config = PeftConfig.from_pretrained(self.path)
+        if not isinstance(config, LoraConfig):
+            kind = getattr(config.peft_type, "value", config.peft_type)
+            raise ModelLoadError(f"{self} is of peft's type {kind}; only LORA can be trained")
+        for field in fields(config):
+            value = getattr(config, field.name)
+            default = field.default if field.default_factory is MISSING else field.default_factory()
+            if field.name not in _SUPPORTED and value != default and (value or default):
+                raise ModelLoadError(
+                    f"{self} has {field.name} = {value!r} in adapter_config.json, which is not "
+                    f"supported; {_ADVICE.get(field.name, 'train an adapter without it')}"
+                )
+        if config.init_lora_weights not in (True, False, "gaussian"):
+            raise ModelLoadError(
+                f"{self} has init_lora_weights = {config.init_lora_weights!r} in "
+                "adapter_config.json, which changes the weights of the model as well; convert it "
+                "to a plain LoRA adapter (peft: path_initial_model_for_weight_conversion)"
+            )
+        if config.task_type not in (None, "CAUSAL_LM"):
+            raise ModelLoadError(f"{self} is for {config.task_type}, not for CAUSAL_LM")
+        config.task_type = "CAUSAL_LM"
+        config.inference_mode = False
+        return config
+
+    def weights(self) -> dict[str, Tensor]:
+        """Its weights by peft's names, on the CPU.
+
+        Raises:
+            ModelLoadError: They cannot be read.
+        """
+        from peft import load_peft_weights
+
+        with loading(str(self)):  # errors are of safetensors or of the Hub
+            weights: dict[str, Tensor] = load_peft_weights(self.path, device="cpu")
+        return weights
+
+    def check_agrees(self, config: LoraConfig, settings: LoraSection, base: str) -> None:
+        """Compare with what a run asks for.
+
+        Args:
+            base: What the run calls the model.
+
+        Raises:
+            ConfigError: The settings give it another rank or alpha.
+            ModelLoadError: It was made for another model.
+        """
+        for key, mine, theirs in (
+            ("lora_rank", settings.lora_rank, config.r),
+            ("lora_alpha", settings.lora_alpha, config.lora_alpha),
+        ):
+            if mine is not None and mine != theirs:
+                raise ConfigError(f"{SETTING}.{key} is {mine}, but {self} has {theirs}; remove it")
+        recorded = config.base_model_name_or_path
+        if recorded and not _same_model(recorded, base):
+            raise ModelLoadError(
+                f"{self} was made for the model {recorded!r}, not for {base!r}; set "
+                f"model.model_path to that model or, if they are the same, "
+                f"{SETTING}.base_model_name to {recorded!r}"
+            )
+
+
+def _same_model(one: str, other: str) -> bool:
+    if one == other:
+        return True
+    folders = Path(one).expanduser(), Path(other).expanduser()
+    return all(folder.is_dir() for folder in folders) and folders[0].samefile(folders[1])
+
+
+# LoRA: the adapter that is trained in place of the model's own weights, through peft.
+#
+# A new adapter changes nothing: its second factor is zero. It is never merged into the weights, so
+# the engine samples from the very function that is trained, and without the adapter the model is
+# the reference.
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapter of a policy.
+
+    Attributes:
+        model: peft's wrapper; the transformers model inside it has the adapter's layers.
+        start: The adapter that training began with, None where it was new.
+    """
+
+    model: PeftModel
+    start: StoredAdapter | None = None
+
+    @property
+    def trained_parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+    def __str__(self) -> str:
+        """What is trained and what is not, for people."""
+        frozen = sum(p.numel() for p in self.model.parameters() if not p.requires_grad)
+        base: Any = self.model.base_model
+        layers = len(base.targeted_module_names)
+        return (
+            f"training a LoRA adapter: {self.trained_parameters:,} parameters in {layers} layers, "
+            f"beside {frozen:,} that stay as they are"
+        )
+
+    def reference(self) -> AdapterReference:
+        """The policy's frozen start: the model without the adapter, or with what it started as."""
+        if self.start is None:
+            return AdapterReference(self.model)
+        return AdapterReference.of_weights(self.model, self.start.weights())
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Take over the weights of an adapter of the same form.
+
+        Args:
+            weights: By peft's names.
+        """
+        from peft import set_peft_model_state_dict
+
+        set_peft_model_state_dict(self.model, dict(weights))
+
+    def save(self, folder: Path) -> None:
+        """Write peft's `adapter_config.json` and `adapter_model.safetensors`."""
+        with quiet_transformers():
+            self.model.save_pretrained(
+                str(folder), selected_adapters=["default"], save_embedding_layers=False
+            )
+
+
+def require_peft() -> None:
+    """Raises MissingDependencyError where peft is not installed."""
+    try:
+        import peft  # noqa: F401  # whether it can be
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"model.lora_configs needs the library peft ({error}): {pip_install('lora')}"
+        ) from error
+
+
+def add_adapter(
+    model: PreTrainedModel,
+    settings: LoraSection,
+    *,
+    model_path: str,
+    seed: int,
+    checkpoint: Path | None = None,
+) -> Adapter:
+    """Put the adapter that is trained into `model`; its own weights are frozen.
+
+    Args:
+        model: The model as it is without an adapter; gets the adapter's layers.
+        settings: Which adapter.
+        model_path: What the run calls the model.
+        seed: Of a new adapter's random first factor.
+        checkpoint: Folder of an adapter to go on with, in place of a new one or that at `path`.
+
+    Raises:
+        ConfigError: The settings name layers that the model does not have or that cannot have an
+            adapter, or do not agree with the adapter at `path`.
+        ModelLoadError: An adapter cannot be loaded, or was made for another model.
+    """
+    from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+
+    base = settings.base_model_name or model_path
+    start = StoredAdapter(settings.path, f"the adapter {SETTING}.path =") if settings.path else None
+    source = StoredAdapter(str(checkpoint), "the checkpoint") if checkpoint else start
+    if source:
+        config = source.config()
+        if checkpoint is None:
+            source.check_agrees(config, settings, base)
+    else:
+        config = LoraConfig(
+            task_type="CAUSAL_LM",
+            r=settings.lora_rank or DEFAULT_RANK,
+            lora_alpha=settings.lora_alpha or DEFAULT_ALPHA,
+            target_modules=_names(settings.target_modules) or DEFAULT_TARGETS,
+            exclude_modules=_names(settings.exclude_modules),
+        )
+        _check_names(model, settings)
+    recorded = config.base_model_name_or_path
+    config.base_model_name_or_path = None  # peft would take the folder's name, and say so
+    shared = _shared_layers(model)
+    try:
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            # On deprecated names that peft uses, and on tied layers, which are refused below.
+            warnings.simplefilter("ignore")
+            torch.manual_seed(derive_seed(seed, "lora"))
+            wrapped: Any = get_peft_model(model, config)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        first = next(iter(str(error).strip().splitlines()), "no reason given")
+        if source:
+            raise ModelLoadError(f"{source} does not fit this model: {first}") from error
+        raise ConfigError(
+            f"{SETTING}.target_modules is {settings.target_modules or DEFAULT_TARGETS!r} and "
+            f"exclude_modules {settings.exclude_modules!r}: {first} This model's linear layers "
+            f"are {_linear_layers(model)}"
+        ) from error
+    targeted = wrapped.base_model.targeted_module_names
+    if both := shared & set(targeted):
+        raise ConfigError(
+            f"{SETTING}.target_modules: an adapter on {' and '.join(sorted(both))} could not be "
+            "merged, because this model's input embeddings and output layer are one matrix "
+            "(tie_word_embeddings); leave them out"
+        )
+    config.base_model_name_or_path = base
+    if isinstance(config.target_modules, set):
+        config.target_modules = sorted(config.target_modules)  # files are equal where runs are
+    if source:
+        weights = source.weights()
+        try:
+            found: Any = set_peft_model_state_dict(wrapped, weights)
+        except RuntimeError as error:  # the sizes differ
+            raise _other_model(source, model_path, recorded, str(error)) from error
+        if unmatched := [*found.unexpected_keys, *(k for k in found.missing_keys if "lora_" in k)]:
+            raise _other_model(source, model_path, recorded, f"such as {unmatched[0]}")
+    return Adapter(wrapped, start)
+
+
+def _check_names(model: PreTrainedModel, settings: LoraSection) -> None:
+    """Each name that was given must be one of the model's, not just one of them."""
+    modules = [name for name, module in model.named_modules() if not any(module.children())]
+    for key in ("target_modules", "exclude_modules"):
+        given = getattr(settings, key)
+        if given is None or given == DEFAULT_TARGETS:
+            continue
+        for name in (given,) if isinstance(given, str) else given:
+            try:
+                known = any(
+                    re.fullmatch(name, module)
+                    if isinstance(given, str)
+                    else module == name or module.endswith(f".{name}")
+                    for module in modules
+                )
+            except re.error as error:
+                raise ConfigError(
+                    f"{SETTING}.{key} is {name!r}: not a regular expression ({error})"
+                ) from None
+            if not known:
+                hint = ""
+                if isinstance(given, str) and re.fullmatch(r"\w+", given):
+                    hint = f"; a text is an expression for a whole name, [{given}] is a list"
+                raise ConfigError(
+                    f"{SETTING}.{key}: no layer of this model is called {name!r}{hint}; its linear "
+                    f"layers are {_linear_layers(model)}"
+                )
+
+
+def _linear_layers(model: PreTrainedModel) -> str:
+    names = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    } - {"base_layer", "default"}
+    return ", ".join(sorted(names))
+
+
+def _shared_layers(model: PreTrainedModel) -> set[str]:
+    """Names of the input embeddings and the output layer, where they are one matrix."""
+    ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    if any(end is None for end in ends) or ends[0].weight is not ends[1].weight:
+        return set()
+    return {name for name, module in model.named_modules() if module in ends}
+
+
+def _other_model(
+    source: StoredAdapter, model_path: str, recorded: str | None, reason: str
+) -> ModelLoadError:
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    return ModelLoadError(
+        f"{source} does not fit the model {model_path!r}: it was made for {recorded!r} or for "
+        f"other layers ({lines[-1]}); set model.model_path to the model it was made for"
+    )
+
+
+def _names(given: str | tuple[str, ...] | None) -> str | list[str] | None:
+    return list(given) if isinstance(given, tuple) else given
+
+
+def save_policy(
+    model: PreTrainedModel, adapter: Adapter | None, tokenizer: Any, folder: Path
+) -> None:
+    """Write what is trained, the adapter where there is one, and the tokenizer."""
+    if adapter is None:
+        return save_model(model, tokenizer, folder)
+    adapter.save(folder)
+    tokenizer.save_pretrained(folder)

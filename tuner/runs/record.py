@@ -1,0 +1,392 @@
+"""What every loop keeps of a run: its directory, metrics, checkpoints, monitors and result."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tuner.config import RunConfig
+from tuner.config.keys import located
+from tuner.config.load import checked, read_layers
+from tuner.errors import TunerError
+from tuner.runs.console import ConsoleMonitor, JsonlMonitor
+from tuner.runs.directory import (
+    TRAINER_STATE,
+    WEIGHTS,
+    RunDirectory,
+    check_same_run,
+    free_name,
+    held,
+    may_change_here,
+    read_json,
+    read_metrics,
+    write_atomically,
+)
+from tuner.runs.notices import STEPS, SignalHistory, advice
+from tuner.runs.result import EarlyEnd, TokenCounts, TuneResult
+from tuner.runs.timeline import Timeline
+from tuner.runs.trackers import Tracker, open_trackers
+from tuner.tasks.datasets import LazyRows, row_text
+from tuner.traces import Outcome, Trace
+from tuner.training.trainer import PolicyTrainer
+
+Task = dict[str, Any]
+
+
+class RunRecord:
+    """The state of one run between its steps, on disk and for people.
+
+    Attributes:
+        total_steps: Length of the run.
+        start: The step that the run goes on after, 0 at its beginning.
+        recent: The metrics of the latest steps, as many as are looked at; `metrics.jsonl` has all.
+        signal: What the steps until here had to learn from.
+        ended_early: Set where the run is complete before `total_steps`.
+        console: Where people look.
+        timeline: What happened when.
+    """
+
+    def __init__(self, config: RunConfig, directory: RunDirectory, total_steps: int) -> None:
+        self.config = config
+        self.directory = directory
+        self.total_steps = total_steps
+        self.console = ConsoleMonitor(total_steps)
+        last = directory.sound_checkpoint(self.console.say)
+        directory.prune(config.trainer.max_checkpoints_to_keep)  # it may have ended in the middle
+        self.start = last or 0
+        # Without a checkpoint even step 0, the evaluation before training, is done again.
+        self._before = read_metrics(directory.metrics, up_to=-1 if last is None else last)
+        self.recent: deque[Mapping[str, float]] = deque(self._before, maxlen=STEPS)
+        self.signal = _signal_of(self._before, directory)
+        self.timeline = Timeline(directory.timeline)
+        self._file: JsonlMonitor | None = None
+        self._trackers: list[Tracker] = []
+        self._completed = False
+        self.ended_early: EarlyEnd | None = None
+        self._advised: set[str] = set()
+
+    @property
+    def weights(self) -> Path | None:
+        """The checkpoint to go on from."""
+        return self.directory.checkpoint(self.start) if self.start else None
+
+    @property
+    def version(self) -> int:
+        """How many updates these weights have seen."""
+        return 0 if self.weights is None else version_of(self.weights)
+
+    @property
+    def last_step(self) -> int:
+        return self.total_steps if self.ended_early is None else self.ended_early.step
+
+    def remaining(self) -> range:
+        """The steps that are left."""
+        return range(self.start + 1, self.last_step + 1)
+
+    def open(self, decisions: Sequence[str]) -> None:
+        """Say how the run goes on, and begin to log; what was logged after the last checkpoint
+        goes.
+
+        Args:
+            decisions: What was decided about its parts, a sentence each.
+        """
+        if self.weights is not None:
+            self.console.say(f"going on after step {self.start} in {self.directory.path}")
+        for sentence in decisions:
+            self.console.say(sentence)
+        config = self.config
+        self._file = JsonlMonitor(self.directory.metrics, self._before)
+        self._before = []
+        self._trackers = open_trackers(
+            config.monitor.monitor_type,
+            project=config.project,
+            folder=self.directory.path,
+            first_step=self.start + 1 if self.recent else 0,
+            config=config.public(),
+            args=config.monitor.monitor_args,
+        )
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Keep the metrics of a step, and show them."""
+        self.recent.append({"step": step, **metrics})
+        self.signal = self.signal.after(metrics)
+        assert self._file is not None, "begin() opens it"
+        self._file.log(step, metrics)
+        self.console.log(step, metrics)
+        for tracker in self._trackers:
+            tracker.log_step(metrics, step)
+        found = advice(self.recent, self.config)
+        if found is not None and found[0] not in self._advised:
+            self._advised.add(found[0])
+            self.console.say(f"step {step}: {found[1]}")
+
+    def show(self, step: int, name: str, traces: Sequence[Trace]) -> None:
+        """Send the trackers a table of some traces of a step, or of an evaluation of this name.
+
+        Of the first step's some are shown here, too.
+        """
+        if step == 1 and name == "train":
+            self.console.samples(traces)
+        for tracker in self._trackers:
+            tracker.show(step, name, traces)
+
+    def save(self, step: int, trainer: PolicyTrainer, save_weights: Callable[[Path], None]) -> None:
+        """Write the checkpoint of a step.
+
+        Args:
+            step: The step.
+            trainer: Whose state goes there.
+            save_weights: Writes what is trained into a folder.
+        """
+
+        def write(folder: Path) -> None:
+            save_weights(folder)
+            trainer.save(folder / TRAINER_STATE)
+            write_atomically(folder / "version.json", json.dumps({"version": trainer.step}))
+
+        self.directory.save_checkpoint(
+            step, write, keep=self.config.trainer.max_checkpoints_to_keep
+        )
+
+    def end_early(self, step: int, reason: str) -> None:
+        """This step is the run's last one: say so, and why."""
+        self.ended_early = EarlyEnd(
+            step=step,
+            planned_steps=self.total_steps,
+            patience=self.config.tuner.signal_patience,
+            reason=reason,
+        )
+        self.console.say(str(self.ended_early))
+
+    def how_to_resume(self, step: int) -> str:
+        """Where the weights of a run are that stops after this step, and how it resumes."""
+        return (
+            f". What it had learned is in {self.directory.checkpoint(step)}: fix the cause and "
+            f"start the run again in the same way, and it resumes after step {step}"
+        )
+
+    def finish(self, updates: int, *, rows: Mapping[str, int]) -> TuneResult:
+        """Write `result.json`.
+
+        Args:
+            updates: Updates of the weights.
+            rows: Of recorded data, how many rows are used and left out; empty for rollouts.
+        """
+        last = self.last_step
+        result = summarize(
+            read_metrics(self.directory.metrics, up_to=last),
+            self.directory,
+            steps=updates,
+            checkpoint=None if self.config.mode == "explore" else self.directory.checkpoint(last),
+        )
+        result.ended_early = self.ended_early
+        result.rows = dict(rows)
+        if "tensorboard" in self.config.monitor.monitor_type:
+            result.tensorboard = self.directory.tensorboard
+        write_atomically(self.directory.result, result.model_dump_json(indent=2))
+        self._completed = True
+        return result
+
+    def close(self) -> None:
+        with ExitStack() as stack:  # each is closed, whatever becomes of the others
+            stack.callback(self.console.close)
+            for tracker in self._trackers:
+                stack.callback(tracker.end, self._completed)
+            if self._file is not None:
+                stack.callback(self._file.close)
+            stack.callback(self.timeline.close)
+
+
+def version_of(checkpoint: Path) -> int:
+    """How many updates the weights of a checkpoint have seen.
+
+    Raises:
+        TunerError: It does not say.
+    """
+    path = checkpoint / "version.json"
+    remedy = f"move {checkpoint} away, and the run goes on from the checkpoint before"
+    try:
+        return int(read_json(path, remedy)["version"])
+    except (LookupError, TypeError, ValueError) as error:
+        raise TunerError(f"{path} is damaged: {error!r}; {remedy}") from error
+
+
+@contextmanager
+def open_directory(config: RunConfig, data: Mapping[str, Sequence[Task]]) -> Iterator[RunDirectory]:
+    """The run's directory, which no other run gets while the block runs.
+
+    Raises:
+        ConfigError: The run directory holds a run with other settings or data, or one that runs.
+    """
+    path = config.run_dir if config.continue_from_checkpoint else free_name(config.run_dir)
+    directory = RunDirectory(path)
+    fingerprint = fingerprints(config, data)
+    with held(path):
+        if directory.has_begun():
+            check_same_run(
+                directory,
+                checked(read_layers(directory.config, backend="local", stored=True)).public(),
+                config.public(),
+                fingerprint,
+                may_change=may_change_here(config),
+            )
+        directory.create()
+        write_atomically(path / "data.json", json.dumps(fingerprint, indent=2))
+        write_atomically(directory.config, config.to_yaml())
+        yield directory
+
+
+def fingerprints(config: RunConfig, data: Mapping[str, Sequence[Task]]) -> dict[str, str]:
+    """What tells the rows of a run's datasets, and the weights that it begins with, from others."""
+    found = {name: fingerprint_of(tasks) for name, tasks in data.items()}
+    adapter = config.model.lora.path if config.model.lora else None
+    paths = (config.model.model_path, config.model.critic_model_path, adapter)
+    for name, path in zip(WEIGHTS, paths, strict=True):
+        if path and (place := located(path, name)) and (weights := fingerprint_of_weights(place)):
+            found[name] = weights
+    return found
+
+
+def finished_result(
+    directory: RunDirectory, config: RunConfig, total_steps: int
+) -> TuneResult | None:
+    """The result of a run that is complete, else None.
+
+    One that ended early is complete while neither its length nor a higher `tuner.signal_patience`
+    asks for more. In `mode: explore`, which leaves no checkpoint, metrics say how far a run is.
+    """
+    trains = config.mode != "explore"
+    early, last = _early_end(directory), total_steps
+    if early is not None and early.planned_steps == total_steps:
+        if config.tuner.signal_patience > early.patience:
+            return None
+        last = early.step
+    if not directory.result.exists() or (trains and not directory.checkpoint(last).exists()):
+        return None
+    result = read_result(directory, last)
+    done = trains or any(row["step"] == last for row in result.history)
+    return result if done else None
+
+
+def _early_end(directory: RunDirectory) -> EarlyEnd | None:
+    """How the run ended early when it was complete last."""
+    return _stored_result(directory).ended_early if directory.result.exists() else None
+
+
+def _signal_of(rows: Sequence[Mapping[str, float]], directory: RunDirectory) -> SignalHistory:
+    """What the steps of a run that resumes had to learn from. Where it ended early and is to
+    continue, the steps for which it ended do not end it again."""
+    signal, early = SignalHistory(), _early_end(directory)
+    for row in rows:
+        signal = signal.after(row)
+        if early is not None and row["step"] == early.step:
+            signal = replace(signal, solved=0)
+    return signal
+
+
+def read_result(directory: RunDirectory, total_steps: int) -> TuneResult:
+    """`result.json`, with the metrics of the steps, which are in a file of their own.
+
+    Raises:
+        TunerError: One of them is damaged.
+    """
+    result = _stored_result(directory)
+    result.history = read_metrics(directory.metrics, up_to=total_steps)
+    return result
+
+
+def _stored_result(directory: RunDirectory) -> TuneResult:
+    try:
+        return TuneResult.model_validate_json(directory.result.read_bytes())
+    except ValueError as error:
+        first = next(iter(str(error).splitlines()), "")
+        raise TunerError(
+            f"{directory.result} is damaged: {first}; delete it and start again: it is written "
+            "anew from metrics.jsonl, and nothing is trained"
+        ) from error
+
+
+def fingerprint_of(tasks: Sequence[Task]) -> str:
+    """What tells the rows of a dataset from others."""
+    digest = hashlib.blake2b(digest_size=16)
+    for task in tasks.sample() if isinstance(tasks, LazyRows) else tasks:
+        digest.update(row_text(task).encode() + b"\n")
+    return digest.hexdigest()
+
+
+_WEIGHTS = ("*.safetensors", "*.bin")
+_MIB = 1 << 20
+
+
+def fingerprint_of_weights(place: Path) -> str | None:
+    """What tells a model's weights from others: of each file of a folder, or of a GGUF file, name,
+    size, and the first and last MiB, which training changes as it does the rest. None: no files."""
+    inside = (path for kind in _WEIGHTS for path in place.glob(kind))
+    files = [place] if place.is_file() else sorted(inside)
+    if not files:
+        return None
+    digest = hashlib.blake2b(digest_size=16)
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_MIB))
+            file.seek(max(0, size - _MIB))
+            digest.update(file.read(_MIB))
+    return digest.hexdigest()
+
+
+def summarize(
+    history: Sequence[Mapping[str, float]],
+    directory: RunDirectory,
+    *,
+    steps: int,
+    checkpoint: Path | None,
+) -> TuneResult:
+    """The result of a run from the metrics of its steps.
+
+    Args:
+        history: A row for each step, as in `metrics.jsonl`.
+        directory: Where the run is.
+        steps: Updates of the weights.
+        checkpoint: The last weights.
+    """
+
+    def total(name: str) -> int:
+        return int(sum(row.get(name, 0) for row in history))
+
+    evaluated = [row for row in history if any(name.startswith("eval/") for name in row)]
+    outcomes = {outcome.value: total(f"rollouts/{outcome.value}") for outcome in Outcome}
+    names = dict.fromkeys(name for row in history for name in row)
+    dropped = [name for name in names if name.startswith("tokens/dropped/")]
+    return TuneResult(
+        steps=steps,
+        eval_before=_eval_rewards(history[0]) if history and history[0]["step"] == 0 else {},
+        eval_after=_eval_rewards(evaluated[-1]) if evaluated else {},
+        rewards=[row["reward/mean"] for row in history if "reward/mean" in row],
+        history=[dict(row) for row in history],
+        outcomes={name: count for name, count in outcomes.items() if count},
+        tokens=TokenCounts(
+            sampled=total("tokens/sampled"),
+            trained=total("tokens/trained"),
+            dropped={name.removeprefix("tokens/dropped/"): total(name) for name in dropped},
+        ),
+        seconds=sum(row.get("time/step", 0.0) for row in history),
+        run_dir=directory.path,
+        checkpoint=checkpoint,
+        traces=directory.traces,
+    )
+
+
+def _eval_rewards(row: Mapping[str, float]) -> dict[str, float]:
+    return {
+        name.removeprefix("eval/").removesuffix("/reward"): value
+        for name, value in row.items()
+        if name.startswith("eval/") and name.endswith("/reward")
+    }

@@ -1,0 +1,528 @@
+"""From the configuration to the parts of a run: model, engine, gateway, trainer, runner."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from tuner.config import RunConfig
+from tuner.config.algorithms import ADVANTAGES, ALGORITHMS
+from tuner.config.rules import longest_answer
+from tuner.engines import TrainingEngine
+from tuner.engines.remote import ServedEngine
+from tuner.engines.transformers.engine import TransformersEngine
+from tuner.engines.transformers.model_shape import length_limit
+from tuner.errors import ConfigError
+from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults, SessionLimits
+from tuner.gateway.families.renderer import SystemPrompt
+from tuner.rollouts import RolloutRunner, RolloutSettings
+from tuner.rollouts.chat_models import chat_model, default_kind
+from tuner.rollouts.worker_pool import Pool, opening_of, pool_of
+from tuner.runs.auxiliary import AuxiliaryModels
+from tuner.runs.models import (
+    Adapter,
+    ServedCopy,
+    add_adapter,
+    check_same_vocabulary,
+    choose_device,
+    choose_dtype,
+    load_model,
+    load_tokenizer,
+    require_peft,
+    save_policy,
+)
+from tuner.runs.placement import (
+    Arrangement,
+    EngineChoice,
+    Machine,
+    Needs,
+    build_engine,
+    choose_engine,
+    micro_batch_tokens,
+    needs_of,
+)
+from tuner.tasks.functions import end_run
+from tuner.training.batch import Overlong, Selection, TeacherPrompt, own_prompt
+from tuner.training.references import Reference
+from tuner.training.trainer import PolicyTrainer
+from tuner.training.trainer_settings import CriticSettings, TrainerSettings
+
+# What the configuration asks of rollouts and of the trainer, as their own settings.
+
+
+def rollout_settings(config: RunConfig) -> RolloutSettings:
+    """Limits of a rollout, and whether it must end with a reward."""
+    row = ALGORITHMS[config.algorithm.algorithm_type]
+    return RolloutSettings(
+        timeout=config.explorer.max_timeout,
+        max_retries=config.explorer.max_retry_times,
+        seed=config.tuner.seed,
+        limits=SessionLimits(config.tuner.max_calls, config.tuner.max_tokens),
+        tool_seconds=config.tuner.max_tool_seconds,
+        seeds_functions=config.tuner.deterministic
+        or (config.tuner.branching is not None and config.tuner.branching.seed_functions),
+        feedback_attempts=config.tuner.feedback_attempts,
+        pass_reward=config.tuner.pass_reward,
+        # Without training rollouts, those of an evaluation are there for their rewards.
+        needs_reward=row.recorded is not None
+        or ADVANTAGES[config.algorithm.advantage_fn].needs_reward,
+    )
+
+
+def trainer_settings(
+    config: RunConfig, total_steps: int, max_tokens_per_micro_batch: int
+) -> TrainerSettings:
+    """The numbers of the training step from Trinity-RFT's keys."""
+    algorithm, optimizer = config.algorithm, config.algorithm.optimizer
+    extras, critic = config.tuner.algorithm, config.tuner.critic
+    cap = None if extras.importance_sampling == "none" else extras.importance_cap
+    settings = TrainerSettings(
+        total_steps=total_steps,
+        lr=optimizer.lr,
+        lr_scheduler=optimizer.lr_scheduler_type,
+        warmup_steps=optimizer.warmup_steps(total_steps),
+        min_lr_ratio=optimizer.min_lr_ratio,
+        betas=optimizer.betas,
+        weight_decay=optimizer.weight_decay,
+        grad_clip=config.trainer.grad_clip,
+        advantage=algorithm.advantage_fn,
+        advantage_args=algorithm.advantage,
+        policy_loss=algorithm.policy_loss_fn,
+        policy_loss_args=algorithm.policy_loss,
+        kl=algorithm.kl_loss_fn,
+        kl_args=algorithm.kl_loss,
+        kl_penalty=algorithm.kl_penalty_fn,
+        kl_penalty_args=algorithm.kl_penalty,
+        entropy=algorithm.entropy_loss,
+        aggregation=algorithm.loss_agg_mode,
+        max_completion=longest_answer(config),
+        updates=extras.updates,
+        proximal=extras.proximal,
+        importance_cap=cap,
+        rejection=(
+            None
+            if extras.rejection_low is None or extras.rejection_high is None
+            else (extras.rejection_low, extras.rejection_high)
+        ),
+        max_tokens_per_micro_batch=max_tokens_per_micro_batch,
+        layout=config.tuner.layout,
+        optimizer_state=config.tuner.optimizer_state,
+        optimizer_offload=config.trainer.optimizer_offload,
+        activation_checkpointing=config.tuner.activation_checkpointing,
+        compile=config.tuner.compile,
+        turn_discount=extras.turn_discount,
+        prompt_teacher=extras.prompt_teacher,
+        critic=CriticSettings(
+            lr=critic.lr,
+            betas=critic.betas,
+            weight_decay=critic.weight_decay,
+            clip=critic.cliprange_value,
+            warmup=config.trainer.critic_warmup,
+        ),
+    )
+    return settings if config.mode != "explore" else without_training(settings)
+
+
+def without_training(settings: TrainerSettings) -> TrainerSettings:
+    """Numbers of a run that trains nothing: no reference and no critic is kept for it."""
+    return replace(
+        settings,
+        advantage="reinforce",
+        advantage_args=None,
+        policy_loss="importance_sampling",
+        policy_loss_args=None,
+        kl="none",
+        kl_penalty="none",
+    )
+
+
+def selection(config: RunConfig) -> Selection:
+    """Which groups are trained on, and what their rewards become."""
+    algorithm, extras = config.algorithm, config.tuner.algorithm
+    varied = ALGORITHMS[algorithm.algorithm_type].dynamic_sampling
+    advantage = ADVANTAGES[algorithm.advantage_fn]
+    longest = longest_answer(config)
+    overlong = None
+    if extras.overlong_buffer is not None and longest is not None:
+        overlong = Overlong(longest, extras.overlong_buffer, extras.overlong_penalty)
+    return Selection(
+        success_rate=(extras.success_rate_lb, extras.success_rate_ub),
+        varied_only=varied if extras.dynamic_sampling is None else extras.dynamic_sampling,
+        best_only=algorithm.advantage_fn == "best_of_group",
+        lone_rewards=not advantage.needs_group or extras.turn_discount is not None,
+        scale=extras.reward_scale,
+        bias=extras.reward_bias,
+        overlong=overlong,
+        needs_group=advantage.needs_group,
+        needs_reward=advantage.needs_reward,
+    )
+
+
+def adds_up(config: RunConfig) -> bool:
+    """Whether calls are trained by what they lead to, so that rewards are gained where they end."""
+    discounts = config.tuner.algorithm.turn_discount is not None
+    return discounts or config.algorithm.advantage_fn == "ppo"
+
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Stack:
+    """The parts of a run on one machine. `model` is the trainer's, and so is the adapter inside
+    it, where there is one. The engine over transformers generates with the same, unless generation
+    goes on while training does; every other with a copy.
+
+    Attributes:
+        choice: What generates, and why where that was left open.
+        needs: What the run is expected to need.
+        served: What the engine over transformers has in place of `model` then, else None.
+        arrangement: Of an engine with a copy; None for the one over transformers.
+        runner: None where there is no workflow, so that nothing can be rolled out.
+        workers: Processes that the workflow and the judge run in, where they do.
+        teacher: The auxiliary model that `on_policy_distill` learns from.
+        teacher_prompt: What a teacher reads before a call.
+    """
+
+    model: PreTrainedModel
+    adapter: Adapter | None
+    tokenizer: Any
+    engine: TrainingEngine
+    gateway: Gateway
+    auxiliary: AuxiliaryModels
+    runner: RolloutRunner | None
+    choice: EngineChoice
+    needs: Callable[[], Needs]
+    teacher: PreTrainedModel | None = None
+    teacher_prompt: TeacherPrompt = own_prompt
+    served: ServedCopy | None = None
+    arrangement: Arrangement | None = None
+    workers: Pool | None = None
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the engine generates with the very weights that are trained."""
+        return self.served is None and self.engine.capabilities.shares_weights
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether nothing is generated while the weights are trained."""
+        sleeps = self.arrangement is not None and self.arrangement.placement.sleeps
+        return self.shares_weights or sleeps
+
+    @property
+    def decisions(self) -> list[str]:
+        """What was decided about the parts, a sentence each."""
+        parts: list[Any] = [] if self.adapter is None else [self.adapter]
+        if self.choice.why:
+            parts.append(self.choice)
+        if self.arrangement is not None:
+            parts += [self.arrangement.placement, self.arrangement.weights]
+        if self.workers is not None:
+            parts.append(self.workers)
+        return [str(part) for part in parts]
+
+    @asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        """While the block runs the weights may change; see `TrainingEngine.training`."""
+        if self.served is not None:  # which changes in `publish` alone
+            yield
+            return
+        async with self.engine.training():  # the reference may be the model without its adapter
+            yield
+
+    async def reach_servers(self) -> None:
+        """Give servers elsewhere the weights, before a rollout fails of what is wrong there.
+
+        Raises:
+            EngineError: One cannot be reached or have them; names the key, or what it does not see.
+        """
+        if isinstance(self.engine, ServedEngine):
+            await self.engine.start()
+
+    async def publish(self, trainer: PolicyTrainer) -> None:
+        """Let the engine go on with the trainer's weights, between two tokens of what it does."""
+        async with self.engine.pause():
+            if self.served is not None:
+                self.served.update()
+            await trainer.update_weights(self.engine)
+
+    def save_weights(self, folder: Path) -> None:
+        """What is trained, model or adapter, in Hugging Face's form, and the tokenizer."""
+        save_policy(self.model, self.adapter, self.tokenizer, folder)
+
+    async def aclose(self) -> None:
+        if self.runner is not None:
+            await end_run(self.runner.workflow)
+        if self.workers is not None:
+            await self.workers.aclose()
+        await self.auxiliary.aclose()
+        await self.gateway.aclose()
+        await self.gateway.engine.close()
+
+
+def build_stack(
+    config: RunConfig,
+    *,
+    workflow: Callable[..., Any] | None,
+    judge: Callable[..., Any] | None,
+    weights: Path | None = None,
+    version: int = 0,
+    apart: bool = False,
+) -> Stack:
+    """Load the models and put the parts together.
+
+    Args:
+        config: The effective configuration.
+        workflow, judge: The user's functions; no workflow where nothing is rolled out.
+        weights: Checkpoint to go on from, of the model or of its adapter.
+        version: How many updates those weights have seen.
+        apart: Whether the functions may run in other processes (`tuner.workers`).
+
+    Raises:
+        FunctionError: They are to, and cannot be sent there.
+        ModelLoadError: A model or adapter cannot be loaded.
+        ConfigError: `max_model_len` is more than the model has positions, the teacher has another
+            vocabulary, the chat template has no place for the prompt of a teacher, `lora_configs`
+            asks for layers that the model does not have, or vLLM does not fit beside the trainer.
+        MissingDependencyError: `lora_configs` is set, and peft is not installed; or vLLM is asked
+            for, and it is not.
+    """
+    kind = default_kind()
+    workers = pool_of(config, workflow, judge, kind) if apart else None
+    device = choose_device(config.tuner.device)
+    path, lora, adapter = config.model.model_path, config.model.lora, None
+    dtype = choose_dtype(config.tuner.dtype, device)
+    if lora is None:
+        setting = "model.model_path" if weights is None else "the checkpoint to go on from"
+        model = load_model(str(weights or path), device=device, dtype=dtype, setting=setting)
+    else:
+        require_peft()
+        model = load_model(path, device=device, dtype=dtype)
+        adapter = add_adapter(
+            model, lora, model_path=path, seed=config.tuner.seed, checkpoint=weights
+        )
+    tokenizer = load_tokenizer(path)
+    settings = trainer_settings(config, 1, 1)
+    auxiliary = AuxiliaryModels(kind)
+    loaded = add_auxiliary_models(auxiliary, config, model.device, model.dtype, workers)
+    context = context_length(config.model.max_model_len, model.config, "model.max_model_len")
+    longest = config.model.max_response_tokens
+    if longest is not None and longest >= context:
+        raise ConfigError(
+            f"model.max_response_tokens = {longest}, which leaves no room for a prompt in the "
+            f"{context} tokens of the model's context; lower it"
+        )
+    needs = partial(
+        needs_of,
+        config,
+        model,
+        context,
+        references=int(settings.uses_reference and adapter is None),
+        critics=int(settings.uses_critic),
+        auxiliary=sum(
+            p.numel() * p.element_size() for other, _ in loaded.values() for p in other.parameters()
+        ),
+    )
+    peft = None if adapter is None else adapter.model
+    choice = choose_engine(config, Machine.here(model.device), needs, adapter=peft)
+    served = None
+    if config.synchronizer.sync_offset and choice.engine_type == "transformers":
+        served = ServedCopy(model)
+    engine, arrangement = build_engine(
+        choice.applied(config),
+        model if served is None else served.model,
+        tokenizer,
+        max_model_len=context,
+        version=version,
+        save=partial(save_policy, model, adapter, tokenizer),
+        needs=needs,
+        adapter=peft,
+    )
+    renderer = chat_renderer(config, tokenizer)
+    gateway = Gateway(
+        engine,
+        renderer,
+        model_name=path,
+        reasoning=config.tuner.reasoning,
+        opening=opening_of(workers),
+    )
+    teacher = None
+    if config.algorithm.advantage_fn == "on_policy_distill":
+        name = config.tuner.algorithm.teacher or config.explorer.auxiliary_models[0].name
+        teacher, spoken = loaded[name]
+        check_same_vocabulary(tokenizer, spoken, what=f"the teacher {name!r}")
+    told: TeacherPrompt = own_prompt
+    if config.tuner.algorithm.prompt is not None:
+        told = SystemPrompt(renderer, config.tuner.algorithm.prompt, limit=context)
+    runner = None
+    if workflow is not None:
+        runner = RolloutRunner(
+            gateway,
+            workflow,
+            judge,
+            make_model=partial(chat_model, kind=kind),
+            auxiliary_models=auxiliary.opened,
+            settings=rollout_settings(config),
+            workers=workers,
+        )
+    if workers is not None:
+        workers.start([gateway, *auxiliary.gateways])
+    return Stack(
+        model,
+        adapter,
+        tokenizer,
+        engine,
+        gateway,
+        auxiliary,
+        runner,
+        choice,
+        needs,
+        teacher=teacher,
+        teacher_prompt=told,
+        served=served,
+        arrangement=arrangement,
+        workers=workers,
+    )
+
+
+def build_trainer(config: RunConfig, stack: Stack, *, total_steps: int) -> PolicyTrainer:
+    """The trainer over the stack's model; its reference is always the model the run began with."""
+    budget = micro_batch_tokens(config, stack.engine.capabilities.max_model_len)
+    settings = trainer_settings(config, total_steps, budget)
+    reference: Reference | None = None
+    if settings.uses_reference and stack.adapter is not None:
+        reference = stack.adapter.reference()
+    elif settings.uses_reference and stack.engine.version > 0:
+        reference = load_model(
+            config.model.model_path, device=stack.model.device, dtype=stack.model.dtype
+        )
+    policy = stack.model if stack.adapter is None else stack.adapter.model
+    return PolicyTrainer(
+        policy,
+        settings,
+        reference=reference,
+        grammars=stack.engine.grammars,
+        critic=_critic(config, stack) if settings.uses_critic else None,
+        teacher=stack.teacher,
+    )
+
+
+def _critic(config: RunConfig, stack: Stack) -> PreTrainedModel:
+    """The model whose layers the critic starts from; it must read the policy's token ids."""
+    device, dtype = stack.model.device, stack.model.dtype
+    path, setting = config.model.critic_model_path, "model.critic_model_path"
+    if not path:
+        return load_model(config.model.model_path, device=device, dtype=dtype)
+    tokenizer = load_tokenizer(path, setting=setting)
+    check_same_vocabulary(stack.tokenizer, tokenizer, what=f"{setting} = {path!r}")
+    return load_model(path, device=device, dtype=dtype, setting=setting)
+
+
+def chat_renderer(config: RunConfig, tokenizer: Any) -> ChatRenderer:
+    """The chat form of the model that is trained."""
+    rollout_model = config.explorer.rollout_model
+    template = config.model.custom_chat_template
+    if config.model.chat_template_path is not None:
+        template = config.model.chat_template_path.read_text(encoding="utf-8")
+    return ChatRenderer(
+        tokenizer,
+        chat_template=template,
+        enable_thinking=config.model.enable_thinking,
+        tool_call_parser=rollout_model.tool_call_parser,
+        reasoning_parser=rollout_model.reasoning_parser,
+    )
+
+
+def add_auxiliary_models(
+    auxiliary: AuxiliaryModels,
+    config: RunConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    workers: Pool | None = None,
+) -> dict[str, tuple[PreTrainedModel, Any]]:
+    """Load and serve them, on the policy's device and in its type.
+
+    Returns:
+        Model and tokenizer of each that is served here, by name.
+    """
+    loaded: dict[str, tuple[PreTrainedModel, Any]] = {}
+    for index, settings in enumerate(config.explorer.auxiliary_models):
+        where = f"explorer.auxiliary_models[{index}]"
+        model = load_model(
+            settings.model_path,
+            device=device,
+            dtype=dtype,
+            setting=f"{where}.model_path",
+        )
+        tokenizer = load_tokenizer(settings.model_path, setting=f"{where}.model_path")
+        model.requires_grad_(False)
+        loaded[settings.name] = model, tokenizer
+        engine = TransformersEngine(
+            model,
+            tokenizer,
+            max_model_len=context_length(
+                settings.max_model_len, model.config, f"{where}.max_model_len"
+            ),
+            max_slots=config.tuner.max_slots,
+            deterministic=config.tuner.deterministic,
+        )
+        renderer = ChatRenderer(
+            tokenizer,
+            chat_template=settings.chat_template,
+            enable_thinking=settings.enable_thinking,
+            tool_call_parser=settings.tool_call_parser,
+            reasoning_parser=settings.reasoning_parser,
+        )
+        opening = opening_of(workers, index + 1)
+        auxiliary.add_local(
+            settings.name,
+            Gateway(engine, renderer, model_name=settings.model_path, opening=opening),
+            SamplingDefaults(
+                temperature=settings.temperature,
+                top_p=settings.top_p,
+                top_k=settings.top_k,
+                max_tokens=settings.max_response_tokens,
+            ),
+        )
+    for name, remote in config.tuner.auxiliary_models.items():
+        auxiliary.add_remote(name, remote)
+    return loaded
+
+
+def context_length(wanted: int | None, settings: Any, setting: str) -> int:
+    """Tokens of prompt and answer together.
+
+    Args:
+        wanted: What was set, or None for all that the model was made for.
+        settings: The model's `config.json`.
+        setting: Which setting said it, for the message.
+
+    Raises:
+        ConfigError: It is more than the model has positions or can be computed at in batches
+            (`length_limit`), whichever engine generates; or the model does not say.
+    """
+    positions = int(getattr(settings, "max_position_embeddings", 0) or 0)
+    limit = length_limit(settings)
+    if wanted is None:
+        if not positions:
+            raise ConfigError(f"{setting} must be set: the model does not say how long it can be")
+        if limit is None or positions <= limit[0]:
+            return positions
+        _log.warning("%s is not set and becomes %d: %s", setting, *limit)
+        return limit[0]
+    if positions and wanted > positions:
+        raise ConfigError(
+            f"{setting} = {wanted} is more than the {positions} positions this model was made for"
+        )
+    if limit is not None and wanted > limit[0]:
+        raise ConfigError(f"{setting} = {wanted}, but {limit[1]}: set it to {limit[0]} at most")
+    return wanted

@@ -1,0 +1,1 @@
+"""What users bring: the functions, datasets as tasks, and which tasks a step takes."""

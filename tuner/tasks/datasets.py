@@ -1,0 +1,462 @@
+"""Datasets: rows as dicts, from files, the Hugging Face Hub, or memory.
+
+Plain JSON and JSON Lines are read here, without importing `datasets`, which takes about a second;
+everything else is read by `datasets`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from abc import abstractmethod
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tuner.config.source import DATA_FILES, path_or_name
+from tuner.errors import ConfigError, DatasetError
+from tuner.tasks.functions import shown, text_of
+
+# Rows that are read when a step takes them, of datasets that memory would not hold.
+
+
+IN_MEMORY = 64 << 20
+"""Bytes up to which a dataset is read at once."""
+_ALL = 100_000
+_SAMPLE = 1_000
+_KEPT = 8_192
+"""Rows of a stream that can be asked for again without beginning anew."""
+
+Row: TypeAlias = dict[str, Any]
+
+
+class LazyRows(Sequence[Row]):
+    """Rows by their number, which are not in memory."""
+
+    @abstractmethod
+    def row(self, index: int) -> Row:
+        """The row of a number from 0; raises DatasetError where it cannot be read."""
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self.row(i) for i in range(*index.indices(len(self)))]
+        place = index + len(self) if index < 0 else index
+        if not 0 <= place < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        return self.row(place)
+
+    def sample(self) -> Iterable[Row]:
+        """Rows that tell this dataset from others: of very many some, with how many there are."""
+        count = len(self)
+        if count <= _ALL:
+            return self
+        return [{"rows": count}, *(self[i * count // _SAMPLE] for i in range(_SAMPLE))]
+
+
+class ArrowRows(LazyRows):
+    """Rows of a `datasets.Dataset`, which lie in files that are mapped into memory."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def row(self, index: int) -> Row:
+        return dict(self._dataset[index])
+
+
+class JsonLines(LazyRows):
+    """Lines of a JSON Lines file, each read once at the beginning to know that it can be.
+
+    Every row has the columns of all, None where it says nothing.
+
+    Raises:
+        DatasetError: A line is no JSON object. Later also: the file has changed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._starts = array("Q")
+        self._columns: Row = {}
+        self._file = path.open("rb")
+        self._state = self._seen()
+        start = 0
+        for number, line in enumerate(self._file, 1):
+            if line.strip():
+                self._starts.append(start)
+                self._columns |= dict.fromkeys(self._read(line, f"{path}:{number}"))
+            start += len(line)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def row(self, index: int) -> Row:
+        if self._seen() != self._state:
+            raise DatasetError(
+                f"dataset {str(self._path)!r} has changed since the run began, and is too large to "
+                "be kept in memory: which rows a step takes would be by chance; start again"
+            )
+        self._file.seek(self._starts[index])
+        return {**self._columns, **self._read(self._file.readline(), str(self._path))}
+
+    def _seen(self) -> tuple[int, int]:
+        status = self._path.stat()
+        return status.st_size, status.st_mtime_ns
+
+    @staticmethod
+    def _read(line: bytes, at: str) -> Row:
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise DatasetError(f"{at}: not valid JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise DatasetError(f"{at} is {row!r:.80}; every row must be a dict")
+        return row
+
+
+class StreamRows(LazyRows):
+    """Rows of a `datasets.IterableDataset` in their order; how many there are nobody knows.
+
+    A row that was taken long ago is found by reading the stream again from its beginning.
+
+    Raises:
+        DatasetError: Later: the stream has ended before a row that is asked for, or what it gives
+            is no dict.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._rows: Iterator[Any] = iter(())
+        self._next = -1
+        self._kept: dict[int, Row] = {}
+
+    def __len__(self) -> int:
+        return 1 << 62
+
+    def row(self, index: int) -> Row:
+        if index not in self._kept:
+            self._read_to(index)
+        return dict(self._kept[index])
+
+    def _read_to(self, index: int) -> None:
+        if not 0 <= self._next <= index:
+            self._rows = iter(self._dataset.skip(max(0, index - _KEPT // 2)))
+            self._next = max(0, index - _KEPT // 2)
+            self._kept.clear()
+        for row in islice(self._rows, index + 1 - self._next):
+            if not isinstance(row, dict):
+                raise DatasetError(f"row {self._next} of the stream is {row!r:.80}, and no dict")
+            self._kept[self._next] = row
+            self._kept.pop(self._next - _KEPT, None)
+            self._next += 1
+        if self._next <= index:
+            raise DatasetError(
+                f"the stream given as dataset ended after {self._next} rows, and row {index} is "
+                "asked for: lower buffer.total_steps, or let it repeat (dataset.repeat())"
+            )
+
+    def sample(self) -> Iterable[Row]:
+        return self[:1]
+
+
+logger = logging.getLogger("tuner")
+
+JSON_FILES = (".jsonl", ".json")
+# One row: what the workflow and the judge get as `task`.
+Task: TypeAlias = dict[str, Any]
+# Of several subsets, these are taken when none is named.
+MAIN_SUBSETS = ("default", "main")
+
+
+class PublicSettings(BaseModel):
+    """Base of the settings given in Python: unknown fields are refused, as in the file."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    # Type checkers see pydantic's own constructor, with the fields as parameters.
+    if not TYPE_CHECKING:
+
+        def __init__(self, **data: Any) -> None:
+            from tuner.config.keys import describe
+
+            try:
+                super().__init__(**data)
+            except ValidationError as error:
+                name, known = type(self).__name__, tuple(type(self).model_fields)
+                problems = describe(error, type(self), (*known, *data))
+                lines = "; ".join(f"{name}.{problem.text}" for problem in problems)
+                raise ConfigError(f"{lines} (fields: {', '.join(known)})") from None
+
+
+class DatasetConfig(PublicSettings):
+    """Which rows to take, as in AgentScope 1.x. `Dataset` is the same class.
+
+    Only `total_epochs` and `total_steps` that are given override the configuration file; `path`,
+    `name` and `split` belong together and replace the file's.
+    """
+
+    path: str = Field(
+        description="A folder, a .json, .jsonl, .csv or .parquet file, or a Hub name."
+    )
+    name: str | None = Field(default=None, description="Subset, where there are several.")
+    split: str | None = Field(
+        default="train", description="Split, in a folder or on the Hub; a file has only one."
+    )
+    total_epochs: int = Field(default=1, ge=1, description="How often to go through the rows.")
+    total_steps: int | None = Field(
+        default=None, ge=1, description="Steps to run; wins over `total_epochs`."
+    )
+
+    def preview(self, n: int = 5) -> list[Task]:
+        """Print the first `n` rows as JSON, column by column, and return them.
+
+        Raises:
+            DatasetError: The dataset cannot be read.
+        """
+        rows = list(read_rows(self.path, self.name, self.split)[:n])
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        table = {column: [row.get(column) for row in rows] for column in columns}
+        print(json.dumps(table, indent=2, ensure_ascii=False, default=str))
+        return rows
+
+
+Dataset = DatasetConfig
+
+
+def load_tasks(source: Any, *, role: str, endless: bool = False) -> Sequence[Task]:
+    """All rows of a dataset. Those of a large one stay on disk until they are taken.
+
+    Args:
+        source: A `Dataset`, a `datasets.Dataset` or `IterableDataset`, a list of dicts, or a path.
+        role: What the rows are for, as the user calls it; begins every error.
+        endless: Whether it may be a stream, whose end is not known.
+
+    Raises:
+        DatasetError: There is no such dataset, subset or split, it cannot be read, or it has no
+            rows, or a row is not a dict, or is one that cannot be written down.
+    """
+    if isinstance(source, (str, Path)):
+        source = DatasetConfig(path=str(source))
+    try:
+        rows = _rows_of(source)
+    except DatasetError as error:
+        raise DatasetError(f"{role}: {error}") from None
+    if not rows:
+        raise DatasetError(f"{role}: {described(source)} is empty; it needs at least one row")
+    if isinstance(rows, StreamRows) and not endless:
+        raise DatasetError(
+            f"{role}: {described(source)} is a stream without end; pass a list, as in "
+            "list(data.take(n))"
+        )
+    if isinstance(rows, LazyRows):
+        return rows
+    for index, row in enumerate(rows):
+        at = f"{role}: row {index} of {described(source)}"
+        if not isinstance(row, dict):
+            raise DatasetError(f"{at} is {shown(row)}; every row must be a dict")
+        try:
+            row_text(row)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise DatasetError(
+                f"{at} cannot be written down ({error}): its keys must be texts, and no value may "
+                "hold itself"
+            ) from None
+    return rows
+
+
+def row_text(row: Task) -> str:
+    """A row as one JSON text, objects of other types as their `repr`: what tells it from others."""
+    return json.dumps(row, sort_keys=True, default=text_of)
+
+
+def check_fills_a_batch(tasks: Sequence[Task], batch_size: int, name: str) -> None:
+    """Refuse a dataset with fewer rows than one step takes.
+
+    Raises:
+        DatasetError: It is smaller than one batch.
+    """
+    if len(tasks) < batch_size:
+        raise DatasetError(
+            f"{name} has {len(tasks)} rows but batch_size is {batch_size}: no step can run; "
+            "lower buffer.batch_size (AlgorithmConfig.batch_size) or add rows"
+        )
+
+
+def described(source: Any) -> str:
+    """A dataset as error messages name it."""
+    if hasattr(source, "path") and hasattr(source, "split"):
+        return f"dataset {source.path!r}"
+    if isinstance(source, (str, Path)):
+        return f"dataset {str(source)!r}"
+    return f"the {type(source).__name__} given as dataset"
+
+
+def _rows_of(source: Any) -> Sequence[Any]:
+    if hasattr(source, "path") and hasattr(source, "split"):  # AgentScope's DatasetConfig too
+        return read_rows(source.path, source.name, source.split)
+    if type(source).__module__.split(".")[0] == "datasets":
+        if isinstance(source, dict):
+            splits = ", ".join(source)
+            raise DatasetError(f"it is a DatasetDict; pass one of its splits ({splits})")
+        return _arrow_rows(source) if hasattr(source, "__len__") else StreamRows(source)
+    if isinstance(source, Sequence):
+        return list(source)
+    raise DatasetError(
+        f"it is {source!r:.80} ({type(source).__name__}); pass a Dataset, a datasets.Dataset, a "
+        "list of dicts or a path"
+    )
+
+
+def _arrow_rows(dataset: Any) -> Sequence[Any]:
+    return ArrowRows(dataset) if dataset.data.nbytes > IN_MEMORY else list(dataset)
+
+
+def read_rows(path: str, subset: str | None, split: str | None) -> Sequence[Task]:
+    """The rows of one split, in order.
+
+    Args:
+        path: A folder or file, or a name on the Hub. A file is one split, whatever `split` says.
+        subset: Subset, or None for the only or main one.
+        split: Split, or None where there is only one.
+
+    Raises:
+        DatasetError: There is no such dataset, subset or split, or it cannot be read.
+    """
+    local = Path(path_or_name(path, Path.cwd())).expanduser()
+    if local.is_file():
+        return _read_file(local)
+    if local.is_dir():
+        return _read_folder(local, subset, split)
+    if local.is_absolute():
+        raise DatasetError(f"dataset {path!r} does not exist (looked for {local})")
+    return _read_hub(path, subset, split)
+
+
+def _read_file(path: Path) -> Sequence[Task]:
+    if path.suffix == ".jsonl" and path.stat().st_size > IN_MEMORY:
+        return JsonLines(path)
+    if path.suffix in JSON_FILES:
+        return list(_filled(_read_json(path)))
+    kind = path.suffix.removeprefix(".")
+    if path.suffix not in DATA_FILES:
+        raise DatasetError(
+            f"dataset {str(path)!r} is a {kind or 'nameless'} file; .json, .jsonl, .csv and "
+            ".parquet can be read"
+        )
+    return _from_datasets(str(path), kind, data_files=str(path), split="train")
+
+
+def _read_folder(folder: Path, subset: str | None, split: str | None) -> Sequence[Task]:
+    inner = folder / subset if subset is not None and (folder / subset).is_dir() else folder
+    files = {
+        file.stem: file
+        for suffix in reversed(JSON_FILES)
+        for file in sorted(inner.glob(f"*{suffix}"))
+    }
+    others = [
+        file
+        for file in inner.rglob("*")
+        if file.suffix in DATA_FILES and file not in files.values()
+    ]
+    if split is None and len(files) == 1 and not others:
+        (split,) = files
+    if split in files and (subset is None or inner != folder):
+        return _read_file(files[split])
+    if split is None or (files and not others and "[" not in split):
+        there = ", ".join(sorted(files))
+        found = f": name a split ({there})"
+        if split is not None:
+            found = f" has no split {split!r}; it has: {there}"
+        raise DatasetError(f"dataset {str(folder)!r}{found}")
+    return _from_datasets(str(folder), str(folder), name=subset, split=split)
+
+
+def _read_hub(path: str, subset: str | None, split: str | None) -> Sequence[Task]:
+    if subset is None:
+        subset = _main_subset(path)
+    if split is None:
+        raise DatasetError(f"dataset {path!r}: name a split, such as split='train'")
+    return _from_datasets(path, path, name=subset, split=split)
+
+
+def _main_subset(path: str) -> str | None:
+    """The subset to take when none is named; said aloud, since there was a choice."""
+    import datasets
+
+    with _as_dataset_error(path):
+        subsets = list(datasets.get_dataset_config_names(path))
+    if len(subsets) < 2:
+        return None
+    for name in MAIN_SUBSETS:
+        if name in subsets:
+            logger.warning("dataset %r: taking subset %r of %s", path, name, ", ".join(subsets))
+            return name
+    raise DatasetError(
+        f"dataset {path!r} has several subsets ({', '.join(subsets)}): name one "
+        "(Dataset(name=...) or subset_name)"
+    )
+
+
+def _from_datasets(shown: str, path: str, **options: Any) -> Sequence[Task]:
+    import datasets
+
+    with _as_dataset_error(shown):
+        return _arrow_rows(datasets.load_dataset(path, **options))
+
+
+@contextmanager
+def _as_dataset_error(path: str) -> Iterator[None]:
+    """Turns what `datasets` raises into a `DatasetError` that names the dataset."""
+    try:
+        yield
+    except DatasetError:
+        raise
+    except Exception as error:
+        name = type(error).__name__
+        # The cause says more than "an error occurred while generating the dataset".
+        lines = str(error.__cause__ or error).strip().splitlines()
+        reason = lines[0] if lines else name
+        if "NotFound" in name and not isinstance(error, ConnectionError):
+            text = f"does not exist, as a path or on the Hugging Face Hub ({reason})"
+        elif isinstance(error, ConnectionError) or "Offline" in name or "Connect" in name:
+            text = (
+                f"is no path here, and the Hugging Face Hub cannot be reached ({reason}); check "
+                "the path, or download the dataset and give its folder"
+            )
+        else:
+            text = f"cannot be read: {reason}"
+        raise DatasetError(f"dataset {path!r} {text}") from error
+
+
+def _read_json(path: Path) -> list[Any]:
+    """A JSON file that holds a list, or one value per line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DatasetError(f"dataset {str(path)!r} cannot be read: {error}") from None
+    one_list = path.suffix == ".json" and text.lstrip().startswith("[")
+    values: list[Any] = []
+    for before, part in enumerate([text] if one_list else text.split("\n")):
+        try:
+            values += [json.loads(part)] if part.strip() else []
+        except json.JSONDecodeError as error:
+            line = before + error.lineno
+            raise DatasetError(f"{path}:{line}: not valid JSON: {error.msg}") from None
+    return values[0] if one_list else values
+
+
+def _filled(rows: list[Any]) -> Iterator[Any]:
+    """Rows that all have the same columns, None where a row says nothing, as in `datasets`."""
+    columns = dict.fromkeys(key for row in rows if isinstance(row, dict) for key in row)
+    for row in rows:
+        yield {**dict.fromkeys(columns), **row} if isinstance(row, dict) else row

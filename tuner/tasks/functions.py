@@ -1,0 +1,574 @@
+"""How a workflow or judge is checked and called: with the arguments that it names.
+
+It may be async or plain (then it runs in a thread), a `functools.partial`, or an object with
+`__call__`. Parameters of its own need defaults. `**kwargs` receives every argument that is not
+named; `*args` is refused, since nothing is passed by position.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import functools
+import inspect
+import logging
+import sysconfig
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from tuner.errors import DatasetError, FunctionError, TunerError
+
+if TYPE_CHECKING:
+    from tuner.config import RunConfig
+
+
+# What a workflow and a judge return, and what they raise and are given besides their models.
+
+
+def _no_text(value: Any) -> Any:
+    """pydantic would read "1.0" as 1.0, and what else an agent wrote as its own score."""
+    if isinstance(value, (str, bytes)):
+        raise ValueError("a text is no number")
+    return value
+
+
+Number = Annotated[float, BeforeValidator(_no_text)]
+
+
+class FunctionOutput(BaseModel):
+    """Base of what functions return: mistakes in a field are `FunctionError`s."""
+
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+    # Type checkers see pydantic's own constructor, with the fields as parameters.
+    if not TYPE_CHECKING:
+
+        def __init__(self, **data: Any) -> None:
+            try:
+                super().__init__(**data)
+            except ValidationError as error:
+                raise FunctionError(_field_mistakes(type(self), error)) from None
+
+
+class WorkflowOutput(FunctionOutput):
+    """What a workflow returns.
+
+    Attributes:
+        reward: The score, when there is no judge; the judge's wins over it. True is 1, False is 0;
+            a text is refused.
+        response: Handed to the judge as it is.
+        metrics: Numbers to log besides the reward.
+    """
+
+    reward: Number | None = Field(default=None)
+    response: Any | None = Field(default=None)
+    metrics: dict[str, Number] | None = Field(default=None)
+
+
+class JudgeOutput(FunctionOutput):
+    """What a judge returns.
+
+    Attributes:
+        reward: The score; required. True is 1, False is 0; a text is refused.
+        metrics: Numbers to log besides the reward.
+        feedback: Why, in words: what was wrong, and what would have been right. It is in the trace
+            and on the run's page, and what `tune_prompt` learns from.
+    """
+
+    reward: Number = Field()
+    metrics: dict[str, Number] | None = Field(default=None)
+    feedback: str | None = Field(default=None)
+
+
+WorkflowType = Callable[..., Awaitable[WorkflowOutput]]
+
+
+JudgeType = Callable[..., Awaitable[JudgeOutput]]
+
+
+class Rejected(TunerError):
+    """Raised by a workflow that does not want its rollout trained; no failure, and not retried."""
+
+
+class MissingFieldError(DatasetError, FunctionError, KeyError):
+    """A function asked for a field that the dataset's rows do not have."""
+
+    # KeyError would show the message in quotes.
+    __str__ = Exception.__str__
+
+
+class TaskRow(dict[str, Any]):
+    """A row that says which fields it has when it is asked for another."""
+
+    def __missing__(self, key: str) -> Any:
+        raise MissingFieldError(
+            f"the task has no field {key!r}; the fields of its dataset are: {', '.join(self)}"
+        )
+
+
+def text_of(value: Any, form: Callable[[Any], str] = repr) -> str:
+    """`form(value)` of a user's object, whose own code may fail."""
+    try:
+        return form(value)
+    except Exception as error:
+        return f"<a {type(value).__name__} that cannot be shown: {type(error).__name__}>"
+
+
+def response_text(response: Any) -> str:
+    """A workflow's response as people read it; a framework's message as its text."""
+    if response is None:
+        return ""
+    get_text = getattr(response, "get_text_content", None)
+    if callable(get_text):
+        return text_of(response, lambda _: get_text() or "")
+    return response if isinstance(response, str) else text_of(response)
+
+
+class StoredResponse(str):
+    """The text of a response, for judges written for text and for those written for messages.
+
+    It is a `str`, and like AgentScope's `Msg` it has `content` and `get_text_content()`. Whatever
+    else the response was is not stored.
+    """
+
+    __slots__ = ()
+
+    @property
+    def content(self) -> str:
+        return str(self)
+
+    def get_text_content(self) -> str:
+        return str(self)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"the judge reads response.{name}, but a trace stores a response as text: use it as "
+            "a str, or response.get_text_content()"
+        )
+
+
+def shown(value: Any) -> str:
+    """A value and its type, shortened, for error messages."""
+    text = text_of(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def _field_mistakes(output: type[BaseModel], error: ValidationError) -> str:
+    mistakes = []
+    for detail in error.errors():
+        name = ".".join(str(part) for part in detail["loc"])
+        if detail["type"] == "extra_forbidden":
+            known = ", ".join(output.model_fields)
+            mistakes.append(f"it has no field {name!r} (fields: {known})")
+        elif name == "reward" and (detail["type"] == "missing" or detail["input"] is None):
+            mistakes.append("it needs a reward: a judge must score every response")
+        elif name == "feedback":
+            mistakes.append(f"feedback is {shown(detail['input'])}, expected a text")
+        else:
+            mistakes.append(f"{name} is {shown(detail['input'])}, expected a number")
+    return f"{output.__name__}: {'; '.join(mistakes)}"
+
+
+logger = logging.getLogger("tuner")
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a function of some role is called with.
+
+    Attributes:
+        role: "workflow" or "judge".
+        required: Parameters that the function must have.
+        optional: Parameters that it may have.
+        output: Name of the class it returns.
+    """
+
+    role: str
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    output: str
+
+    def __str__(self) -> str:
+        parameters = ", ".join([*self.required, *(f"{name} (optional)" for name in self.optional)])
+        return f"async def {self.role}({parameters}) -> {self.output}"
+
+
+WORKFLOW = Signature(
+    "workflow",
+    ("task", "model"),
+    ("auxiliary_models", "logger", "feedback"),
+    WorkflowOutput.__name__,
+)
+
+
+JUDGE = Signature(
+    "judge", ("task", "response"), ("auxiliary_models", "logger"), JudgeOutput.__name__
+)
+
+
+GROUP_JUDGE = Signature(
+    "judge", ("task", "responses"), ("auxiliary_models", "logger"), f"list[{JudgeOutput.__name__}]"
+)
+
+
+def judges_groups(func: Callable[..., Any]) -> bool:
+    """Whether a judge takes the `responses` of a group together, and not each `response`."""
+    try:
+        parameters = inspect.signature(func).parameters
+    except (TypeError, ValueError):  # the check says it
+        return False
+    return "responses" in parameters and "response" not in parameters
+
+
+def check_workflow_function(func: Callable[..., Any]) -> None:
+    """Check that `func` can be called as a workflow; imports nothing and calls nothing.
+
+    Raises:
+        FunctionError: It is no function, or its parameters do not fit.
+    """
+    check_function(func, WORKFLOW)
+
+
+def check_judge_function(func: Callable[..., Any]) -> None:
+    """Check that `func` can be called as a judge; imports nothing and calls nothing.
+
+    One that takes `responses` in place of `response` judges a group together.
+
+    Raises:
+        FunctionError: It is no function, or its parameters do not fit.
+    """
+    check_function(func, GROUP_JUDGE if judges_groups(func) else JUDGE)
+
+
+def check_settings(func: Any, config: RunConfig) -> None:
+    """Let the object that a workflow is, or is a method of, refuse settings that do not go with it,
+    where it has `check_settings(config)`.
+
+    Raises:
+        ConfigError: It does.
+    """
+    if (check := _method(func, "check_settings")) is not None:
+        check(config)
+
+
+async def end_run(func: Callable[..., Any] | None) -> None:
+    """Let the object that a workflow is, or is a method of, give back what it holds, where it has
+    `run_ended()`: in the event loop that its rollouts ran in, when none follows."""
+    if func is None or (ended := _method(func, "run_ended")) is None:
+        return
+    try:
+        await ended()
+    except Exception as error:
+        logger.warning(
+            "%s was not closed: %s: %s", where(func), type(error).__name__, error, exc_info=True
+        )
+
+
+def _method(func: Callable[..., Any], name: str) -> Any:
+    """That of the object that a function is, or is a method of; None where it has none."""
+    inner = unwrapped(func)
+    return getattr(getattr(inner, "__self__", inner), name, None)
+
+
+def check_function(func: Callable[..., Any], signature: Signature) -> None:
+    """Check that `func` can be called with the arguments of its role.
+
+    Raises:
+        FunctionError: It cannot; says where it is defined, what was found and what is expected.
+    """
+    if not callable(func):
+        called = (
+            " (pass the function itself, without calling it)" if inspect.isawaitable(func) else ""
+        )
+        raise FunctionError(
+            f"the {signature.role} is {shown(func)}, not a function{called}; expected: {signature}"
+        )
+    try:
+        parameters = inspect.signature(func).parameters
+    except (TypeError, ValueError) as error:
+        raise FunctionError(f"{where(func)}: its parameters cannot be read: {error}") from None
+    problems = list(_problems(parameters, signature))
+    if isinstance(func, type):
+        problems.append("it is a class: pass an instance with __call__, or a function")
+    if inspect.isasyncgenfunction(unwrapped(func)) or inspect.isgeneratorfunction(unwrapped(func)):
+        problems.append("it yields; it must return")
+    if problems:
+        found = ", ".join(str(parameter) for parameter in parameters.values())
+        raise FunctionError(
+            f"{where(func)} cannot be used as a {signature.role}: {'; '.join(problems)}\n"
+            f"  found:    ({found})\n"
+            f"  expected: {signature}"
+        )
+
+
+def _problems(parameters: Mapping[str, inspect.Parameter], signature: Signature) -> list[str]:
+    passed = (*signature.required, *signature.optional)
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    missing = [name for name in signature.required if name not in parameters and not takes_any]
+    problems = [f"parameter {', '.join(missing)} is missing"] if missing else []
+    for name, parameter in parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            problems.append(f"*{name} never receives anything, arguments are passed by name")
+        elif parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+            problems.append(f"{name} takes no keyword, and arguments are passed by name")
+        elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            continue
+        elif name not in passed and parameter.default is inspect.Parameter.empty:
+            problems.append(f"nothing is passed for {name}; give it a default or remove it")
+    return problems
+
+
+async def call_workflow(
+    func: Callable[..., Any],
+    *,
+    task: Mapping[str, Any],
+    model: Any,
+    auxiliary_models: Mapping[str, Any],
+    logger: Any,
+    feedback: str | None = None,
+    apart: Container[str] = (),
+) -> WorkflowOutput:
+    """Run a workflow with the arguments it takes.
+
+    Args:
+        feedback: What the judge said of the attempt before, in the same rollout.
+        apart: Roles whose functions run apart (`call_function`), as it is when this begins.
+
+    Raises:
+        FunctionError: It returned something that is not a workflow's output.
+    """
+    arguments = {
+        "task": TaskRow(task),
+        "model": model,
+        "auxiliary_models": auxiliary_models,
+        "logger": logger,
+    }
+    if feedback is not None or names(func, "feedback"):  # who only passes on may know none
+        arguments["feedback"] = feedback
+    value = await call_function(func, arguments, apart=WORKFLOW.role in apart)
+    return as_workflow_output(value, func)
+
+
+async def call_judge(
+    func: Callable[..., Any],
+    *,
+    task: Mapping[str, Any],
+    response: Any,
+    auxiliary_models: Mapping[str, Any],
+    logger: Any,
+    apart: Container[str] = (),
+) -> JudgeOutput:
+    """Run a judge with the arguments it takes, `apart` as for a workflow.
+
+    Raises:
+        FunctionError: It returned something that is not a judge's output, or no reward.
+    """
+    arguments = {
+        "task": TaskRow(task),
+        "response": response,
+        "auxiliary_models": auxiliary_models,
+        "logger": logger,
+    }
+    value = await call_function(func, arguments, apart=JUDGE.role in apart)
+    return as_judge_output(value, func)
+
+
+async def call_group_judge(
+    func: Callable[..., Any],
+    *,
+    task: Mapping[str, Any],
+    responses: Sequence[Any],
+    auxiliary_models: Mapping[str, Any],
+    logger: Any,
+    apart: Container[str] = (),
+) -> list[JudgeOutput]:
+    """Run a judge on the responses of a group, `apart` as for a workflow.
+
+    Raises:
+        FunctionError: It returned something else than a judge's output for each, in their order.
+    """
+    arguments = {
+        "task": TaskRow(task),
+        "responses": list(responses),
+        "auxiliary_models": auxiliary_models,
+        "logger": logger,
+    }
+    value = await call_function(func, arguments, apart=JUDGE.role in apart)
+    if not isinstance(value, (list, tuple)):
+        raise wrong_return(value, func, GROUP_JUDGE)
+    if len(value) != len(responses):
+        raise FunctionError(
+            f"{where(func)} returned {len(value)} outputs for {len(responses)} responses; a judge "
+            "of groups returns one for each, in their order"
+        )
+    return [as_judge_output(one, func) for one in value]
+
+
+async def call_function(
+    func: Callable[..., Any], arguments: Mapping[str, Any], *, apart: bool = False
+) -> Any:
+    """Call `func` with those of `arguments` that it takes, in a thread unless it is async.
+
+    Args:
+        func: Async or plain. A plain one may hand over to an async one:
+            `lambda task, model: run(task, model)`.
+        arguments: By name.
+        apart: Whether an async one runs in a thread, too, in an event loop of its own: it may
+            block that.
+    """
+    parameters = inspect.signature(func).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    taken = {name: value for name, value in arguments.items() if takes_any or name in parameters}
+    call = functools.partial(func, **taken)
+    if apart:
+        return await in_thread(lambda: asyncio.run(_awaited(call)))
+    value = call() if is_async(func) else await in_thread(call)
+    return await value if inspect.isawaitable(value) else value
+
+
+async def _awaited(call: Callable[[], Any]) -> Any:
+    value = call()
+    return await value if inspect.isawaitable(value) else value
+
+
+async def in_thread(func: Callable[[], Any]) -> Any:
+    """Run `func` in a thread of its own.
+
+    Unlike `asyncio.to_thread` there are as many threads as calls, so that plain functions run as
+    concurrently as async ones, and one that hangs does not keep the process from ending.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def settle(value: Any, error: BaseException | None) -> None:
+        if future.done():  # the caller was cancelled
+            return
+        if error is None:
+            future.set_result(value)
+        elif isinstance(error, StopIteration):
+            future.set_exception(RuntimeError("the function raised StopIteration"))
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        value, error = None, None
+        try:
+            value = context.run(func)
+        except BaseException as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, value, error)
+
+    # By this name the watchdog finds what a suspended call of this function waits for.
+    thread = threading.Thread(target=run, daemon=True, name="tuner-function")
+    thread.start()
+    return await future
+
+
+def as_workflow_output(value: Any, func: Callable[..., Any]) -> WorkflowOutput:
+    """`value`, which `func` returned, as our `WorkflowOutput`; AgentScope's is taken too.
+
+    Raises:
+        FunctionError: It is something else.
+    """
+    if isinstance(value, WorkflowOutput):
+        return value
+    if type(value).__name__ == WorkflowOutput.__name__ and hasattr(value, "response"):
+        return WorkflowOutput(reward=value.reward, response=value.response, metrics=value.metrics)
+    raise wrong_return(value, func, WORKFLOW)
+
+
+def as_judge_output(value: Any, func: Callable[..., Any]) -> JudgeOutput:
+    """`value`, which `func` returned, as our `JudgeOutput`; AgentScope's is taken too.
+
+    Raises:
+        FunctionError: It is something else, or has no reward.
+    """
+    if isinstance(value, JudgeOutput):
+        return value
+    named_alike = type(value).__name__ == JudgeOutput.__name__
+    if named_alike and hasattr(value, "reward") and hasattr(value, "metrics"):
+        if value.reward is None:
+            raise FunctionError(
+                f"{where(func)} returned a JudgeOutput without a reward: a judge must score every "
+                "response"
+            )
+        feedback = getattr(value, "feedback", None)  # AgentScope's has none
+        return JudgeOutput(reward=value.reward, metrics=value.metrics, feedback=feedback)
+    raise wrong_return(value, func, JUDGE)
+
+
+def names(func: Callable[..., Any], parameter: str) -> bool:
+    """Whether a function has a parameter of this name; `**kwargs` is none."""
+    return parameter in inspect.signature(func).parameters
+
+
+def is_async(func: Callable[..., Any]) -> bool:
+    """Whether calling `func` gives something to await."""
+    inner = unwrapped(func)
+    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(
+        getattr(inner, "__call__", None)  # noqa: B004
+    )
+
+
+def where(func: Callable[..., Any]) -> str:
+    """`name (file:line)` of a function, for error messages."""
+    inner = unwrapped(func)
+    name = getattr(inner, "__qualname__", None) or type(inner).__qualname__
+    target = inner if inspect.isroutine(inner) else vars(type(inner)).get("__call__", inner)
+    code = getattr(inspect.unwrap(target), "__code__", None)
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code is not None else str(name)
+
+
+def wrong_return(value: Any, func: Callable[..., Any], signature: Signature) -> FunctionError:
+    """The error for a function that returned something of the wrong type."""
+    hint = ""
+    if value is None:
+        hint = " (is a return statement missing?)"
+    elif isinstance(value, (int, float)):
+        hint = f": write {signature.output}(reward={value!r})"
+    return FunctionError(
+        f"{where(func)} returned {shown(value)}; a {signature.role} returns "
+        f"{signature.output}{hint}"
+    )
+
+
+def unwrapped(func: Callable[..., Any]) -> Any:
+    """The function inside `functools.partial`s."""
+    while isinstance(func, functools.partial):
+        func = func.func
+    return func
+
+
+# Where in the user's own code something happens, for messages.
+
+
+OURS = str(Path(__file__).resolve().parents[1])
+LIBRARIES = (
+    OURS,
+    "<frozen",
+    *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")),
+)
+"""How the paths begin of code that is not the user's."""
+
+
+def place_of(frame: FrameType, line: int | None = None) -> str:
+    """`name (file:line)` of a frame."""
+    return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{line or frame.f_lineno})"
+
+
+def raised_in(error: BaseException) -> str | None:
+    """Where in the user's own code an error came up; None where it did not."""
+    frames = reversed(list(traceback.walk_tb(error.__traceback__)))
+    own = ((f, line) for f, line in frames if not f.f_code.co_filename.startswith(LIBRARIES))
+    found = next(own, None)
+    return None if found is None else place_of(*found)

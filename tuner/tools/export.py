@@ -1,0 +1,395 @@
+"""`tuner export`: a checkpoint as a folder that vLLM, SGLang and transformers load."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from tuner.config.keys import located
+from tuner.config.schema import DEFAULT_RANK
+from tuner.config.source import GGUF, PACKAGE, lookup
+from tuner.errors import ConfigError, TunerError
+from tuner.runs.directory import MANIFEST, TRAINER_STATE, read_metrics
+from tuner.tools.evaluate import Candidate, find_candidate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+PRECISIONS = ("float32", "bfloat16", "float16")
+_CARD = "README.md"
+_OF_THE_RUN = (TRAINER_STATE, MANIFEST, "version.json", _CARD)
+"""What a checkpoint holds to go on training with."""
+
+
+def export(
+    source: str | Path,
+    folder: Path,
+    *,
+    merge: bool = False,
+    dtype: str | None = None,
+    push: str | None = None,
+    public: bool = False,
+) -> tuple[Path, str | None]:
+    """Write a checkpoint into a new folder, and where that is asked for to the Hub.
+
+    Args:
+        source: A run (its newest checkpoint) or a checkpoint.
+        folder: A new folder, or an empty one.
+        merge: Add an adapter to its model, in float32, which gives a model that needs no peft.
+        dtype: Of the weights. None: as they are in the checkpoint; of a merged model as in the
+            model that the adapter was trained on.
+        push: `owner/name` of a repository on the Hub, which is made if it is not there, with the
+            token of `hf auth login` or HF_TOKEN.
+        public: Whether one that is made can be read by everybody.
+
+    Returns:
+        The folder, and the address of the commit on the Hub.
+
+    Raises:
+        TunerError: The source is no checkpoint, the folder is not empty, or the Hub refuses.
+        ConfigError: An option does not fit what is exported.
+        ModelLoadError: The weights cannot be loaded.
+    """
+    candidate = find_candidate(source)
+    adapter = candidate.base is not None and not merge
+    _check(candidate, merge=merge, dtype=dtype, push=push if adapter else None)
+    with _filled(folder) as inside:
+        if candidate.base is not None and merge:
+            _save(candidate, _merged(candidate, dtype), inside)
+        elif dtype is not None:
+            _save(candidate, _loaded(candidate.path, dtype), inside)
+        else:
+            shutil.copytree(
+                candidate.path,
+                inside,
+                ignore=shutil.ignore_patterns(*_OF_THE_RUN),
+                copy_function=shutil.copyfile,  # the checkpoint's are for its owner alone
+                dirs_exist_ok=True,
+            )
+        _keep_template(candidate, inside)
+        pass
+
+        title = folder.name if push is None else push.rpartition("/")[2]
+        model_card(candidate, title=title, adapter=adapter).save(inside / _CARD)
+    return folder, None if push is None else _push(folder, push, public=public)
+
+
+def _check(candidate: Candidate, *, merge: bool, dtype: str | None, push: str | None) -> None:
+    """Raises ConfigError where what was asked for is not possible."""
+    if dtype is not None and dtype not in PRECISIONS:
+        raise ConfigError(f"dtype is {dtype!r}: give {', '.join(PRECISIONS)}, or leave it out")
+    if not Path(candidate.path).is_dir():
+        raise ConfigError(
+            f"there is no folder {candidate.path}: give that of a run or of a checkpoint"
+        )
+    if merge and candidate.base is None:
+        raise ConfigError(
+            f"{candidate.path} holds all weights, so there is nothing to merge: leave --merge out"
+        )
+    if dtype is not None and candidate.base is not None and not merge:
+        raise ConfigError(
+            f"{candidate.path} is an adapter, which stays as it was trained: add --merge, or leave "
+            "--dtype out"
+        )
+    if push is not None and candidate.base is not None and located(candidate.base) is not None:
+        raise ConfigError(
+            f"the adapter {candidate.path} belongs to {candidate.base}, a model of this machine, "
+            "so nobody could use it from the Hub: add --merge"
+        )
+
+
+def _merged(candidate: Candidate, dtype: str | None) -> PreTrainedModel:
+    """The model that an adapter belongs to, with the adapter in its weights."""
+    import torch
+
+    from tuner.runs.models import load_settings, require_peft
+
+    require_peft()
+    from peft import PeftModel
+
+    assert candidate.base is not None
+    model = _loaded(candidate.base, "float32")
+    merged: Any = PeftModel.from_pretrained(model, candidate.path).merge_and_unload()
+    own = load_settings(candidate.base).get_text_config().dtype or model.dtype
+    whole: PreTrainedModel = merged.to(own if dtype is None else getattr(torch, dtype))
+    return whole
+
+
+def _loaded(path: str, dtype: str) -> PreTrainedModel:
+    from tuner.runs.models import choose_device, choose_dtype, load_model
+
+    device = choose_device("cpu")
+    return load_model(path, device=device, dtype=choose_dtype(dtype, device))
+
+
+def _save(candidate: Candidate, model: PreTrainedModel, folder: Path) -> None:
+    from tuner.runs.models import load_tokenizer, save_model
+
+    save_model(model, load_tokenizer(candidate.path), folder)
+
+
+def _keep_template(candidate: Candidate, folder: Path) -> None:
+    """Give the tokenizer the chat template that the run set in place of its own."""
+    config = {} if candidate.run is None else candidate.run.stored_config()
+    template = lookup(config, "model.custom_chat_template")
+    if (path := lookup(config, "model.chat_template_path")) is not None:
+        try:
+            template = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise TunerError(
+                f"{path}, the chat template of the run (model.chat_template_path), cannot be "
+                f"read: {error.strerror}; put it back there"
+            ) from error
+    if template is None:
+        return
+    from tuner.runs.models import load_tokenizer
+
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def _filled(folder: Path) -> Iterator[Path]:
+    """A folder beside `folder` that gets its name once it is complete.
+
+    Raises:
+        ConfigError: There is something in `folder`.
+        TunerError: It cannot be written.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is there and not empty: name a new folder")
+    inside = folder.with_name(f".{folder.name}.part")
+    try:
+        shutil.rmtree(inside, ignore_errors=True)
+        inside.mkdir(parents=True)
+        yield inside
+        inside.replace(folder)  # an empty folder of that name goes
+    except OSError as error:
+        if isinstance(error, TunerError):
+            raise
+        raise TunerError(
+            f"{folder} cannot be written: {error.strerror or error}; make room there, or name "
+            "another folder"
+        ) from error
+    finally:
+        shutil.rmtree(inside, ignore_errors=True)
+
+
+def _push(folder: Path, name: str, *, public: bool) -> str:
+    """Upload a folder; gives the address of the commit.
+
+    Raises:
+        TunerError: The Hub refuses, or cannot be reached.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        api = HfApi()
+        api.create_repo(name, private=not public, exist_ok=True)
+        done = api.upload_folder(
+            repo_id=name, folder_path=folder, commit_message="Exported with agentscope-tuner"
+        )
+    except Exception as error:  # of its HTTP library too, which is another one in each version
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise TunerError(
+            f"--push {name}: {first}; log in with `hf auth login` or set HF_TOKEN to a token that "
+            f"may write there. The export is in {folder}"
+        ) from error
+    return str(done.commit_url)
+
+
+# The model card of an export: what was trained, on what, rewards before and after, versions.
+
+
+_LIBRARIES = ("agentscope-tuner", "torch", "transformers", "peft")
+
+
+def model_card(candidate: Candidate, *, title: str, adapter: bool) -> ModelCard:
+    """The card; paths of this machine are not in it, only their last part.
+
+    Args:
+        candidate: What is exported.
+        title: Its heading.
+        adapter: Whether the folder holds an adapter without its model.
+    """
+    config = {} if candidate.run is None else candidate.run.stored_config()
+    base = candidate.base or lookup(config, "model.model_path")
+    sets = [lookup(config, "buffer.explorer_input.taskset", {})]
+    sets += lookup(config, "buffer.explorer_input.eval_tasksets", [])
+    public = dict.fromkeys(str(one["path"]) for one in sets if _on_the_hub(one.get("path")))
+    data = ModelCardData(
+        base_model=base if _on_the_hub(base) else None,
+        datasets=list(public) or None,
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag="text-generation",
+        tags=["agentscope-tuner", *_kind(config), *(["lora"] if candidate.base else [])],
+    )
+    sections = [
+        [f"# {title}", "", *_introduction(candidate, base)],
+        list(_rewards(candidate)),
+        list(_training(config)),
+        list(_use(adapter, base)),
+        list(_versions()),
+    ]
+    text = "\n\n".join("\n".join(lines) for lines in sections if lines)
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n", ignore_metadata_errors=True)
+
+
+def _on_the_hub(path: Any) -> bool:
+    """Whether a model or dataset has a name there; folders of this machine have none."""
+    return (
+        isinstance(path, str)
+        and path.count("/") == 1
+        and not path.startswith((".", "/", "~", PACKAGE))
+        and not Path(path).exists()
+    )
+
+
+def _kind(config: Mapping[str, Any]) -> list[str]:
+    return [] if not config or config.get("mode") == "train" else ["reinforcement-learning"]
+
+
+def _short(path: Any) -> str:
+    return str(path) if path is None or _on_the_hub(path) else Path(str(path)).name
+
+
+def _introduction(candidate: Candidate, base: Any) -> Iterator[str]:
+    what = "A LoRA adapter" if candidate.base else "All weights"
+    if candidate.run is None:
+        yield f"{what} of a checkpoint, exported with agentscope-tuner."
+    else:
+        step = "" if candidate.step is None else f", step {candidate.step}"
+        yield (
+            f"{what} of `{_short(base)}`, trained with agentscope-tuner inside an agent: run "
+            f"`{candidate.run.path.name}`{step}."
+        )
+
+
+def _rewards(candidate: Candidate) -> Iterator[str]:
+    """Of each evaluation set before training and at the checkpoint, and the training rewards."""
+    if candidate.run is None:
+        return
+    up_to = 10**9 if candidate.step is None else candidate.step
+    rows = read_metrics(candidate.run.metrics, up_to=up_to)
+    names = dict.fromkeys(
+        name
+        for row in rows
+        for name in row
+        if name == "reward/mean" or (name.startswith("eval/") and name.endswith("/reward"))
+    )
+    if not names:
+        return
+    yield "## Rewards"
+    yield ""
+    yield "| mean reward | first | at step | last | at step |"
+    yield "|---|---|---|---|---|"
+    for name in sorted(names):
+        found = [(row["step"], row[name]) for row in rows if name in row]
+        what = "training tasks" if name == "reward/mean" else f"evaluation `{name.split('/')[1]}`"
+        (first, before), (last, after) = found[0], found[-1]
+        yield f"| {what} | {before:.3f} | {first} | {after:.3f} | {last} |"
+    yield ""
+    yield "Step 0 is before training. A rollout that failed has no reward and is in no mean."
+
+
+def _training(config: Mapping[str, Any]) -> Iterator[str]:
+    """The settings worth seeing."""
+    if not config:
+        return
+
+    def of(key: str) -> Any:
+        return lookup(config, key)
+
+    recorded = config.get("mode") == "train"
+    source = "trainer_input.experience_buffer" if recorded else "explorer_input.taskset"
+    lora = lookup(config, "model.lora_configs", [])
+    rows = {
+        "algorithm": of("algorithm.algorithm_type"),
+        "learning rate": of("algorithm.optimizer.lr"),
+        "data": _data(lookup(config, f"buffer.{source}", {})),
+        "evaluated on": ", ".join(
+            _data(one) for one in lookup(config, "buffer.explorer_input.eval_tasksets", [])
+        ),
+        "rows per step" if recorded else "tasks per step": of("buffer.batch_size"),
+        "rollouts per task": None if recorded else of("algorithm.repeat_times"),
+        "temperature": None if recorded else of("model.temperature"),
+        "context": of("model.max_model_len"),
+        "LoRA": ", ".join(f"rank {one.get('lora_rank') or DEFAULT_RANK}" for one in lora),
+        "workflow": _function(of("tuner.workflow")),
+        "judge": _function(of("tuner.judge")),
+        "thinking": of("model.enable_thinking"),
+        "seed": of("tuner.seed"),
+    }
+    yield "## Training"
+    yield ""
+    yield "| setting | value |"
+    yield "|---|---|"
+    for name, value in rows.items():
+        if value not in (None, ""):
+            yield f"| {name} | {value} |"
+
+
+def _data(source: Mapping[str, Any]) -> str:
+    path = source.get("path")
+    name = "rows in memory" if path is None else f"`{_short(path)}`"
+    return f"{name}, split {source.get('split')}"
+
+
+def _function(reference: Any) -> str | None:
+    """`main.py:judge` of a path; a module's name as it is."""
+    return None if reference is None else f"`{str(reference).rpartition('/')[2]}`"
+
+
+def _use(adapter: bool, base: Any) -> Iterator[str]:
+    yield "## Use"
+    yield ""
+    model = _short(base)
+    yield "`FOLDER` is this folder, or its name on the Hub; the chat template is that of training."
+    if adapter and (str(base).startswith(PACKAGE) or str(base).endswith(GGUF)):
+        yield (
+            f"`BASE` is `{model}` as a Hugging Face folder; `tuner export --merge` writes a model "
+            "that needs none."
+        )
+        model = "BASE"
+    yield ""
+    yield "```"
+    if adapter:
+        yield f"vllm serve {model} --enable-lora --lora-modules tuned=FOLDER"
+        yield f"python -m sglang.launch_server --model-path {model} --lora-paths tuned=FOLDER"
+    else:
+        yield "vllm serve FOLDER"
+        yield "python -m sglang.launch_server --model-path FOLDER"
+    yield "```"
+    yield ""
+    yield "```python"
+    yield "from transformers import AutoModelForCausalLM, AutoTokenizer"
+    yield ""
+    if adapter:
+        yield "from peft import PeftModel"
+        yield ""
+        yield f'base = AutoModelForCausalLM.from_pretrained("{model}")'
+        yield 'model = PeftModel.from_pretrained(base, "FOLDER")'
+    else:
+        yield 'model = AutoModelForCausalLM.from_pretrained("FOLDER")'
+    yield 'tokenizer = AutoTokenizer.from_pretrained("FOLDER")'
+    yield "```"
+
+
+def _versions() -> Iterator[str]:
+    found = []
+    for name in _LIBRARIES:
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    yield "## Versions"
+    yield ""
+    yield f"Exported with {', '.join(found)}."

@@ -1,0 +1,596 @@
+"""The search by GEPA (Agrawal et al., arXiv 2507.19457): the joint between its loop and ours.
+
+GEPA asks for rollouts and for reflections from a thread of its own, and blocks there; both are
+made in the event loop. What its loop would swallow (a failing reflection among it) is kept, ends
+the search, and is raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import re
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import log2
+from statistics import fmean
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+from tuner.errors import TrainingError
+from tuner.runs.console import ConsoleMonitor
+from tuner.runs.directory import RunDirectory, write_atomically
+from tuner.tasks.datasets import Task, row_text
+from tuner.tasks.functions import in_thread
+from tuner.tools.trials import Prompts, Trials
+from tuner.traces import Call, Trace
+
+T = TypeVar("T")
+logger = logging.getLogger("tuner.prompts")
+CHARACTERS = 4_000
+"""Of a rollout's conversation, what a reflection is shown: its beginning and its end."""
+
+Evaluate = Callable[[Prompts, Sequence[int]], Awaitable[list[Trace]]]
+Ask = Callable[[str], Awaitable[str]]
+
+
+class Bridge:
+    """From the searching thread into the event loop.
+
+    Attributes:
+        failure: What ended the search, or None.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._waited: Future[Any] | None = None
+        self._closed = False
+        self.failure: BaseException | None = None
+
+    def result(self, work: Callable[[], Awaitable[T]]) -> T:
+        """The result of `work()`, for which the calling thread waits; its failure is kept."""
+
+        async def awaited() -> T:
+            return await work()
+
+        if self._closed or self.failure is not None:
+            raise CancelledError
+        self._waited = asyncio.run_coroutine_threadsafe(awaited(), self._loop)
+        try:
+            value: T = self._waited.result()
+        except BaseException as error:
+            self.failure = self.failure or error
+            raise
+        return value
+
+    async def run(self, search: Callable[[], Any]) -> None:
+        """`search()` to its end, in a thread; raises what ended it before that."""
+        try:
+            await in_thread(search)
+        except Exception:
+            if self.failure is None:
+                raise
+        finally:
+            self._closed = True  # who is interrupted waits for nothing more
+            if self._waited is not None:
+                self._waited.cancel()
+        if self.failure is not None:
+            raise self.failure
+
+
+class GepaAdapter:
+    """GEPA's view of our rollouts.
+
+    Args:
+        bridge: Into the event loop.
+        evaluate: Makes the rollouts of a candidate on some rows.
+        failure_score: What a rollout counts as that has no reward.
+    """
+
+    propose_new_texts = None
+    """Without the attribute GEPA swallows every reflection, and gives the first prompt back."""
+
+    def __init__(self, bridge: Bridge, evaluate: Evaluate, failure_score: float) -> None:
+        self._bridge = bridge
+        self._evaluate = evaluate
+        self._failure_score = failure_score
+
+    def evaluate(
+        self, batch: list[int], candidate: dict[str, str], capture_traces: bool = False
+    ) -> Any:
+        """GEPA's `EvaluationBatch` of a candidate on rows that are named by their numbers."""
+        from gepa.core.adapter import EvaluationBatch
+
+        traces = self._bridge.result(lambda: self._evaluate(candidate, batch))
+        return EvaluationBatch(
+            outputs=[trace.response for trace in traces],
+            scores=[score_of(trace, self._failure_score) for trace in traces],
+            trajectories=traces if capture_traces else None,
+        )
+
+    def make_reflective_dataset(
+        self, candidate: dict[str, str], eval_batch: Any, components_to_update: list[str]
+    ) -> dict[str, list[dict[str, Any]]]:
+        """What the reflecting model is shown for each component."""
+        traces: list[Trace] = eval_batch.trajectories
+        return {name: [record(trace, name) for trace in traces] for name in components_to_update}
+
+
+def score_of(trace: Trace, failure_score: float) -> float:
+    """A rollout's reward; where it has none, what the search takes it for."""
+    return failure_score if trace.reward is None else trace.reward
+
+
+def record(trace: Trace, component: str) -> dict[str, Any]:
+    """A rollout in the words of GEPA's prompt; of several agents, what the component's own did."""
+    own = [call for call in trace.calls if call.role == component]
+    said = "\n\n".join(_turns(own or trace.calls)) or trace.response
+    return {"Inputs": row_text(trace.task), "Generated Outputs": _cut(said), "Feedback": _of(trace)}
+
+
+def _of(trace: Trace) -> str:
+    if trace.reward is None:
+        return f"The attempt failed and has no score ({trace.outcome.value}): {trace.error}"
+    score = f"Score: {trace.reward:g}."
+    return score if trace.feedback is None else f"{score} {trace.feedback}"
+
+
+def _turns(calls: Sequence[Call]) -> list[str]:
+    """What was said, each message once; the system's are the prompts that are searched for."""
+    seen, lines = set[str](), list[str]()
+    for call in calls:
+        for message in [*call.messages, call.response]:
+            text = f"{message.get('role')}: {_content(message)}"
+            if message.get("role") != "system" and text not in seen:
+                seen.add(text)
+                lines.append(text)
+    return lines
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    parts = [message.get("reasoning_content"), message.get("content"), message.get("tool_calls")]
+    return "\n".join(part if isinstance(part, str) else repr(part) for part in parts if part)
+
+
+def _cut(text: str) -> str:
+    if len(text) <= CHARACTERS:
+        return text
+    half = CHARACTERS // 2
+    return f"{text[:half]}\n[... {len(text) - CHARACTERS} characters ...]\n{text[-half:]}"
+
+
+async def evolve(
+    seed_prompts: Prompts,
+    *,
+    reflect_on: Sequence[int],
+    compare_on: Sequence[int],
+    evaluate: Evaluate,
+    ask: Ask,
+    spent_all: Callable[[], bool],
+    callbacks: Sequence[Any],
+    minibatch_size: int,
+    failure_score: float,
+    perfect_score: float | None,
+    seed: int,
+) -> None:
+    """Search by GEPA; `callbacks` are told of every candidate that is compared with the others.
+
+    Args:
+        seed_prompts: What the search begins with.
+        reflect_on: Rows whose rollouts are reflected on.
+        compare_on: Rows that candidates are compared on.
+        evaluate, ask: Make rollouts and reflections.
+        spent_all: Whether the budget is used up; looked at between proposals.
+        callbacks: GEPA's, called in the searching thread.
+        minibatch_size, failure_score, perfect_score, seed: As `PromptTuneConfig` has them.
+
+    Raises:
+        TrainingError, FunctionError: As `evaluate` and `ask`.
+    """
+    from gepa.api import optimize
+
+    bridge = Bridge()
+    adapter: Any = GepaAdapter(bridge, evaluate, failure_score)
+
+    def search() -> None:
+        optimize(
+            seed_candidate=dict(seed_prompts),
+            trainset=list(reflect_on),
+            valset=list(compare_on),
+            adapter=adapter,
+            reflection_lm=lambda prompt: bridge.result(lambda: ask(str(prompt))),
+            reflection_minibatch_size=min(minibatch_size, len(reflect_on)),
+            skip_perfect_score=perfect_score is not None,
+            perfect_score=1.0 if perfect_score is None else perfect_score,
+            stop_callbacks=lambda _: bridge.failure is not None or spent_all(),
+            callbacks=list(callbacks),
+            logger=_Quiet(),
+            seed=seed,
+            raise_on_exception=True,
+        )
+
+    await bridge.run(search)
+
+
+class _Quiet:
+    """GEPA's own lines, for who asks for them: what is worth telling, we tell."""
+
+    def log(self, message: str) -> None:
+        logger.debug("%s", message)
+
+
+# The candidates of a search as they are compared: who came of whom, and what each is worth.
+
+
+@dataclass(eq=False)
+class CandidateTree:
+    """The candidates that were compared, as `tree.json` keeps them and people hear of them.
+
+    GEPA calls its `on_` methods.
+
+    Args:
+        directory: The run's.
+        trials: Made the rollouts.
+        monitor: Where people look.
+        compare_on: The rows that candidates are compared on.
+        budget: Rollouts of the search, where they are limited.
+    """
+
+    directory: RunDirectory
+    trials: Trials
+    monitor: ConsoleMonitor
+    compare_on: Sequence[int]
+    budget: int | None
+    _accepted: list[dict[str, Any]] = field(default_factory=list, init=False)
+    _rejected: list[dict[str, Any]] = field(default_factory=list, init=False)
+    _proposed: dict[str, str] = field(default_factory=dict, init=False)
+    _parent: int = field(default=0, init=False)
+    _began: float = field(default_factory=time.perf_counter, init=False)
+
+    def add(self, prompts: Prompts, parents: Sequence[int], scores: Mapping[int, float]) -> None:
+        """A candidate was compared with the others.
+
+        Args:
+            prompts: Its texts.
+            parents: Places of those that it came of, in the order in which they were compared.
+            scores: Of each row.
+        """
+        number, mean = self.trials.log.number(prompts), fmean(scores.values())
+        before = [self._accepted[place] for place in parents]
+        self._accepted.append(
+            {
+                "number": number,
+                "parents": [one["number"] for one in before],
+                "prompts": dict(prompts),
+                "scores": {str(row): score for row, score in scores.items()},
+                "mean": mean,
+                "rollouts": self.trials.spent.rollouts,
+            }
+        )
+        came = "" if not before else f", from {before[0]['mean']:.3f}"
+        self.monitor.say(
+            f"candidate {number}: {mean:.3f}{came}; best {self.best['mean']:.3f}; "
+            f"{self._progress()}"
+        )
+        self._write()
+
+    @property
+    def first(self) -> dict[str, Any]:
+        """What the search began with."""
+        return self._accepted[0]
+
+    @property
+    def best(self) -> dict[str, Any]:
+        """The first of those with the highest mean."""
+        return max(self._accepted, key=lambda one: float(one["mean"]))
+
+    def on_valset_evaluated(self, event: Mapping[str, Any]) -> None:
+        """A candidate was compared with the others."""
+        parents = [index for index in event["parent_ids"] if index is not None]
+        scores = {self.compare_on[place]: one for place, one in event["scores_by_val_id"].items()}
+        self.add(event["candidate"], parents, scores)
+
+    def on_candidate_selected(self, event: Mapping[str, Any]) -> None:
+        """A proposal is going to be made for a candidate."""
+        self._parent, self._proposed = event["candidate_idx"], dict(event["candidate"])
+
+    def on_proposal_end(self, event: Mapping[str, Any]) -> None:
+        """The reflecting model has proposed new texts."""
+        self._proposed |= event["new_instructions"]
+
+    def on_candidate_rejected(self, event: Mapping[str, Any]) -> None:
+        """A proposal was no better on the tasks that it was made for; the scores are sums."""
+        self._rejected.append(
+            {
+                "number": self.trials.log.number(self._proposed),
+                "parents": [self._accepted[self._parent]["number"]],
+                "score_before": event["old_score"],
+                "score": event["new_score"],
+            }
+        )
+        self._write()
+
+    def _progress(self) -> str:
+        done = self.trials.spent.rollouts
+        if self.budget is None or not done:
+            return f"{done} rollouts"
+        left = (time.perf_counter() - self._began) / done * max(0, self.budget - done)
+        return f"{done} of {self.budget} rollouts, about {left:.0f} s left"
+
+    def _write(self) -> None:
+        spent = self.trials.spent
+        tree = {
+            "compare_on": list(self.compare_on),
+            "candidates": self._accepted,
+            "rejected": self._rejected,
+            "rollouts": spent.rollouts,
+            "failed": dict(spent.failed),
+            "reflections": spent.reflections,
+            "input_tokens": spent.usage.input_tokens,
+            "output_tokens": spent.usage.output_tokens,
+            "cost": spent.cost,
+        }
+        write_atomically(self.directory.path / "tree.json", json.dumps(tree, indent=2))
+
+
+# The search by MIPROv2 (Opsahl-Ong et al., arXiv 2406.11695), with instructions alone.
+#
+# DSPy lets the reflecting model propose texts, by what rows and rollouts look like, and Optuna
+# chooses which combinations of them are tried. Rollouts and answers are ours; what its loop would
+# swallow, or take for a score of 0, ends the search.
+
+
+_optuna_log = logging.getLogger("tuner")
+
+SHOWN = 10
+"""Rollouts of the first texts, of which proposals are shown some that went well."""
+DEMONSTRATIONS = 3
+"""Of those, in one proposal."""
+DESCRIBED = 100
+"""Rows that the reflecting model describes before it proposes."""
+# MIPROv2's: with more rows that decide, most combinations are tried on a part of them.
+FULL, MINIBATCH = 50, 35
+
+
+class _Ended(BaseException):
+    """Ends the search. MIPROv2 catches every Exception, and goes on with a score of 0."""
+
+
+@dataclass(eq=False)
+class _Scores:
+    """What combinations of texts score; each is tried on a row once, as with DSPy's own cache.
+
+    Args:
+        bridge: Into the event loop.
+        evaluate: Makes the rollouts of a candidate on some rows.
+        tree: Takes candidates that were tried on all rows that decide.
+        first: The texts to begin with, which are tried whatever the budget.
+        failure_score: What a rollout counts as that has no reward.
+        spent_all: Whether the budget is used up.
+    """
+
+    bridge: Bridge
+    evaluate: Evaluate
+    tree: CandidateTree
+    first: Prompts
+    failure_score: float
+    spent_all: Callable[[], bool]
+    known: defaultdict[tuple[str, ...], dict[int, Trace]] = field(
+        default_factory=lambda: defaultdict(dict), init=False
+    )
+
+    def waited(self, work: Callable[[], Awaitable[T]]) -> T:
+        """The result of `work()`; a failure, which the bridge keeps, ends the search."""
+        try:
+            return self.bridge.result(work)
+        except Exception as error:
+            raise _Ended from error
+
+    def traces(self, prompts: Prompts, rows: Sequence[int]) -> list[Trace]:
+        """A rollout of each of these rows."""
+        known = self.known[tuple(prompts.values())]
+        if wanted := [row for row in rows if row not in known]:
+            if prompts != self.first and self.spent_all():
+                raise _Ended
+            compared = known.keys() >= set(self.tree.compare_on)
+            made = self.waited(lambda: self.evaluate(prompts, wanted))
+            known |= dict(zip(wanted, made, strict=True))
+            if not compared and known.keys() >= set(self.tree.compare_on):
+                self.tree.add(
+                    prompts,
+                    [] if prompts == self.first else [0],
+                    {row: score_of(known[row], self.failure_score) for row in self.tree.compare_on},
+                )
+        return [known[row] for row in rows]
+
+    def mean(self, prompts: Prompts, rows: Sequence[int]) -> float:
+        return fmean(score_of(trace, self.failure_score) for trace in self.traces(prompts, rows))
+
+
+class _Engine:
+    """The reflecting model, as DSPy asks it: a request becomes one text."""
+
+    def __init__(self, answer: Callable[[str], str]) -> None:
+        self._answer = answer
+
+    def complete(self, request: Any) -> Any:
+        from dspy.lm15 import Message, Response, Usage
+
+        said = [request.system, *(message.text for message in request.messages)]
+        answer = Message.assistant(self._answer("\n\n".join(filter(None, said))))
+        return Response(None, request.model, answer, finish_reason="stop", usage=Usage())
+
+
+async def instruct(
+    first: Prompts,
+    *,
+    tasks: Sequence[Task],
+    reflect_on: Sequence[int],
+    evaluate: Evaluate,
+    ask: Ask,
+    tree: CandidateTree,
+    spent_all: Callable[[], bool],
+    most: int,
+    failure_score: float,
+    seed: int,
+) -> None:
+    """Search by MIPROv2; what was compared is in `tree`, the first texts at least.
+
+    Args:
+        first: What the search begins with.
+        tasks: The rows.
+        reflect_on: Those that proposals are made from; the tree has those that decide.
+        evaluate, ask: Make rollouts and reflections.
+        tree: Its budget says, where it has one, how many texts are proposed.
+        spent_all: Whether the budget is used up; looked at before each trial.
+        most: Texts for each component, with the first.
+        failure_score, seed: As `PromptTuneConfig` has them.
+
+    Raises:
+        TrainingError, FunctionError: As `evaluate` and `ask`, or the reflecting model does not
+            answer in the form that DSPy asks for.
+    """
+    bridge = Bridge()
+    scores = _Scores(bridge, evaluate, tree, first, failure_score, spent_all)
+    if tree.budget is not None:
+        most = max(2, min(most, (tree.budget - SHOWN) // len(tree.compare_on)))
+
+    def answer(question: str) -> str:
+        if spent_all():
+            raise _Ended
+        return scores.waited(lambda: ask(question))
+
+    def search() -> None:
+        chosen = random.Random(seed).sample(list(reflect_on), min(SHOWN, len(reflect_on)))
+        try:
+            scores.traces(first, tree.compare_on)
+            shown = scores.traces(first, chosen)
+            rows = [row_text(tasks[row]) for row in reflect_on[:DESCRIBED]]
+            with _quiet():
+                _compile(scores, answer, rows, shown, most, seed)
+        except _Ended:
+            pass
+
+    await bridge.run(search)
+    if len(scores.known) == 1 and spent_all():
+        _optuna_log.warning(
+            "the budget was spent before a proposed text was tried: raise max_rollouts, max_tokens "
+            "or max_cost, and the search goes on from here"
+        )
+
+
+def _compile(
+    scores: _Scores,
+    answer: Callable[[str], str],
+    rows: Sequence[str],
+    shown: Sequence[Trace],
+    count: int,
+    seed: int,
+) -> None:
+    import dspy
+    from dspy.utils.exceptions import AdapterParseError
+
+    first, compare_on = scores.first, scores.tree.compare_on
+    program = dspy.Module()
+    for place, (name, text) in enumerate(first.items()):
+        signature = dspy.Signature(f"task -> {_field(name)}", text)
+        setattr(program, f"component_{place}", dspy.Predict(signature))
+    # DSPy removes indentation: texts that it did not propose stay as they were given.
+    unchanged = _instructions(program)
+    good = [
+        trace for trace in shown if score_of(trace, scores.failure_score) > scores.failure_score
+    ]
+
+    def score(program: Any, *, devset: Sequence[Any], **_: Any) -> Any:
+        texts = zip(first.items(), unchanged, _instructions(program), strict=True)
+        prompts = {
+            name: text if text.strip() and text != same else given
+            for (name, given), same, text in texts
+        }
+        return SimpleNamespace(score=100 * scores.mean(prompts, [one.row for one in devset]))
+
+    class Instructions(dspy.MIPROv2):  # type: ignore[misc]  # untyped
+        """Its own would make one rollout after the other, and many of the first texts."""
+
+        def _bootstrap_fewshot_examples(self, *_: Any, **__: Any) -> Any:
+            return _demonstrations(first, good, count, seed)
+
+        def _optimize_prompt_parameters(
+            self, program: Any, instructions: Any, demos: Any, _: Any, *rest: Any
+        ) -> Any:
+            return super()._optimize_prompt_parameters(program, instructions, demos, score, *rest)
+
+    model = dspy.LM("reflecting", engine=_Engine(answer), cache=False)
+    optimizer = Instructions(
+        metric=None,
+        prompt_model=model,
+        task_model=model,
+        auto=None,
+        num_candidates=count,
+        max_bootstrapped_demos=0,
+        max_labeled_demos=0,
+        seed=seed,
+        track_stats=False,
+    )
+    try:
+        optimizer.compile(
+            program,
+            trainset=[dspy.Example(task=row).with_inputs("task") for row in rows],
+            valset=[dspy.Example(row=row).with_inputs("row") for row in compare_on],
+            num_trials=int(max(2 * len(first) * log2(count), 1.5 * count)),
+            minibatch=len(compare_on) > FULL,
+            minibatch_size=MINIBATCH,
+            program_aware_proposer=False,
+        )
+    except AdapterParseError as error:
+        raise TrainingError(
+            "the reflecting model does not answer in the form that DSPy asks for: name another "
+            f"one, or leave optimizer at 'gepa'; {error}"
+        ) from error
+
+
+def _instructions(program: Any) -> list[str]:
+    return [predictor.signature.instructions for predictor in program.predictors()]
+
+
+def _field(component: str) -> str:
+    """The name in a signature, where not every character may be, of what a component brings."""
+    return "response_with_" + re.sub(r"\W", "_", component)
+
+
+def _demonstrations(
+    first: Mapping[str, str], good: Sequence[Trace], count: int, seed: int
+) -> dict[int, list[list[Any]]]:
+    """For each component and proposal the rollouts that it is shown; the first has none."""
+    import dspy
+
+    chance, size = random.Random(seed), min(DEMONSTRATIONS, len(good))
+    sets = [[], *(chance.sample(good, size) for _ in range(count - 1))]
+
+    def example(trace: Trace, name: str) -> Any:
+        said = record(trace, name)
+        outputs = {_field(name): said["Generated Outputs"]}
+        return dspy.Example(augmented=True, task=said["Inputs"], **outputs)
+
+    return {
+        place: [[example(trace, name) for trace in of_one] for of_one in sets]
+        for place, name in enumerate(first)
+    }
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """DSPy's lines only where something fails: what is worth telling, we tell."""
+    library = logging.getLogger("dspy")
+    level = library.level
+    library.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        library.setLevel(level)

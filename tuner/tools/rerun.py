@@ -1,0 +1,481 @@
+"""`tuner rerun`: a recorded rollout once more, by the user's workflow and in this process.
+
+What the model said is given back, so no model is needed, and the agent does what it did: with
+breakpoints, prints, and whatever was changed in it since. Where it asks for something else than was
+recorded, that is the finding.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from rich.console import Console
+from rich.text import Text
+
+from tuner.engines.base import EngineCapabilities
+from tuner.errors import ConfigError, FunctionError
+from tuner.gateway import Gateway, SamplingDefaults, Session, SessionLimits
+from tuner.gateway.playback import MessageScript, Playback
+from tuner.gateway.request_diff import difference_of, difference_of_texts
+from tuner.gateway.script import Script
+from tuner.rollouts.chat_models import chat_model, default_kind
+from tuner.rollouts.limits import contained
+from tuner.rollouts.runner import being_cancelled, describe
+from tuner.runs.directory import outside_event_loop, run_async
+from tuner.runs.models import load_tokenizer
+from tuner.runs.stack import build_stack, chat_renderer
+from tuner.tasks.functions import (
+    Rejected,
+    call_judge,
+    call_workflow,
+    judges_groups,
+    raised_in,
+    response_text,
+)
+from tuner.tasks.selection import derive_seed, seed_everything
+from tuner.tools.evaluate import Candidate, find_candidate, of_configuration, with_weights
+from tuner.tools.recorded_run import RecordedRollout, find_rollout
+from tuner.traces import Call, Outcome
+
+logger = logging.getLogger("tuner.rollout")
+
+
+class NoModel:
+    """In place of an auxiliary model: whatever it is asked, there is none."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise FunctionError(
+            f"the auxiliary model {self._name!r} is asked, and there is no model here: add "
+            "--sample, or decorate the function that asks it with @tuner.recorded before the run"
+        )
+
+    __call__ = _refuse
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+
+class Silent:
+    """An engine without a model: it is asked for what no script gives, and never answers."""
+
+    version = 0
+
+    def __init__(self, context: int) -> None:
+        self.capabilities = EngineCapabilities(
+            context, grammars=True, every_setting=True, goes_on="always"
+        )
+
+    async def generate(self, *_: Any, **__: Any) -> NoReturn:
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+    async def close(self) -> None:
+        """There is nothing to close."""
+
+
+@dataclass
+class Rerun:
+    """What came of running a rollout again.
+
+    Attributes:
+        recorded: The rollout.
+        script: What it was answered from; its `divergence` says where it was left.
+        point: The call, from 0, that it ended at; None where it was to go on.
+        sampled: Whether a model went on behind the script.
+        calls: Its calls.
+        reached: Whether the point was asked for.
+        response: The workflow's answer as text; None where there is none.
+        reward: What the judge or the workflow gave now.
+        unjudged: Why there is no reward to compare, or None.
+        error: What the workflow raised, or None.
+    """
+
+    recorded: RecordedRollout
+    script: Script
+    point: int | None
+    sampled: bool
+    calls: tuple[Call, ...] = ()
+    reached: bool = False
+    response: str | None = None
+    reward: float | None = None
+    unjudged: str | None = None
+    error: BaseException | None = None
+
+    @property
+    def same_answer(self) -> bool:
+        """Whether the workflow returned, or failed, as it did then."""
+        trace = self.recorded.trace
+        if isinstance(self.error, Rejected):
+            return trace.outcome is Outcome.REJECTED
+        if self.error is not None:
+            return describe(self.error, None) == trace.error
+        return self.response == trace.response
+
+    @property
+    def same_reward(self) -> bool:
+        """Whether the reward is the recorded one, where there are two."""
+        old = self.recorded.trace.reward
+        return self.unjudged is not None or self.reward == old or None in (self.reward, old)
+
+    @property
+    def well(self) -> bool:
+        """Whether all was as recorded, up to where it was to go."""
+        if self.sampled:
+            return self.error is None
+        if self.script.divergence is not None:
+            return False
+        if self.point is not None:
+            return self.reached
+        return self.same_answer and self.same_reward
+
+
+def run_again(
+    run: str | Path,
+    name: str,
+    *,
+    until: int | None = None,
+    workflow: str | Callable[..., Any] | None = None,
+    judge: str | Callable[..., Any] | None = None,
+    sample: bool = False,
+    candidate: str | Path | None = None,
+    seed: int = 0,
+) -> Rerun:
+    """Run a workflow against a recorded rollout, in this process and without limits of time.
+
+    Args:
+        run: The run directory, or one of the files in its traces/.
+        name: The rollout, `<split>-<step>-<task>-<rollout>`, with `-<attempt>` for another than the
+            last.
+        until: The call, from 1, at which it ends; with `sample` the first that is sampled. None:
+            everything is given back.
+        workflow, judge: Functions, or their names; None: those of the run.
+        sample: Whether a model goes on where the script ends or is left.
+        candidate: Whose weights it has, as for `tuner.evaluate`; None: the run's newest.
+        seed: Of what is sampled.
+
+    Raises:
+        TunerError: There is no such rollout, or it cannot be given back.
+        ConfigError, FunctionError: A function cannot be loaded, or returned something of the wrong
+            type; an option does not fit the rollout.
+        ModelLoadError: The tokenizer, or with `sample` the weights, cannot be loaded.
+    """
+    recorded = find_rollout(Path(run), name)
+    point = _point(recorded, until)
+    if sample and recorded.relayed:
+        raise ConfigError(
+            f"{name} was answered by a model behind a URL, which this run does not know: leave "
+            "--sample out"
+        )
+    own = workflow if callable(workflow) else recorded.workflow(workflow)
+    scorer = judge if callable(judge) else recorded.judge(judge)
+    again = _Again(recorded, own, scorer, point, sample, candidate, seed)
+    return outside_event_loop(lambda: run_async(again.result()))
+
+
+def _point(recorded: RecordedRollout, until: int | None) -> int | None:
+    if until is None:
+        return None
+    count = len(recorded.trace.calls)
+    if not 1 <= until <= count:
+        raise ConfigError(
+            f"--until is {until}, and {recorded.trace.id} has {count} calls: give 1 to {count}"
+        )
+    return until - 1
+
+
+@dataclass
+class _Again:
+    """One run of a workflow against a rollout; fields as the arguments of `run_again`."""
+
+    recorded: RecordedRollout
+    workflow: Callable[..., Any]
+    judge: Callable[..., Any] | None
+    point: int | None
+    sample: bool
+    candidate: str | Path | None
+    seed: int
+
+    async def result(self) -> Rerun:
+        trace, config = self.recorded.trace, self.recorded.config
+        self._reached = asyncio.Event()
+        script = self._script()
+        found = Rerun(self.recorded, script, self.point, self.sample)
+        async with self._served() as (gateway, auxiliary, defaults):
+            if (seed := self.recorded.function_seed) is not None:
+                seed_everything(seed)
+            session = gateway.open_session(
+                f"{trace.id}-{trace.attempt}-again",
+                seed=derive_seed(config.tuner.seed, trace.id, "again", self.seed),
+                defaults=defaults,
+                limits=SessionLimits(config.tuner.max_calls, config.tuner.max_tokens),
+                script=script,
+            )
+            session.other_names = (config.model.model_path,)
+            with auxiliary(session.id, session.seed) as models, session.results.collecting():
+                await self._until_its_end(session, dict(models), found)
+            found.calls = session.seal()
+        if not found.reached:
+            script.end()
+        return found
+
+    def _script(self) -> Script:
+        trace, beyond = self.recorded.trace, self._asked_beyond
+        if self.recorded.relayed:
+            return MessageScript(trace, self.point, beyond=beyond)
+        if self.sample:
+            return Script(trace, self.point)
+        return Script(trace, self.point, ends=True, beyond=beyond)
+
+    def _asked_beyond(self, number: int) -> None:
+        """A call that is not given is asked for; those after the point may be asked for first."""
+        if number == self.point:
+            self._reached.set()
+
+    @asynccontextmanager
+    async def _served(self) -> AsyncIterator[tuple[Gateway, Any, SamplingDefaults]]:
+        """A gateway, what opens the auxiliary models, and what requests that do not say get."""
+        config, defaults = self.recorded.config, self.recorded.defaults
+        if self.sample:
+            weights = with_weights(config, _weights(self.recorded, self.candidate))
+            stack = build_stack(weights, workflow=None, judge=None)
+            try:
+                yield stack.gateway, stack.auxiliary.opened, defaults
+            finally:
+                await stack.aclose()
+            return
+        names = [one.name for one in config.explorer.auxiliary_models]
+        absent = {name: NoModel(name) for name in (*names, *config.tuner.auxiliary_models)}
+        gateway = self._without_a_model()
+        try:
+            yield gateway, lambda *_: nullcontext(absent), defaults
+        finally:
+            await gateway.aclose()
+
+    def _without_a_model(self) -> Gateway:
+        config = self.recorded.config
+        path = config.model.model_path
+        if self.recorded.relayed:
+            return Playback(path)
+        return Gateway(
+            cast(Any, Silent(self.recorded.context)),
+            chat_renderer(config, load_tokenizer(path)),
+            model_name=path,
+            reasoning=config.tuner.reasoning,
+        )
+
+    async def _until_its_end(
+        self, session: Session, auxiliary: Mapping[str, Any], found: Rerun
+    ) -> None:
+        """Run the functions, until they end or the point is asked for."""
+        work = asyncio.ensure_future(contained(self._functions(session, auxiliary, found), session))
+        reached = asyncio.ensure_future(self._reached.wait())
+        try:
+            await asyncio.wait([work, reached], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            reached.cancel()
+            found.reached = not work.done()
+            work.cancel()
+        if found.reached:
+            await asyncio.wait([work])
+        else:
+            await work
+
+    async def _functions(
+        self, session: Session, auxiliary: Mapping[str, Any], found: Rerun
+    ) -> None:
+        """The workflow and the judge, and again where the run does so with feedback."""
+        settings, feedback = self.recorded.config.tuner, None
+        for _ in range(settings.feedback_attempts + 1):
+            try:
+                response = await self._workflow(session, auxiliary, found, feedback)
+            except FunctionError:
+                raise
+            except (Exception, asyncio.CancelledError) as error:
+                if being_cancelled():
+                    raise
+                found.error = error
+                return
+            if found.script.divergence is not None and not self.sample:
+                return
+            feedback = await self._judge(response, auxiliary, found)
+            enough = found.reward is not None and found.reward >= settings.pass_reward
+            if feedback is None or enough:
+                return
+
+    async def _workflow(
+        self, session: Session, auxiliary: Mapping[str, Any], found: Rerun, feedback: str | None
+    ) -> Any:
+        model = chat_model(session, kind=default_kind())
+        output = await call_workflow(
+            self.workflow,
+            task=dict(self.recorded.trace.task),
+            model=model,
+            auxiliary_models=auxiliary,
+            logger=logger,
+            feedback=feedback,
+        )
+        if hasattr(model, "workflow_ended"):
+            model.workflow_ended()
+        found.response, found.reward = response_text(output.response), output.reward
+        return output.response
+
+    async def _judge(self, response: Any, auxiliary: Mapping[str, Any], found: Rerun) -> str | None:
+        """What the judge says in words; its reward is noted."""
+        if self.judge is None:
+            if found.reward is None:
+                found.unjudged = "the run names no judge: give --judge"
+            return None
+        if judges_groups(self.judge):
+            found.unjudged = "the judge takes whole groups"
+            return None
+        try:
+            verdict = await call_judge(
+                self.judge,
+                task=dict(self.recorded.trace.task),
+                response=response,
+                auxiliary_models=auxiliary,
+                logger=logger,
+            )
+        except Exception as error:
+            found.unjudged = f"the judge failed: {describe(error, None)}"
+            return None
+        found.reward = verdict.reward
+        return verdict.feedback
+
+
+def _weights(recorded: RecordedRollout, given: str | Path | None) -> Candidate:
+    """Those that are named, else the run's newest, else those that it began with."""
+    if given is not None:
+        return find_candidate(given)
+    if recorded.directory.checkpoint_steps():
+        return find_candidate(recorded.directory.path)
+    return of_configuration(recorded.config)[0]
+
+
+# What `tuner rerun` says: how far it came, what differs, what was sampled instead.
+
+
+_STYLES = {"+": "green", "-": "red", "@": "cyan"}
+_SHOWN = 200
+"""Characters of an answer."""
+
+
+def say(result: Rerun, console: Console) -> None:
+    """Print what came of running a rollout again."""
+    if result.reached:
+        return console.print(_at_the_point(result))
+    if result.sampled:
+        for line in _calls(result):
+            console.print(line, markup=False)
+    if result.script.divergence is not None:
+        _say_divergence(result, console)
+        if not result.sampled:
+            return None
+    elif result.point is not None and not result.sampled and result.error is None:
+        return console.print(
+            f"{result.recorded.trace.id}: the agent ended without asking for call "
+            f"{result.point + 1}"
+        )
+    if result.error is not None:
+        return _say_error(result, console)
+    if not result.sampled:
+        count = len(result.calls)
+        which = "the only call was" if count == 1 else f"all {count} calls were"
+        console.print(f"{result.recorded.trace.id}: {which} given back, as recorded")
+    return _say_answer(result, console)
+
+
+def diff_text(lines: Sequence[str]) -> Text:
+    """A unified diff in colours."""
+    text = Text()
+    for line in lines:
+        bold = line.startswith(("+++", "---"))
+        style = "bold" if bold else _STYLES.get(line[:1], "")
+        text.append(f"{line}\n", style=style)
+    return text
+
+
+def _at_the_point(result: Rerun) -> str:
+    trace, point = result.recorded.trace, result.point or 0
+    return (
+        f"{trace.id}: call {point + 1} of {len(trace.calls)} is asked for, as recorded; it ends "
+        "here, before that is answered"
+    )
+
+
+def _say_divergence(result: Rerun, console: Console) -> None:
+    trace, divergence = result.recorded.trace, result.script.divergence
+    assert divergence is not None
+    number = divergence.call if divergence.number is None else divergence.number
+    count = len(trace.calls)
+    at = f"call {number + 1} of {count}" if number < count else "its end"
+    console.print(f"{trace.id} is left at {at}: {divergence.what}", markup=False)
+    if result.error is not None and (place := raised_in(result.error)) is not None:
+        console.print(f"asked for in {place}", markup=False)
+    if lines := difference_of(divergence):
+        console.print(diff_text(lines), end="")
+
+
+def _say_error(result: Rerun, console: Console) -> None:
+    error = result.error
+    assert error is not None
+    if not isinstance(error, Rejected):
+        console.print("".join(traceback.format_exception(error)), end="", markup=False)
+    what = "rejected the rollout" if isinstance(error, Rejected) else "failed"
+    then = "as recorded" if result.same_answer else "which it did not then"
+    if not result.same_answer and result.recorded.trace.error:
+        then = f"and then it said: {result.recorded.trace.error}"
+    console.print(f"{result.recorded.trace.id}: the workflow {what}, {then}", markup=False)
+
+
+def _say_answer(result: Rerun, console: Console) -> None:
+    trace = result.recorded.trace
+    if result.same_answer:
+        console.print(f"answer  {_short(trace.response)} as recorded", markup=False)
+    elif result.sampled:
+        console.print(f"answer  {_short(result.response or '')}", markup=False)
+    else:
+        console.print("answer  differs:")
+        console.print(diff_text(difference_of_texts(trace.response, result.response or "")), end="")
+    now, then = _number(result.reward), _number(trace.reward)
+    if result.unjudged is not None:
+        console.print(f"reward  not compared: {result.unjudged}", markup=False)
+    elif result.reward == trace.reward:
+        console.print(f"reward  {now} as recorded", markup=False)
+    else:
+        console.print(f"reward  {now}, recorded was {then}", markup=False)
+
+
+def _calls(result: Rerun) -> Iterator[str]:
+    """The calls of a rollout that was sampled on, a line each."""
+    for number, call in enumerate(result.calls, 1):
+        given, tokens = call.replayed, len(call.completion_ids)
+        how = "given back" if given == tokens else f"sampled, {tokens - given} tokens"
+        yield f"call {number}  {how}: {_said(call)}"
+
+
+def _said(call: Call) -> str:
+    names = [one["function"]["name"] for one in call.response.get("tool_calls") or ()]
+    called = f" -> {', '.join(names)}" if names else ""
+    return f"{_short(call.response.get('content') or '')}{called}"
+
+
+def _short(text: str) -> str:
+    shown = repr(text)
+    return shown if len(shown) <= _SHOWN else f"{shown[: _SHOWN - 4]} ...'"
+
+
+def _number(reward: float | None) -> str:
+    return "none" if reward is None else f"{reward:g}"

@@ -1,0 +1,390 @@
+"""Policy losses, a critic's and KL for each token, and what each token weighs in a step's loss.
+
+Everywhere `logp_T` are the log-probs of the T sampled tokens under the current policy, `old_logp_T`
+those that the ratio is taken to (no gradient), `r = exp(logp - old_logp)`, and `advantages_T` the
+tokens' advantages A. `sg` stops the gradient. A sequence is one call: its completion tokens.
+
+Estimates of KL(policy || reference) are of each token, from its two log-probs, with names and
+formulas after Schulman, "Approximating KL Divergence" (2020), as Trinity-RFT uses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from tuner.config.algorithms import (
+    Aggregation,
+    CISPOLoss,
+    DPOLoss,
+    GSPOLoss,
+    ImportanceSamplingLoss,
+    OPMDLoss,
+    PolicyLossArgs,
+    PPOLoss,
+    SAPOLoss,
+    SFTLoss,
+    TOPRLoss,
+)
+from tuner.errors import TrainingError
+
+# exp(20) is 5e8: beyond it the ratio is clipped anyway and only its overflow would matter.
+MAX_LOG_RATIO = 20.0
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """Per-token loss, ratio (no gradient) and whether a bound changed the gradient; [T] each."""
+
+    loss_T: Tensor
+    ratio_T: Tensor
+    clipped_T: Tensor
+
+
+def policy_loss(
+    args: PolicyLossArgs,
+    logp_T: Tensor,
+    old_logp_T: Tensor,
+    advantages_T: Tensor,
+    sequence_T: Tensor,
+    sequences: int,
+) -> PolicyLoss:
+    """The loss that `args` are of, one value for each of T tokens.
+
+    Raises:
+        TrainingError: It is not a loss of tokens.
+    """
+    match args:
+        case PPOLoss():
+            return ppo_clip(logp_T, old_logp_T, advantages_T, args)
+        case GSPOLoss():
+            return sequence_clip(
+                logp_T, old_logp_T, advantages_T, sequence_T, args, sequences=sequences
+            )
+        case CISPOLoss():
+            return cispo(logp_T, old_logp_T, advantages_T, args)
+        case SAPOLoss():
+            return sapo(logp_T, old_logp_T, advantages_T, args)
+        case OPMDLoss():
+            return opmd(logp_T, old_logp_T, advantages_T, args)
+        case TOPRLoss():
+            return topr(logp_T, old_logp_T, advantages_T, args)
+        case ImportanceSamplingLoss():
+            return importance_sampling(logp_T, old_logp_T, advantages_T)
+        case SFTLoss():
+            return likelihood(logp_T, old_logp_T)
+        case _:
+            raise TrainingError("dpo compares recorded answers, not tokens (dpo_update)")
+
+
+def ppo_clip(
+    logp_T: Tensor, old_logp_T: Tensor, advantages_T: Tensor, args: PPOLoss = PPOLoss()
+) -> PolicyLoss:
+    """PPO's clipped surrogate with dual clip.
+
+    With `r = exp(logp - old_logp)`:
+
+        L = max(-r A, -clip(r, 1 - low, 1 + high) A)
+        L = min(L, -clip_ratio_c A)   where A < 0
+
+    Source: PPO (arXiv 1707.06347) eq. 7; dual clip (arXiv 1912.09729) eq. 5.
+
+    Args:
+        logp_T: Log-probs of the sampled tokens under the current policy.
+        old_logp_T: Log-probs under the policy that sampled them; no gradient.
+        advantages_T: Advantage of each token's rollout.
+        args: `low` and `high`, how far the ratio may leave 1, and `clip_ratio_c`, its bound where
+            the advantage is negative.
+
+    Returns:
+        Loss, ratio, and whether the clip cut the token's gradient.
+    """
+    ratio_T = _ratio(logp_T, old_logp_T)
+    plain_T = -advantages_T * ratio_T
+    clipped_T = -advantages_T * ratio_T.clamp(1 - args.low, 1 + args.high)
+    surrogate_T = torch.maximum(plain_T, clipped_T)
+    bound_T = -advantages_T * args.clip_ratio_c
+    dual = (advantages_T < 0) & (surrogate_T > bound_T)
+    loss_T = torch.where(dual, bound_T, surrogate_T)
+    return PolicyLoss(loss_T, ratio_T.detach(), (clipped_T > plain_T) | dual)
+
+
+def sequence_clip(
+    logp_T: Tensor,
+    old_logp_T: Tensor,
+    advantages_T: Tensor,
+    sequence_T: Tensor,
+    args: GSPOLoss = GSPOLoss(),
+    *,
+    sequences: int | None = None,
+) -> PolicyLoss:
+    """GSPO: the ratio of a sequence is the geometric mean of its tokens' ratios.
+
+        s = exp(mean_t(logp - old_logp)),  s_t = sg(s) * exp(logp_t - sg(logp_t))
+        L = max(-s_t A, -clip(s_t, 1 - low, 1 + high) A)
+
+    Source: GSPO (arXiv 2507.18071) eq. 5 to 7, in the token form of eq. 13 and 14, which has the
+    same value and, for one advantage in a sequence, the same gradient.
+
+    Args:
+        sequence_T: Index of each token's sequence; all tokens of a sequence must be there.
+        sequences: Their number, where the caller knows it; else `sequence_T` is looked at, for
+            which Python waits for the device.
+    """
+    if sequences is None:
+        sequences = int(sequence_T.max()) + 1
+    zeros_N = logp_T.new_zeros(sequences)
+    count_N = zeros_N.index_add(0, sequence_T, torch.ones_like(logp_T)).clamp(min=1)
+    difference_T = (logp_T - old_logp_T).detach()
+    mean_N = zeros_N.index_add(0, sequence_T, difference_T) / count_N
+    log_ratio_T = mean_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[sequence_T]
+    ratio_T = (logp_T - logp_T.detach() + log_ratio_T).exp()
+    plain_T = -advantages_T * ratio_T
+    clipped_T = -advantages_T * ratio_T.clamp(1 - args.low, 1 + args.high)
+    return PolicyLoss(torch.maximum(plain_T, clipped_T), ratio_T.detach(), clipped_T > plain_T)
+
+
+def cispo(
+    logp_T: Tensor,
+    old_logp_T: Tensor,
+    advantages_T: Tensor,
+    args: CISPOLoss = CISPOLoss(),
+) -> PolicyLoss:
+    """CISPO: `L = -sg(clip(r, 1 - low, 1 + high)) * A * logp`.
+
+    The weight is clipped, never the gradient: every token teaches.
+
+    Source: MiniMax-M1 (arXiv 2506.13585) eq. 4 and 5.
+    """
+    ratio_T = _ratio(logp_T, old_logp_T).detach()
+    weight_T = ratio_T.clamp(1 - args.low, 1 + args.high)
+    return PolicyLoss(-weight_T * advantages_T * logp_T, ratio_T, weight_T != ratio_T)
+
+
+def sapo(
+    logp_T: Tensor,
+    old_logp_T: Tensor,
+    advantages_T: Tensor,
+    args: SAPOLoss = SAPOLoss(),
+) -> PolicyLoss:
+    """SAPO: `L = -4 / tau * sigmoid(tau (r - 1)) * A`, a soft gate instead of a clip.
+
+    `tau` is `tau_pos` where A > 0, else `tau_neg`. The gradient goes through the ratio, as in the
+    paper, so that at r = 1 it is the policy gradient.
+
+    Source: SAPO (arXiv 2511.20347) eq. 5 and 6. Trinity-RFT multiplies the detached gate by `logp`
+    instead.
+    """
+    ratio_T = _ratio(logp_T, old_logp_T)
+    tau_T = torch.full_like(logp_T, args.tau_neg).masked_fill(advantages_T > 0, args.tau_pos)
+    gate_T = torch.sigmoid(tau_T * (ratio_T - 1)) * 4 / tau_T
+    return PolicyLoss(-gate_T * advantages_T, ratio_T.detach(), _nothing(logp_T))
+
+
+def importance_sampling(logp_T: Tensor, old_logp_T: Tensor, advantages_T: Tensor) -> PolicyLoss:
+    """`L = -r A`: the policy gradient (REINFORCE) with importance weights and no bound.
+
+    Source: Williams (1992); Trinity-RFT's `importance_sampling`.
+    """
+    ratio_T = _ratio(logp_T, old_logp_T)
+    return PolicyLoss(-ratio_T * advantages_T, ratio_T.detach(), _nothing(logp_T))
+
+
+def opmd(
+    logp_T: Tensor, old_logp_T: Tensor, advantages_T: Tensor, args: OPMDLoss = OPMDLoss()
+) -> PolicyLoss:
+    """`L = -A logp / (1 + tau)`, whoever sampled the token; `old_logp` only for the ratio's metric.
+
+    Source: Kimi k1.5 (arXiv 2501.12599) section 2.3.2, as Trinity-RFT simplifies it.
+    """
+    ratio_T = _ratio(logp_T, old_logp_T).detach()
+    return PolicyLoss(-advantages_T * logp_T / (1 + args.tau), ratio_T, _nothing(logp_T))
+
+
+def topr(
+    logp_T: Tensor, old_logp_T: Tensor, advantages_T: Tensor, args: TOPRLoss = TOPRLoss()
+) -> PolicyLoss:
+    """TOPR: `L = -sg(a) A logp` with `a = min(r, 1)` where A <= advantage_threshold, else 1.
+
+    `old_logp` is of the policy that sampled. The ratio is each token's, as Trinity-RFT has it.
+
+    Source: TOPR (arXiv 2503.14286), where the ratio is the whole answer's.
+    """
+    ratio_T = _ratio(logp_T, old_logp_T).detach()
+    tapered_T = advantages_T <= args.advantage_threshold
+    weight_T = torch.where(tapered_T, ratio_T.clamp(max=1), torch.ones_like(ratio_T))
+    return PolicyLoss(-weight_T * advantages_T * logp_T, ratio_T, tapered_T & (ratio_T > 1))
+
+
+def likelihood(logp_T: Tensor, old_logp_T: Tensor) -> PolicyLoss:
+    """`L = -logp`: the sampled tokens are imitated; `old_logp` only for the ratio's metric."""
+    return PolicyLoss(-logp_T, _ratio(logp_T, old_logp_T).detach(), _nothing(logp_T))
+
+
+def clipped_value_loss(
+    values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, *, clip: float
+) -> tuple[Tensor, Tensor]:
+    """`L = max((V - R)^2, (V' - R)^2) / 2` with `V' = clip(V, V_old - clip, V_old + clip)`.
+
+    Source: PPO2 (openai/baselines, `ppo2/model.py`); verl's `cliprange_value`.
+
+    Args:
+        values_T: Values under the current critic.
+        old_values_T: Those that returns and advantages were made with; no gradient.
+        returns_T: What values are trained towards.
+        clip: How far a value may leave its old one.
+
+    Returns:
+        Loss, and whether the clip cut the token's gradient; [T] each.
+    """
+    near_T = torch.clamp(values_T, old_values_T - clip, old_values_T + clip)
+    plain_T, clipped_T = (values_T - returns_T) ** 2, (near_T - returns_T) ** 2
+    return torch.maximum(plain_T, clipped_T) / 2, clipped_T > plain_T
+
+
+@dataclass(frozen=True)
+class Preference:
+    """P pairs; shape [P] each, without a gradient.
+
+    Attributes:
+        loss_P: Loss of each pair.
+        slope_P: Derivative of its loss by `chosen - rejected`, at most 0 without label smoothing.
+        chosen_reward_P, rejected_reward_P: `beta * (logp - ref)` of the two answers.
+    """
+
+    loss_P: Tensor
+    slope_P: Tensor
+    chosen_reward_P: Tensor
+    rejected_reward_P: Tensor
+
+
+def dpo(chosen_P: Tensor, rejected_P: Tensor, args: DPOLoss = DPOLoss()) -> Preference:
+    """DPO's loss of whole answers, and its derivative.
+
+    With `d = logp - ref`, summed over an answer, and `m = beta * (d_chosen - d_rejected)`:
+
+        L = -(1 - e) log sigmoid(m) - e log sigmoid(-m)
+
+    The derivative is all that the update needs: the gradient of a step's loss is that of
+    `sum_pairs slope * (logp_chosen - logp_rejected)` with constant slopes. So the answers of a pair
+    need not be in one micro-batch.
+
+    Source: DPO (arXiv 2305.18290) eq. 7; label smoothing is conservative DPO (Mitchell, 2023), as
+    in Trinity-RFT and TRL.
+
+    Args:
+        chosen_P, rejected_P: d of the better and of the worse answer.
+        args: `beta`, how strongly the preference is taken against the distance from the reference,
+            and `label_smoothing`, e, how often it is thought to be the wrong way round.
+    """
+    margin_P = args.beta * (chosen_P - rejected_P)
+    right, wrong = 1 - args.label_smoothing, args.label_smoothing
+    return Preference(
+        loss_P=-right * logsigmoid(margin_P) - wrong * logsigmoid(-margin_P),
+        slope_P=args.beta * (wrong * torch.sigmoid(margin_P) - right * torch.sigmoid(-margin_P)),
+        chosen_reward_P=args.beta * chosen_P,
+        rejected_reward_P=args.beta * rejected_P,
+    )
+
+
+KLEstimator = Callable[[Tensor, Tensor], Tensor]
+
+
+def k1(logp_T: Tensor, ref_logp_T: Tensor) -> Tensor:
+    """`logp - ref`, shape [T]: unbiased, may be negative."""
+    return logp_T - ref_logp_T
+
+
+def k2(logp_T: Tensor, ref_logp_T: Tensor) -> Tensor:
+    """`(logp - ref)^2 / 2`, shape [T]: its gradient is the KL's (on-policy)."""
+    return (logp_T - ref_logp_T) ** 2 / 2
+
+
+def k3(logp_T: Tensor, ref_logp_T: Tensor) -> Tensor:
+    """`exp(ref - logp) - (ref - logp) - 1`, shape [T]: unbiased and never negative."""
+    difference_T = (ref_logp_T - logp_T).clamp(-20, 20)
+    return difference_T.exp() - difference_T - 1
+
+
+def absolute(logp_T: Tensor, ref_logp_T: Tensor) -> Tensor:
+    """`|logp - ref|`, shape [T]."""
+    return (logp_T - ref_logp_T).abs()
+
+
+KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}
+
+
+def row_weights(
+    mode: Aggregation,
+    tokens_N: Tensor,
+    rollout_N: Tensor,
+    call_N: Tensor | None = None,
+    *,
+    longest: int | None = None,
+) -> Tensor:
+    """The weight of every token of each row; the loss of a step is `sum_t weight_t * loss_t`.
+
+    A sequence is one call, as in verl and Trinity-RFT, where an experience is one row of training
+    data; a rollout with more calls has more sequences. `rollout-mean` counts rollouts instead. A
+    call that a mask cuts into several rows is one sequence, of the tokens that are left.
+
+    With C calls and R rollouts that have any tokens, T of them:
+
+        token-mean               1 / sum(T)
+        seq-mean-token-mean      1 / (C T_call(n))
+        seq-mean-token-sum       1 / C
+        seq-mean-token-sum-norm  1 / (C longest)           Dr.GRPO (arXiv 2503.20783)
+        rollout-mean             1 / (R T_rollout(n))
+
+    They are those of the whole step, so a loss does not depend on where micro-batches are cut.
+
+    Args:
+        mode: Trinity-RFT's names, and `rollout-mean`.
+        tokens_N: Trained tokens of each row, all above 0.
+        rollout_N: Index of each row's rollout.
+        call_N: Index of each row's call; None where each row is one.
+        longest: The most tokens that an answer may have; `seq-mean-token-sum-norm` needs it.
+
+    Returns:
+        Shape [N], float64.
+
+    Raises:
+        ValueError: `longest` is missing.
+    """
+    tokens_N = tokens_N.double()
+    ones_N = tokens_N.new_ones(len(tokens_N))
+    if call_N is None:
+        call_N = torch.arange(len(tokens_N))
+    match mode:
+        case "token-mean":
+            return ones_N / tokens_N.sum()
+        case "seq-mean-token-mean":
+            return _mean_of_means(tokens_N, call_N)
+        case "seq-mean-token-sum":
+            return ones_N / len(call_N.unique())
+        case "seq-mean-token-sum-norm":
+            if longest is None:
+                raise ValueError(f"{mode} needs the most tokens that an answer may have")
+            return ones_N / (len(call_N.unique()) * longest)
+        case "rollout-mean":
+            return _mean_of_means(tokens_N, rollout_N)
+
+
+def _mean_of_means(tokens_N: Tensor, owner_N: Tensor) -> Tensor:
+    """`1 / (M T_m)`: each token's weight in the mean over M owners of the mean of their tokens."""
+    _, index_N = owner_N.unique(return_inverse=True)
+    owners = int(index_N.max()) + 1
+    tokens_M = tokens_N.new_zeros(owners).index_add(0, index_N, tokens_N)
+    return 1 / (owners * tokens_M[index_N])
+
+
+def _ratio(logp_T: Tensor, old_logp_T: Tensor) -> Tensor:
+    return (logp_T - old_logp_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _nothing(logp_T: Tensor) -> Tensor:
+    return torch.zeros_like(logp_T, dtype=torch.bool)

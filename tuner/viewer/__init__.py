@@ -1,7 +1,0 @@
-"""Looking at a run: a page that follows it, the same page as a file, traces judged anew."""
-
-from tuner.viewer.page import write_report
-from tuner.viewer.reader import RunReader
-from tuner.viewer.replay import replay
-
-__all__ = ["RunReader", "replay", "write_report"]
