@@ -40,6 +40,7 @@ from tuner.errors import (
     TunerError,
 )
 from tuner.rewards import math_equal
+from tuner.tasks.functions import MissingFieldError
 
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
 
@@ -287,7 +288,7 @@ async def gives_what_is_not_finite(task, response):
 
 of_workflow(returns_nothing, ("returns_nothing", "None"), ("WorkflowOutput", "return"))
 of_workflow(returns_a_number, ("returns_a_number", "1.0"), "WorkflowOutput(reward=1.0)")
-of_workflow(returns_a_text, ("returns_a_text", "str"), "WorkflowOutput")
+of_workflow(returns_a_text, ("returns_a_text", "list"), "WorkflowOutput")
 of_judge(gives_a_text_as_reward, ("JudgeOutput", "reward", "'good'"), "number")
 of_judge(forgets_the_reward, ("JudgeOutput", "reward"), "needs|missing|must")
 of_judge(gives_a_truth, ("gives_a_truth", "False", "bool"), "JudgeOutput(reward=False)")
@@ -358,7 +359,7 @@ of_workflow(forgets_await, ("'coroutine'", "'content'"), "await", TrainingError)
 of_workflow(calls_an_async_model_in_a_thread, ("'coroutine'", "'content'"), "await", TrainingError)
 of_workflow(runs_a_loop_in_a_loop, "asyncio.run()", "await", TrainingError)
 of_workflow(never_asks, ("workflow", "never|not", "model"), "train", TrainingError)
-of_workflow(asks_for_another_field, "'prompt'", "question", TrainingError)
+of_workflow(asks_for_another_field, "'prompt'", "question", MissingFieldError)
 of_workflow(asks_for_another_model, ("model", "'gpt-4o'"), "{model}", TrainingError)
 of_workflow(asks_with_another_key, ("key", "session"), ("api_key", "base_url"), TrainingError)
 of_workflow(asks_with_a_text, ("messages", "string"), "array", TrainingError)
@@ -390,7 +391,7 @@ def a_judge_that_is_always_content(at):
 
 @mistake(
     TrainingError,
-    ("4", "4", "cut off|truncated"),
+    ("of 4 calls", "cut off|truncated"),
     ("model.max_response_tokens", "1", "raise|increase|higher"),
 )
 def answers_that_are_cut_off(at):
@@ -614,7 +615,7 @@ of_model(
 )
 
 
-@mistake(ModelLoadError, ("model.model_path", "'models/mine'", NOT_THERE), "yours")
+@mistake(ModelLoadError, ("model.model_path", "{folder}/models/mine", NOT_THERE), "yours")
 def a_model_beside_another(at):
     (at.folder / "models" / "yours").mkdir(parents=True)
     at.train("model.model_path=models/mine")

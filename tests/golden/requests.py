@@ -6,7 +6,7 @@ and field of the error, and the number of its sentence. `sentences.json` holds t
 line, with placeholders for what comes from the request:
 
     "temperature must be a number from 0 to 2, not a boolean"    message to the client
-    "<field> must be a number from 0 to 2, not <kind>"           sentence
+    "<field> must be a number from 0 to 2, not <value>"          sentence
 
 Rewording a sentence changes one line of `sentences.json` and nothing of the corpus:
 
@@ -243,14 +243,16 @@ _KINDS = {
     **{type(None): "null", bool: "a boolean", int: "a number", float: "a number"},
     **{str: "a string", list: "an array", dict: "an object"},
 }
+# Before the type that a value has; "a number" stands also where one is asked for.
+_BEFORE_KIND = ("not", "is", "was", "got", "found")
 _CODEC = r"'utf-8' codec can't .*"
 
 
 def sentence(message: str, field: str | None, data: bytes) -> str:
     """A message with placeholders for what comes from the request.
 
-    <field> is the field's name, <key> its last part, <kind> the type of its value, <value> that
-    value as JSON or Python writes it, <problem> Python's reason why the body is not JSON.
+    <field> is the field's name, <key> its last part, <value> its value as JSON or Python writes it,
+    or the type of it, <problem> Python's reason why the body is not JSON.
     """
     body, problem = None, re.search(_CODEC, message)
     put = [("problem", re.escape(problem[0]))] if problem else []
@@ -263,8 +265,9 @@ def sentence(message: str, field: str | None, data: bytes) -> str:
         value = next((value for name, value in _fields(body) if name == field), None)
         text = json.dumps(value)
         text = text if len(text) <= 80 else text[:77] + "..."
-        put.append(("kind", f"(?<=not ){_KINDS[type(value)]}"))
-        put += [("value", re.escape(said)) for said in (text, repr(value))]
+        preceded = f"(?:{'|'.join(f'(?<={word} )' for word in _BEFORE_KIND)})"
+        put.append(("value", preceded + _KINDS[type(value)]))
+        put += [("value", re.escape(shown)) for shown in (text, repr(value))]
         put.append(("key", re.escape(repr(re.split(r"[.\]\[]", field)[-1]))))
     for name, pattern in put:
         if f"<{name}>" not in message:
