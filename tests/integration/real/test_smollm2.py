@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tuner import tune
+from tuner import JudgeOutput, tune
 from tuner.templates import Template, create
 from tuner.traces import read_traces
 
@@ -31,10 +31,16 @@ def agent(request, monkeypatch):
     return importlib.import_module(request.param)
 
 
+async def graded(task, response):
+    """A reward that differs inside groups; of eight rollouts none may find the answer."""
+    text = response if isinstance(response, str) else response.get_text_content() or ""
+    return JudgeOutput(reward=float(len(text) % 7))
+
+
 def trained(agent, folder):
     """Digests of the weights and of the sampled tokens of a short run, and its metrics."""
     overrides = [*SMALL, f"checkpoint_root_dir={folder}"]
-    result = tune(agent.run_agent, agent.judge, config_path=agent.CONFIG, overrides=overrides)
+    result = tune(agent.run_agent, graded, config_path=agent.CONFIG, overrides=overrides)
     weights = hashlib.sha256((result.checkpoint / "model.safetensors").read_bytes())
     sampled = [
         call.completion_ids
