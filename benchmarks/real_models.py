@@ -1,7 +1,7 @@
 """A real pretrained model learns to call a tool on a CPU: examples/smollm2, and TRL beside it.
 
 SmolLM2-135M-Instruct in float32 answers sums of four three-digit numbers with a calculator. Every
-run is the example itself in a process of its own. Its wall time contains imports, loading, both
+run is the example itself in a separate process. Its wall time contains imports, loading, both
 evaluations on 100 held-out tasks (sampled at temperature 1, as in training) and the checkpoint.
 Memory is the most that the process had resident (`ru_maxrss`). Without what a run of the tiny model
 has, which imports the same, it is compared with what `tuner check` predicts.
