@@ -311,3 +311,14 @@ async def test_a_step_in_a_thread_gets_its_turns_beside_agents_that_are_always_b
     busy.cancel()
     assert len(got.completion_ids) == 8
     assert turns > 8, "agents have theirs meanwhile"
+
+
+async def test_an_update_finds_no_keys_and_values_in_memory():
+    engine = make_engine(make_model())
+    await generate_all(engine, [(prompt(40), SamplingParams(max_tokens=4))])
+    assert engine._runner._cache._blocks
+    async with engine.training():
+        assert not engine._runner._cache._blocks
+    (again,) = await generate_all(engine, [(prompt(40), SamplingParams(max_tokens=4))])
+    assert again.cached_tokens == 0
+    await engine.close()
