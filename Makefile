@@ -156,10 +156,10 @@ test-vllm:
 	else echo "SKIPPED: test-vllm ran no test: constraints-vllm.txt cannot be installed here" >&2; fi
 
 # What cannot pass so is left out by the plugin, each with its reason.
-WORKERS := -p tests.workers.everywhere $(SELECT)
+WORKERS := -p tests.rollouts.workers.everywhere $(SELECT)
 test-workers: $(VENV)/.installed-dev $(VENV2)/.installed $(VENV3)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(WORKERS) --numprocesses auto --dist loadfile --no-loadscope-reorder \
-		tests/rollout tests/loop tests/chat_models tests/areal tests/examples tests/test_tutorial.py \
+		tests/rollouts --ignore tests/rollouts/workers tests/loop tests/areal tests/examples tests/test_tutorial.py \
 		tests/templates/test_init.py::test_a_template_trains
 	OMP_NUM_THREADS=1 $(BIN2)/pytest $(WORKERS) tests/integration/agentscope2
 	OMP_NUM_THREADS=1 $(BIN3)/pytest $(WORKERS) tests/integration/frameworks \

@@ -13,7 +13,7 @@ import pytest
 
 from tests.engines.models import until
 from tests.gateway.toy import StubEngine, gateway_of, text_of
-from tests.rollout.clock import jump
+from tests.rollouts.clock import jump
 from tuner.gateway import Gateway, Session
 from tuner.gateway import app as routes
 from tuner.gateway.sessions import CutOff, InFlight

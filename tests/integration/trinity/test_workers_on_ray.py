@@ -8,11 +8,11 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from tests.workers import functions
-from tests.workers.conftest import make_runners, pool_of, waiting
-from tests.workers.functions import OUTCOMES, FailsWhenLoaded, dying
-from tests.workers.test_outcomes import DEFAULTS, ID, LIMIT, all_of, told
-from tests.workers.test_runs import trained
+from tests.rollouts.workers import functions
+from tests.rollouts.workers.conftest import make_runners, pool_of, waiting
+from tests.rollouts.workers.functions import OUTCOMES, FailsWhenLoaded, dying
+from tests.rollouts.workers.test_outcomes import DEFAULTS, ID, LIMIT, all_of, told
+from tests.rollouts.workers.test_runs import trained
 from tuner.config.schema import RaySection
 from tuner.errors import ConfigError, FunctionError, WorkerError
 from tuner.rollouts import worker_pool as pools
