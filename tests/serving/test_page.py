@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests import forked
+from tests.pages import blocks
 from tests.serving.server import ADMIN_KEY, served
-from tests.test_pages import blocks
 from tuner import Client
 
 ROOT = Path(__file__).parents[2]

@@ -8,17 +8,17 @@ import pytest
 
 import tuner
 from tests import forked
-from tests.test_pages import code
+from tests.pages import blocks
 from tuner.environments import Program
 
 ROOT = Path(__file__).parents[3]
-(OPENENV,) = [one for one in code("environments.md") if "OpenEnv(" in one]
-(TRL,) = [one for one in code("environments.md") if "GRPOTrainer(" in one]
-(PROGRAM,) = [one for one in code("environments.md") if "Program(" in one]
+(OPENENV,) = [one for one in blocks("environments.md", "python") if "OpenEnv(" in one]
+(TRL,) = [one for one in blocks("environments.md", "python") if "GRPOTrainer(" in one]
+(PROGRAM,) = [one for one in blocks("environments.md", "python") if "Program(" in one]
 
 
 def test_all_of_it_is_here():
-    assert {OPENENV, TRL, PROGRAM} == set(code("environments.md"))
+    assert {OPENENV, TRL, PROGRAM} == set(blocks("environments.md", "python"))
 
 
 def test_the_script_of_trl_trains_as_it_stands(tmp_path):
