@@ -1,10 +1,10 @@
-"""docs/from_areal.md names a test on each line, and they are there."""
+"""docs/migrating.md names a test on each line, and they are there."""
 
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "from_areal.md").read_text()
+PAGE = (ROOT / "docs" / "migrating.md").read_text()
 
 
 def test_each_line_of_the_table_is_linked_to_a_test_that_is_there():

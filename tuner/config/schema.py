@@ -625,7 +625,7 @@ class RolloutModelSection(Section):
         default="auto",
         description="What generates: transformers on the trainer's own weights, or vLLM or SGLang "
         "with a copy. `auto` is vLLM on a GPU where it is installed and can do what the other "
-        "settings ask for, else transformers, and says why ([engines](engines.md)).",
+        "settings ask for, else transformers, and says why ([engines](operations.md)).",
     )
     engine_num: int = Field(
         default=1, ge=1, description="Servers that are started. For vllm; otherwise 1."
@@ -792,7 +792,7 @@ class EngineSection(Section):
 
     urls: tuple[str, ...] = Field(
         default=(),
-        description="Servers that run elsewhere ([engines](engines.md)), as in "
+        description="Servers that run elsewhere ([engines](operations.md)), as in "
         "`http://10.0.0.2:8100`. Not set: vLLM is started here; SGLang is not.",
     )
     api_key_env: str = Field(
@@ -809,8 +809,8 @@ class EngineSection(Section):
 
     weights: Literal["auto", "cuda_ipc", "nccl", "shared_memory", "disk"] = Field(
         default="auto",
-        description="How new weights get to vLLM ([engines](engines.md)): read out of the GPU that "
-        "both use (`cuda_ipc`), broadcast to other GPUs (`nccl`), or as a checkpoint in "
+        description="How new weights get to vLLM ([engines](operations.md)): read out of the GPU "
+        "that both use (`cuda_ipc`), broadcast to other GPUs (`nccl`), or as a checkpoint in "
         "`shared_memory` or on `disk`. `auto` is the fastest that is possible, and says why.",
     )
     sleep: bool | None = Field(
@@ -946,7 +946,7 @@ class BranchingSection(Section):
         description="Where the others begin: anywhere (`spread`), at calls before which the model "
         "was unsure (`uncertain`), where earlier steps have shown that it pays, nowhere included "
         "(`best`), or as a function says (`package.module:function`, `path/file.py:function`; "
-        "[branching](branching.md)).",
+        "[branching](sampling.md)).",
     )
     inside: bool = Field(
         default=False,
@@ -991,7 +991,8 @@ class HistorySection(Section):
     sources: Names = Field(
         default=(),
         description="Run directories, files of traces, folders of them, a server's "
-        "`serving.sqlite`, or logs without tokens ([history](history.md)). `tuner train` sets it.",
+        "`serving.sqlite`, or logs without tokens ([history](recorded_data.md)). `tuner train` "
+        "sets it.",
     )
     held_out: float = Field(
         default=0.0,
@@ -1067,8 +1068,8 @@ class HistorySection(Section):
         ge=0,
         le=1,
         description="The run stops before an update for which the tokens are worth a smaller share "
-        "of as many new ones ([history](history.md#how-far-the-weights-may-go)); 0: never. Not for "
-        "sft and dpo.",
+        "of as many new ones ([history](recorded_data.md#how-far-the-weights-may-go)); 0: never. "
+        "Not for sft and dpo.",
     )
 
     @field_validator("after", "before")
@@ -1426,7 +1427,7 @@ class TunerSection(Section):
     agent: NamedClass | None = Field(
         default=None,
         description="A queue agent instead of a workflow, with the keys below "
-        "([from_areal](from_areal.md)).",
+        "([from_areal](migrating.md)).",
     )
     environment: NamedOrMade | None = Field(
         default=None,
@@ -1454,7 +1455,7 @@ class TunerSection(Section):
         default="auto",
         description="Where an engine with weights of its own is: on the trainer's GPU "
         "(`colocate`), or on other GPUs (`separate`). `auto` takes what fits and says why "
-        "([engines](engines.md)).",
+        "([engines](operations.md)).",
     )
     engine: EngineSection = EngineSection()
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
