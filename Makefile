@@ -11,7 +11,7 @@
 # make test-cluster   Ray clusters and engines on several machines, which are namespaces of this one; as test-trinity
 # make test-vllm   the tests that run vLLM on a CPU, in an environment of their own (3.6 GB)
 # make test-workers   rollouts, runs, agents and examples once more, whose functions run in workers
-# make test-models   every causal LM of transformers, tiny: docs/models.md is what it finds
+# make test-models   every causal LM of transformers, tiny: docs/reference/models.md is what it finds
 # make test-chaos   kills, a fault at each file operation, wrong requests, sessions, a killed server, a soak of half an hour
 # make test-nightly   all of these, and in them what CI has no time for
 # make test-sglang   the tests that run SGLang's server on a CPU, in an environment of its own (11 GB)

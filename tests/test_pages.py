@@ -1,15 +1,14 @@
 """The pages: links lead somewhere, settings are settings, and the code of the how-tos runs."""
 
-import inspect
 import re
 import shutil
-from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from docs import tables
 from tests import forked
 from tests.loop import runs
 from tests.pages import MARKDOWN, PAGES, ROOT, Block, blocks, marked_blocks, parsed
@@ -41,24 +40,16 @@ def test_links_lead_to_files_and_headings_that_are_there(page):
             assert anchor in anchors(linked), f"{page.name}: {target}: there is no such heading"
 
 
-def test_the_reference_has_everything_that_is_public():
-    told = set(re.findall(r"^::: (\S+)$", (ROOT / "docs/reference.md").read_text(), re.MULTILINE))
-    values = [
-        getattr(import_module(name), known)
-        for name in (
-            "tuner",
-            "tuner.traces",
-            "tuner.rewards",
-            "tuner.serving",
-            "tuner.testing",
-            "tuner.areal",
-            "tuner.environments",
-        )
-        for known in import_module(name).__all__
-        if known != "TrinityChatModel"  # depends on what is installed
-    ]
-    public = [value for value in values if inspect.isclass(value) or inspect.isfunction(value)]
-    assert told == {f"{value.__module__}.{value.__qualname__}" for value in public}
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
+def test_generated_pages_are_current(page):
+    assert page.read_text(encoding="utf-8") == tables.PAGES[page](), "run: python -m docs.tables"
+
+
+@pytest.mark.parametrize(
+    "page", [*(ROOT / "docs/reference").glob("*.md"), *tables.PAGES], ids=lambda page: page.name
+)
+def test_generated_pages_say_so(page):
+    assert "do not edit" in "".join(page.read_text(encoding="utf-8").splitlines()[:3])
 
 
 YAML = [

@@ -556,7 +556,8 @@ class EvalTasksetSection(_TasksetBase):
         default=1,
         ge=1,
         description="Rollouts of each task, n. From 2 on the metrics have `pass_at_<n>` and "
-        "`pass_hat_<n>` too, and the temperature must not be 0 ([commands](commands.md)).",
+        "`pass_hat_<n>` too, and the temperature must not be 0 "
+        "([commands](reference/commands.md#tuner-eval)).",
     )
     rollout_args: EvalRolloutArgs = EvalRolloutArgs()
 
