@@ -180,7 +180,7 @@ def beside_a_run(random_model_path, tmp_path_factory) -> Path:
 
 # What is printed beside that run, as patterns and how often each is found.
 PRINTED = {
-    "reward_does_not_rise.md": {
+    "looking.md": {
         r"^reward/mean \[[\d., -]+\]$": 1,
         "'rollouts/completed': 6": 1,
         r"^-?[\d.]+ \['(?:length|stop)": 2,

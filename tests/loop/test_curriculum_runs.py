@@ -117,7 +117,7 @@ def test_ahead_of_training_a_killed_run_keeps_what_was_drawn(moment, random_mode
 
 
 def test_the_function_of_the_page_draws_the_tasks_of_a_run(random_model_path, tmp_path):
-    (function,) = blocks("curriculum.md", "python")
+    (function,) = blocks("sampling.md", "python")
     (tmp_path / "weights.py").write_text(function)
     selector = (f"tuner.tasks.selector.kind={tmp_path}/weights.py:weights", *SELECTOR[1:])
     result = tune(runs.config(random_model_path, tmp_path, *selector))

@@ -180,7 +180,8 @@ def test_a_filter_is_counted_in_the_result(small, tmp_path, capsys):
     assert result.rows["other_step"] == 24
     later = [one for one in recorded(small) if one.id.step > 2]
     assert result.tokens.dropped["other_step"] == sum(one.sampled_tokens for one in later)
-    assert "left out: 24 other_step (docs/history.md)" in " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "left out: 24 other_step (docs/recorded_data.md)" in printed
 
 
 def test_the_run_stops_where_the_tokens_are_worth_too_little(small, tmp_path):
