@@ -1,13 +1,13 @@
-"""A run that goes on from the samples of another, whose rewards a mended judge gave again.
+"""A run that continues from the samples of another run, rejudged by a corrected judge.
 
-    steps before the first in which a reward changed     are as they were, weights included
-    that one and later ones, while samples are worth it  are trained again from what was recorded
+    steps before the first changed reward                are kept, weights included
+    that one and later ones, while samples are worth it  are trained again on the recorded samples
     from the first in which they are not                 are sampled anew; the others are set aside
 
-The weights part at the first changed step, so from then on another policy sampled than is trained.
-What its samples are worth is the effective sample size of their tokens
-(`tuner.training.likelihood`), asked before each such step. What was decided stands in
-`rebase.json`, by which a run that was killed goes on.
+The weights part at the first changed step, so from then on the samples come from another policy
+than the trained one. The value of its samples is the effective sample size of their tokens
+(`tuner.training.likelihood`), computed before each such step. The decisions are in `rebase.json`,
+from which a killed run resumes.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ class RebasedStep(BaseModel):
 
     Attributes:
         step: Its number.
-        judged: Rollouts that were judged again.
-        changed: How many of them have another reward, or one where they had none, or none now.
-        rollouts, tokens: Last attempts that were recorded, and tokens sampled for all attempts.
-        use: "kept": it is before the first change; "again": trained again from what was recorded;
-            "anew": sampled anew, and what was recorded is set aside; "": not yet decided.
-        effective_tokens, effective_capped, effective_calls, effective_rollouts: What those that are
-            trained are worth to the weights before the step, as shares (`Effective`); `capped`
-            decides. None where nobody asked.
+        judged: Number of rejudged rollouts.
+        changed: Number of these with another reward, with a first reward, or without one now.
+        rollouts, tokens: Recorded last attempts, and sampled tokens of all attempts.
+        use: "kept": it is before the first change; "again": trained again on the recorded samples;
+            "anew": sampled anew, and the recorded samples are set aside; "": not yet decided.
+        effective_tokens, effective_capped, effective_calls, effective_rollouts: Value of the
+            trained
+            ones to the weights before the step, as shares (`Effective`); `capped` decides. None if
+            not computed.
     """
 
     step: int
@@ -60,23 +61,24 @@ class RebasedStep(BaseModel):
 
 
 class RebaseRecord(BaseModel):
-    """`rebase.json`.
+    """Content of `rebase.json`.
 
     Attributes:
         run: The other run's directory.
-        judge: The mended judge, where it has a name.
-        min_effective_samples: The least share of the tokens that they are to be worth.
-        max_reused: The largest share of the steps from the first changed one on that are trained
-            again, however much their samples are worth.
-        last_again: The step that this makes the last of them; None: no reward changed.
+        judge: The corrected judge, if it has a name.
+        min_effective_samples: Minimum effective share of the tokens.
+        max_reused: Maximum share of the steps, from the first changed one on, that are trained
+            again,
+            however large the value of their samples.
+        last_again: The last step that this allows to train again; None: no reward changed.
         first_changed: The first step in which a reward changed; None: none did.
-        foreign_from: The first version of the weights that the runs do not share; likewise.
+        foreign_from: The first version of the weights that the runs do not share; None: all shared.
         trained: The last step that the other run trained.
         ended: The first step that is sampled anew; None: none is.
-        evaluations_judged, evaluations_changed: Rollouts of evaluations that were judged again, and
-            how many of them have another reward.
-        evaluations_set_aside: Those of weights that this run does not have.
-        steps: Of the other run.
+        evaluations_judged, evaluations_changed: Number of rejudged rollouts of evaluations, and of
+            those with another reward.
+        evaluations_set_aside: Number of those of weights that this run does not have.
+        steps: Those of the other run.
     """
 
     run: Path
@@ -94,7 +96,7 @@ class RebaseRecord(BaseModel):
     steps: list[RebasedStep] = Field(default_factory=list)
 
     def of_step(self, step: int) -> RebasedStep:
-        """What is known of a step, which may have no samples."""
+        """The record of a step, which may have no samples."""
         found = next((one for one in self.steps if one.step == step), None)
         if found is None:
             found = RebasedStep(step=step)
@@ -110,7 +112,7 @@ class RebaseRecord(BaseModel):
 
 
 def read_rebase(directory: RunDirectory) -> RebaseRecord | None:
-    """What a run directory says of it; None where the run goes on from no other.
+    """The record in a run directory; None if the run continues from no other.
 
     Raises:
         TunerError: The file is damaged.
@@ -127,11 +129,11 @@ def read_rebase(directory: RunDirectory) -> RebaseRecord | None:
 
 
 class Rebased:
-    """Decides, step by step, how long a run goes on with recorded samples.
+    """Decides, step by step, how long a run continues with recorded samples.
 
     Args:
         directory: The run's.
-        record: What `rebase.json` says.
+        record: Content of `rebase.json`.
         batch: Groups in a step.
     """
 
@@ -139,12 +141,12 @@ class Rebased:
         self.record = record
         self._directory = directory
         self._batch = batch
-        if record.ended is not None:  # it may have been killed meanwhile
+        if record.ended is not None:  # it may have been killed before
             self._move(record.ended)
 
     @staticmethod
     def of(directory: RunDirectory, *, batch: int) -> Rebased | None:
-        """What a run's directory says of it; None where the run goes on from no other.
+        """Read a run's directory; None if the run continues from no other.
 
         Raises:
             TunerError: The file is damaged.
@@ -153,7 +155,7 @@ class Rebased:
         return None if record is None else Rebased(directory, record, batch=batch)
 
     def whole(self) -> set[int]:
-        """The groups that were complete when the other run took them, which are still there."""
+        """Groups that were complete when the other run trained them, and that still exist."""
         last = self.record.trained
         if self.record.ended is not None:
             last = min(last, self.record.ended - 1)
@@ -161,18 +163,19 @@ class Rebased:
         return taken_until(taken, last, batch=self._batch)
 
     def asks(self, step: int, traces: Sequence[Trace]) -> bool:
-        """Whether a step trains something that may be worth less than it was in the other run."""
+        """Whether a step trains something that may be worth less than in the other run."""
         first = self.record.first_changed
         recorded = any(trace.foreign_from is not None for trace in traces)
         return first is not None and step > first and recorded
 
     def goes_on(self, step: int, effective: Effective | None) -> bool:
-        """Whether a step is trained from what was recorded; noted, so that it is decided once.
+        """Whether a step is trained on the recorded samples; stored, so that it is decided once.
 
         Args:
-            step: One of which something was recorded.
-            effective: What is worth how much to the weights before the step; None: nothing of it
-                is trained, or they are those that sampled.
+            step: A step with recorded samples.
+            effective: Their value to the weights before the step; None: nothing of them is trained,
+                or
+                these weights sampled them.
         """
         noted = self.record.of_step(step)
         if effective is not None:
@@ -188,7 +191,7 @@ class Rebased:
         return noted.use == "again"
 
     def set_aside(self, step: int) -> None:
-        """From this step on new rollouts are made: move what was recorded and no step has taken."""
+        """Sample anew from this step on: move the recorded samples that no step has used."""
         self.record.ended = step
         for one in self.record.steps:
             if one.step >= step:
@@ -197,7 +200,7 @@ class Rebased:
         self._move(step)
 
     def _move(self, step: int) -> None:
-        """Into `set_aside/`, file by file; what has been moved stays as it is."""
+        """Move to `set_aside/`, file by file; files already there are kept."""
         log = BatchLog(self._directory.batches)
         log.cut(step)
         taken = taken_until(log.read(), step - 1, batch=self._batch)
@@ -214,15 +217,11 @@ class Rebased:
                 write_traces(path, kept)
 
     def write(self) -> None:
-        """Into `rebase.json`."""
+        """Write `rebase.json`."""
         write_atomically(self._directory.rebase, self.record.model_dump_json(indent=2))
 
     def metrics(self, step: int, traces: Sequence[Trace]) -> dict[str, float]:
-        """What is logged of a step.
-
-        Args:
-            traces: What it trains: every attempt.
-        """
+        """Metrics of a step that trains these traces, with every attempt."""
         first = self.record.first_changed
         if first is None or step < first:
             return {}
@@ -238,13 +237,13 @@ class Rebased:
 
 
 def training_files(folder: Path) -> list[tuple[int, Path]]:
-    """The steps whose training rollouts are in a folder of traces, with their files, in order."""
+    """Steps with training rollouts in a folder of traces, and their files, in order."""
     named = ((re.fullmatch(r"step_(\d+)\.jsonl", path.name), path) for path in folder.iterdir())
     return sorted((int(match[1]), path) for match, path in named if match)
 
 
 def write_traces(path: Path, traces: Sequence[Trace]) -> None:
-    """A file of traces in place of what is there; none where there are no traces."""
+    """Replace a file of traces; delete it if there are no traces."""
     if not traces:
         path.unlink(missing_ok=True)
         return
@@ -255,7 +254,7 @@ def write_traces(path: Path, traces: Sequence[Trace]) -> None:
 
 
 def table(record: RebaseRecord) -> str:
-    """Step by step what was used again, and why no more; then in sentences."""
+    """Table of the steps and their reuse, and the reason why it ends; then sentences."""
     from rich.console import Console
     from rich.table import Table
 
@@ -282,7 +281,7 @@ _SAID: dict[Use, str] = {
 
 
 def sentences(record: RebaseRecord) -> list[str]:
-    """What was used again, what that saved, and why no more."""
+    """Sentences on what was reused, what that saved, and why it ended."""
     tried, changed = record.evaluations_judged, record.evaluations_changed
     evaluations = [f"evaluations: {tried:,} rollouts judged again, {changed:,} changed"]
     total = sum(one.tokens for one in record.steps)
@@ -291,26 +290,26 @@ def sentences(record: RebaseRecord) -> list[str]:
     if record.evaluations_set_aside:
         evaluations.append(
             f"{record.evaluations_set_aside:,} rollouts of evaluations after step "
-            f"{record.first_changed - 1} were of other weights and are in set_aside/"
+            f"{record.first_changed - 1} belong to other weights and are in set_aside/"
         )
     used = record.tokens("kept", "again")
     lines = [
         f"the first step in which a reward changed: {record.first_changed}",
         *evaluations,
         f"not sampled again: {used:,} of {total:,} tokens ({used / max(1, total):.0%}), "
-        f"{record.tokens('kept'):,} of steps that are kept and {record.tokens('again'):,} of steps "
+        f"{record.tokens('kept'):,} of kept steps and {record.tokens('again'):,} of steps "
         "that are trained again",
     ]
     if record.ended is not None:
         share = record.of_step(record.ended).effective_capped
-        worth = f"before step {record.ended} the tokens that were recorded for it were worth "
+        worth = f"before step {record.ended} the tokens recorded for it were worth "
         worth += "nothing" if share is None else f"{share:.3f} of theirs to the current weights"
         why = f"{worth}, less than {record.min_effective_samples:g} (--min-effective-samples)"
         if share is None or share >= record.min_effective_samples:
             why = f"these are {record.max_reused:.0%} of the steps (--max-reused); {worth}"
         aside = sum(one.rollouts for one in record.steps if one.use == "anew")
         lines.append(
-            f"no more, since {why}: {aside:,} rollouts, {record.tokens('anew'):,} tokens, are in "
-            "set_aside/"
+            f"the rest is not reused because {why}: {aside:,} rollouts, "
+            f"{record.tokens('anew'):,} tokens, are in set_aside/"
         )
     return lines
