@@ -115,15 +115,15 @@ def test_what_a_machine_lacks_is_named_before_anything_starts(poor, agent):
             require_alike(needed, alive())
         lines = str(caught.value).splitlines()[1:]
         assert all(line.startswith("- 10.77.0.3: ") for line in lines)
-        assert f"{poor.shared / 'run'} is not the folder that it is here" in lines[0]
-        assert "set checkpoint_root_dir to a disk that every machine sees" in lines[0]
-        assert "trinity-rft 0.6.0 is here, and there is none of it" in lines[1]
-        assert f"model.model_path is {TINY}, which is not there" in lines[2]
+        assert f"{poor.shared / 'run'} is not the same folder as here" in lines[0]
+        assert "set checkpoint_root_dir to a disk that every machine mounts" in lines[0]
+        assert "trinity-rft 0.6.0 is here, but none of it is there" in lines[1]
+        assert f"model.model_path is {TINY}, which is missing there" in lines[2]
         assert "the judge cannot be loaded" in lines[3]
         assert len(lines) == 4
 
     # A run is refused by the same words, and has started nothing.
-    with pytest.raises(ConfigError, match=r"(?s)10\.77\.0\.3.*is not the folder that it is here"):
+    with pytest.raises(ConfigError, match=r"(?s)10\.77\.0\.3.*is not the same folder as here"):
         tune(agent.workflow, agent.judge, ROWS, backend="trinity", experiment_name="refused",
              overrides=settings(poor))  # fmt: skip
     run_dir = poor.shared / "runs" / "AgentScope" / "refused"
