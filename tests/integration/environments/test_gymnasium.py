@@ -166,7 +166,7 @@ def test_turns_have_a_limit(train):
     [
         ("reset", "workflow_error", "OSError: no board"),
         ("step", "workflow_error", "ValueError: the piece fell"),
-        ("answer", "workflow_error", "returned 'only an observation'; it returns"),
+        ("answer", "workflow_error", "returned 'only an observation'; it must return"),
         ("nan", "invalid_reward", "nan"),
         ("hangs", "timeout", "no result within"),
     ],
