@@ -126,6 +126,7 @@ def test_code_of_every_page_is_run():
     assert all((ROOT / test).is_file() for test in ELSEWHERE.values())
 
 
+@pytest.mark.learning
 @pytest.mark.parametrize(
     ("page", "script"),
     [(page, "\n".join(code(page))) for page in WHOLE]

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qw
 from tests.engines.models import change_weights, generate_all, until
 from tests.engines.test_tiny_math import PATH as TINY_MATH
 from tests.gateway.toy import ids_of, text_of, tokenizer
+from tests.kit.examples import few
 from tuner.engines import EngineError, SamplingParams
 from tuner.engines.grammar import Grammars, GrammarState, unpacked
 from tuner.engines.grammar_text import GrammarError
@@ -340,7 +341,10 @@ schemas = st.recursive(leaves, containers, max_leaves=4)
 
 
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+    max_examples=few(40),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=True,
 )
 @given(schemas, st.integers(0, 2**32))
 def test_whatever_the_schema_a_completion_that_stopped_is_valid(schema: dict, seed: int) -> None:

@@ -11,6 +11,8 @@ from tests import forked
 from tests.chat_server import chat_server
 from tests.tools.prompts.dashscope_server import dashscope_server
 
+pytestmark = pytest.mark.learning
+
 pytest.importorskip("agentscope.model")
 
 EXAMPLES = Path(__file__).with_name("agentscope_examples")
