@@ -60,7 +60,7 @@ def loggers():
 
 @pytest.fixture(scope="session")
 def random_model_path(tmp_path_factory) -> Path:
-    """A Hugging Face folder: 60k random parameters, ChatML, one token per byte."""
+    """A Hugging Face folder: one layer of random parameters, ChatML, one token per byte."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -74,7 +74,7 @@ def random_model_path(tmp_path_factory) -> Path:
         vocab_size=len(spoken),
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
