@@ -14,12 +14,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from tests.engines.models import change_weights, generate_all, until
 from tests.engines.test_tiny_math import PATH as TINY_MATH
 from tests.gateway.toy import ids_of, text_of, tokenizer
 from tests.kit.examples import few
+from tests.kit.models import tiny_qwen3
 from tuner.engines import EngineError, SamplingParams
 from tuner.engines.grammar import Grammars, GrammarState, unpacked
 from tuner.engines.grammar_text import GrammarError
@@ -32,22 +33,9 @@ END = tokenizer().eos_token_id
 
 
 def make_model() -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        initializer_range=0.1,
-    )
-    model = Qwen3ForCausalLM(config)
+    model = tiny_qwen3(VOCABULARY, max_position_embeddings=512)
     model.generation_config.eos_token_id = None
-    return model.eval()
+    return model
 
 
 def make_engine(**options) -> TransformersEngine:

@@ -9,6 +9,7 @@ import os
 import random
 import signal
 
+from tests.kit.agents import answer
 from tuner.config.load import load_config
 from tuner.loop import run_local
 from tuner.runs import console as base
@@ -45,18 +46,10 @@ def config(model, root, *overrides, name="run"):
     )
 
 
-async def ask(model, text):
-    messages = [{"role": "user", "content": text}]
-    completion = await model.client.chat.completions.create(
-        model=model.model_name, messages=messages
-    )
-    return completion.choices[0].message.content or ""
-
-
 async def workflow(task, model):
-    text = await ask(model, task["question"])
+    text = await answer(model, task["question"])
     if random.random() < 0.3:  # some rollouts make a second call
-        text += await ask(model, text)
+        text += await answer(model, text)
     return WorkflowOutput(response=text)
 
 
@@ -82,10 +75,7 @@ async def talk(task, model):
     messages = [{"role": "user", "content": task["question"]}]
     text = ""
     for _ in range(random.randint(2, 4)):
-        completion = await model.client.chat.completions.create(
-            model=model.model_name, messages=messages
-        )
-        text = completion.choices[0].message.content or ""
+        text = await answer(model, messages)
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "More."}]
     return WorkflowOutput(response=text)
 

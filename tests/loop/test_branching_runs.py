@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import forked
+from tests.kit.agents import answer
 from tests.loop import runs
 from tuner.errors import ConfigError, TunerError
 from tuner.loop import run_local
@@ -45,12 +46,9 @@ async def repeatable(task, model):
     messages = [{"role": "user", "content": task["question"]}]
     texts = []
     while not texts or len(texts) < 2 + len(texts[0]) % 3:
-        completion = await model.client.chat.completions.create(
-            model=model.model_name, messages=messages
-        )
-        texts.append(completion.choices[0].message.content or "")
-        answer = {"role": "assistant", "content": texts[-1]}
-        messages += [answer, {"role": "user", "content": "More."}]
+        texts.append(await answer(model, messages))
+        said = {"role": "assistant", "content": texts[-1]}
+        messages += [said, {"role": "user", "content": "More."}]
     return WorkflowOutput(response=texts[-1])
 
 

@@ -27,7 +27,7 @@ class Scripted:
         return self.steps[min(count // ROLLOUTS, len(self.steps) - 1)]
 
     async def workflow(self, task, model):
-        text = await runs.ask(model, task["question"])
+        text = await runs.answer(model, task["question"])
         if task["question"].startswith("train"):
             self.begun += 1
             if self.of(self.begun - 1) is None:

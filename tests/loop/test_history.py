@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from tests.kit.agents import answer
 from tests.loop.test_recorded import TEST, TINY_MATH, problems, solve
 from tuner import AlgorithmConfig, TunerModelConfig, WorkflowOutput, tune
 from tuner.cli import app
@@ -126,10 +127,7 @@ def small(random_model_path, tmp_path_factory) -> TuneResult:
 
 
 async def letters(task, model):
-    answer = await model.client.chat.completions.create(
-        model=model.model_name, messages=[{"role": "user", "content": task["question"]}]
-    )
-    text = answer.choices[0].message.content or ""
+    text = await answer(model, task["question"])
     return WorkflowOutput(response=text, reward=sum(map(ord, text)) % 7 / 7)
 
 

@@ -18,7 +18,7 @@ from tuner.tune import leave_report
 async def stubborn(task, model, *, asked):
     while True:
         with contextlib.suppress(BaseException):
-            await runs.ask(model, "hi")
+            await runs.answer(model, "hi")
         asked.touch()
 
 
@@ -77,7 +77,7 @@ def interrupted_in_a_notebook(model, root, asked):
 
 
 async def asking(task, model, *, asked):
-    await runs.ask(model, task["question"])
+    await runs.answer(model, task["question"])
     asked.touch()
     return WorkflowOutput(response="r")
 

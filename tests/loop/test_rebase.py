@@ -334,7 +334,7 @@ def test_a_judge_of_groups_sees_the_groups_again(random_model_path, tmp_path):
 
 
 async def asking(task, response, auxiliary_models):
-    said = await runs.ask(auxiliary_models["helper"], response + "?")
+    said = await runs.answer(auxiliary_models["helper"], response + "?")
     return await runs.judge(task, said)
 
 
@@ -439,7 +439,7 @@ def test_rollouts_that_went_on_by_what_the_judge_said_are_refused(mistaken, tmp_
 
 def test_a_run_without_a_judge_is_refused(random_model_path, tmp_path):
     async def scored(task, model):
-        return WorkflowOutput(reward=len(await runs.ask(model, task["question"])) % 3)
+        return WorkflowOutput(reward=len(await runs.answer(model, task["question"])) % 3)
 
     run = tune(
         runs.config(random_model_path, tmp_path, "buffer.total_steps=1"),

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from tests import forked
+from tests.kit.agents import answer
 from tests.loop import recorded_runs
 from tuner import AlgorithmConfig, TunerModelConfig, WorkflowOutput, tune
 from tuner.cli import app
@@ -48,10 +49,7 @@ def worked(work, answer):
 
 
 async def solve(task, model):
-    answer = await model.client.chat.completions.create(
-        model=model.model_name, messages=prompt(task["question"])
-    )
-    text = answer.choices[0].message.content or ""
+    text = await answer(model, prompt(task["question"]))
     return WorkflowOutput(response=text, reward=float(f"is {task['answer']}." in text))
 
 

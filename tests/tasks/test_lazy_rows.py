@@ -6,6 +6,7 @@ import os
 import datasets
 import pytest
 
+from tests.kit.agents import answer
 from tuner import Dataset, WorkflowOutput, tune
 from tuner.errors import DatasetError
 from tuner.runs.record import fingerprint_of
@@ -118,10 +119,7 @@ def test_a_stream_is_read_once_for_rows_that_lie_near_each_other(monkeypatch):
 
 
 async def workflow(task, model):
-    answer = await model.client.chat.completions.create(
-        model=model.model_name, messages=[{"role": "user", "content": task["question"]}]
-    )
-    said = answer.choices[0].message.content or ""
+    said = await answer(model, task["question"])
     return WorkflowOutput(reward=float(sum(map(ord, said)) % 17))
 
 

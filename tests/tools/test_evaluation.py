@@ -17,7 +17,7 @@ TASKS = [{"question": f"question {i}"} for i in range(3)]
 
 
 async def one_question(task, model):
-    return tuner.WorkflowOutput(response=await runs.ask(model, task["question"]))
+    return tuner.WorkflowOutput(response=await runs.answer(model, task["question"]))
 
 
 async def breaks_on_one(task, model):

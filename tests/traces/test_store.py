@@ -261,3 +261,11 @@ def test_lines_about_one_attempt_are_one_trace_and_the_last_counts(tmp_path):
     for one in (first, trace(0, 1, []), dataclasses.replace(first, final=True)):
         store.append(one)
     assert [(t.id.rollout, t.final) for t in store.read("train", 1)] == [(1, True), (0, True)]
+
+
+@pytest.mark.parametrize(("prompt", "completion"), [([1, 5], [2]), ([1], [5])])
+def test_a_token_that_the_model_does_not_have_is_named(prompt, completion, tmp_path):
+    TraceStore(tmp_path).append(trace(0, 0, [call("a", prompt, completion, [-1.0])]))
+    with pytest.raises(TunerError, match=r"token id 5, and the model has 5 tokens"):
+        TraceStore(tmp_path, vocabulary=5).read("train", 1)
+    assert len(TraceStore(tmp_path, vocabulary=6).read("train", 1)) == 1
