@@ -94,6 +94,16 @@ def test_tokens_that_may_follow_are_those_of_the_form_and_the_end_only_where_it_
     assert may_follow('start: "a" "b"?', "a") == {b, END}
 
 
+def test_a_token_that_may_not_follow_is_refused_by_its_id() -> None:
+    a, d = ids_of("ad")
+    state = grammars().start(ONE_OF_THREE)
+    state.advance(a)
+    with pytest.raises(GrammarError, match=rf"token {a} may not follow"):
+        state.advance(a)
+    with pytest.raises(GrammarError, match=rf"token {d} may not follow"):
+        grammars().start(ONE_OF_THREE).advance(d)
+
+
 def test_of_several_end_tokens_each_may_end_it_and_nothing_else() -> None:
     ends = {END, tokenizer().pad_token_id}
     assert may_follow('start: "a"', "a", of=Grammars(tokenizer(), ends)) == ends

@@ -53,12 +53,13 @@ class Marked(Environment):
             self._mark = None
 
 
-def test_each_worker_closes_the_environment_that_it_played_in(tmp_path):
+def test_each_worker_closes_the_environment_that_it_played_in(random_model_path, tmp_path):
     folder = tmp_path / "open"
     folder.mkdir()
     result = tune(
         environment=Marked(folder),
         overrides=[
+            f"model.model_path={random_model_path}",
             "tuner.workers=2",
             "buffer.batch_size=4",
             "buffer.total_steps=1",
