@@ -51,8 +51,9 @@ def test_rows_that_stay_on_disk_are_those_that_are_read_at_once(
         assert rows[3:9:2] == ROWS[3:9:2]
         assert rows[-1] == ROWS[-1]
         assert fingerprint_of(rows) == fingerprint_of(at_once)
-        with pytest.raises(IndexError):
-            rows[50]
+        for beyond in (50, -51):
+            with pytest.raises(IndexError):
+                rows[beyond]
     assert Dataset(path=str(lines)).preview(2) == ROWS[:2]
 
 
