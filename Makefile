@@ -232,6 +232,7 @@ docs: $(VENV9)/.installed
 bench: $(VENV)/.installed-dev $(VENV)/.installed-real $(VENV5)/.installed .venv-litellm/bin/litellm
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt trl reasoning-gym
 	for benchmark in benchmarks/[a-z]*.py; do $(BIN)/python $$benchmark || exit 1; done
+	$(BIN)/python -m docs.tables
 
 # SLICE=2 runs one of them. With GPU_PYTHON=python3 nothing is installed: PyTorch, transformers and
 # the few packages that all of it imports must be there, and what else is missing is skipped by name.

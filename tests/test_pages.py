@@ -154,8 +154,8 @@ def test_functions_of_a_page_are_those_of_a_run(name, judge, random_model_path, 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="the page's program is curl")
 def test_a_program_that_is_not_python_is_trained(tmp_path):
-    (program,) = blocks("not_python.md", "bash", "tests/test_pages.py")
-    (script,) = blocks("not_python.md", "python", "tests/test_pages.py")
+    (program,) = blocks("agents.md", "bash", "tests/test_pages.py")
+    (script,) = blocks("agents.md", "python", "tests/test_pages.py")
     (tmp_path / "agent.sh").write_text(program)
     (tmp_path / "main.py").write_text(script)
     printed = forked.script(tmp_path / "main.py")

@@ -12,13 +12,9 @@ from tests.pages import blocks
 from tuner.environments import Program
 
 ROOT = Path(__file__).parents[3]
-(OPENENV,) = [one for one in blocks("environments.md", "python") if "OpenEnv(" in one]
-(TRL,) = [one for one in blocks("environments.md", "python") if "GRPOTrainer(" in one]
-(PROGRAM,) = [one for one in blocks("environments.md", "python") if "Program(" in one]
-
-
-def test_all_of_it_is_here():
-    assert {OPENENV, TRL, PROGRAM} == set(blocks("environments.md", "python"))
+OPENENV, TRL, PROGRAM = blocks(
+    "environments.md", "python", "tests/integration/environments/test_page.py"
+)
 
 
 def test_the_script_of_trl_trains_as_it_stands(tmp_path):
