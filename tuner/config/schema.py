@@ -885,8 +885,8 @@ class ModelSection(Section):
     model_path: str = Field(
         default="",
         description="A causal language model: a Hugging Face folder or Hub name, a GGUF file, or "
-        "`package:NAME` ([model paths](models.md#model-paths)). Not set: the tiny model that comes "
-        "with tuner.",
+        "`package:NAME` ([model paths](model_families.md#model-paths)). Not set: the tiny model "
+        "that comes with tuner.",
     )
     critic_model_path: str = Field(
         default="",
