@@ -40,6 +40,16 @@ def test_links_lead_to_files_and_headings_that_are_there(page):
             assert anchor in anchors(linked), f"{page.name}: {target}: there is no such heading"
 
 
+@pytest.mark.parametrize("folder", ["benchmarks", "config.yaml", "examples", "tests", "tuner"])
+def test_pages_that_other_files_name_are_there(folder):
+    """Sentences of errors, comments and notebooks say `docs/serving.md` and the like."""
+    suffixes = {".html", ".ipynb", ".js", ".py", ".yaml"}
+    files = [ROOT / folder, *(ROOT / folder).rglob("*")]
+    for file in (file for file in files if file.suffix in suffixes):
+        for name in re.findall(r"\bdocs/[\w/]+\.(?:md|png)", file.read_text(encoding="utf-8")):
+            assert (ROOT / name).exists(), f"{file}: {name}"
+
+
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
 def test_generated_pages_are_current(page):
     assert page.read_text(encoding="utf-8") == tables.PAGES[page](), "run: python -m docs.tables"
