@@ -1,4 +1,4 @@
-"""vLLM in other processes: those that somebody runs elsewhere, and those that we start."""
+"""Clients of vLLM servers: those that somebody else runs, and those that we start."""
 
 from __future__ import annotations
 
@@ -30,35 +30,36 @@ if TYPE_CHECKING:
     from vllm.distributed.weight_transfer import TrainerWeightTransferEngine, WeightSource
 
 
-# Weights from GPU to GPU, by vLLM's own weight transfer; the trainer's side of it.
+# The trainer's side of vLLM's weight transfer from GPU to GPU.
 #
-# vLLM has a pair of engines for each way: one in its workers, which `VllmCore.transfer` reaches,
-# and one for the trainer, which is used here. The trainer's drives both over a client of four
-# methods; ours sends them to a server of ours, as JSON:
+# vLLM has a pair of transfer engines for each method: one in its workers, which `VllmCore.transfer`
+# calls, and one for the trainer, used here. The trainer's engine drives both through a client of
+# four
+# methods; ours sends them to our server as JSON:
 #
-#     connect            once for each start of the server (NCCL: both join a group)
-#     begin              nothing is served any more
-#     update             ipc: where each tensor lies in the memory of the GPU that both use
-#                        nccl: names and shapes of what is being broadcast meanwhile
-#     finish             served under a new label, with nothing computed by old weights
+#     connect            once per start of the server (NCCL: both join a group)
+#     begin              serving stops
+#     update             ipc: where each tensor lies in the memory of the shared GPU
+#                        nccl: names and shapes of the tensors being broadcast
+#     finish             serving continues under a new label, with nothing cached for old weights
 #
-# Written for GPUs and not run on one: the CPU's tests have the messages, their order and what the
-# workers make of them (tests/integration/vllm/test_direct.py).
+# Written for GPUs and not run on one: the CPU tests cover the messages, their order and the
+# workers' handling of them (tests/integration/vllm/test_direct.py).
 
 
 TransferCall = Callable[[TransferVerb, dict[str, Any]], None]
-"""Has a server do one act of `VllmCore.transfer`."""
+"""Makes a server carry out one step of `VllmCore.transfer`."""
 
 
 @dataclass(frozen=True)
 class TrainerWeights:
-    """The weights that are trained, where they are.
+    """Location of the trained weights.
 
     Attributes:
-        backend: Which of vLLM's engines sends them.
-        tensors: Gives them, by the names of a Hugging Face checkpoint.
+        backend: vLLM's transfer engine to use.
+        tensors: Returns them, by the names of a Hugging Face checkpoint.
         device: The GPU that they are on.
-        workers: vLLM's workers of one server.
+        workers: Number of vLLM workers of one server.
     """
 
     backend: Literal["ipc", "nccl"]
@@ -68,21 +69,21 @@ class TrainerWeights:
 
 
 def transfer_backends() -> frozenset[str]:
-    """The ways from GPU to GPU that the installed vLLM has."""
+    """Transfer methods that the installed vLLM supports."""
     found = set()
     for name in ("ipc", "nccl"):
-        with suppress(ImportError):  # of a package that it is in
+        with suppress(ImportError):  # the parent package may be missing
             if find_spec(f"vllm.distributed.weight_transfer.{name}_engine") is not None:
                 found.add(name)
     return frozenset(found)
 
 
 class DirectSender:
-    """Sends the trainer's weights to one server, as often as they change.
+    """Sends the trainer's weights to one server whenever they change.
 
     Args:
-        weights: What is sent.
-        call: Reaches the server; blocks until it has done its part.
+        weights: The weights to send.
+        call: Calls the server; blocks until it has done its part.
     """
 
     def __init__(self, weights: TrainerWeights, call: TransferCall) -> None:
@@ -91,16 +92,17 @@ class DirectSender:
         self._engine: TrainerWeightTransferEngine[Any] | None = None
 
     def forget(self) -> None:
-        """The server was started anew: nothing is connected to it."""
+        """Drop the connection after the server was restarted."""
         self._engine = None
 
     def send(self, label: str) -> None:
-        """Have the server serve the weights as they are now under `label`.
+        """Make the server serve the current weights as `label`.
 
         Raises:
             EngineLostError: The server died; it can be started from a folder.
-            EngineError: It cannot have them, or died while GPUs were joined (NCCL), after which
-                this process's GPU may wait for it for ever.
+            EngineError: It cannot load them, or died while GPUs were joined (NCCL), after which
+                this
+                process's GPU may wait for it forever.
         """
         self._client.label = label
         try:
@@ -113,8 +115,8 @@ class DirectSender:
             if self._weights.backend == "ipc":
                 raise
             raise EngineError(
-                f"weights broke off between GPUs, and the run cannot go on in this process; start "
-                f"it again, and it goes on from its checkpoint: {error}"
+                f"the transfer of weights between GPUs broke off, and the run cannot continue in "
+                f"this process; start it again to resume from its checkpoint: {error}"
             ) from error
         except EngineError:
             raise
@@ -139,7 +141,7 @@ class DirectSender:
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
         from vllm.utils.network_utils import get_open_port
 
-        # One group for each server, so that one which dies leaves the others' as they are.
+        # One group per server, so that one that dies does not affect the others.
         return NCCLTrainerInitInfo(
             rank=0,
             master_address="127.0.0.1",
@@ -149,15 +151,15 @@ class DirectSender:
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """`device` as the GPU that vLLM's engines take, which is the thread's current one."""
+    """Make `device` the thread's current GPU, which vLLM's engines use."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class _Client:
-    """What vLLM's engines drive a server with (its protocol `VLLMWeightSyncClient`).
+    """Client that vLLM's engines drive (its protocol `VLLMWeightSyncClient`).
 
     Attributes:
-        label: Of the weights that are being sent.
+        label: Label of the weights being sent.
     """
 
     def __init__(self, call: TransferCall) -> None:
