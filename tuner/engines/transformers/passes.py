@@ -1,4 +1,4 @@
-"""One forward pass over rows of keys and values, by the fastest method that is exact for a model."""
+"""One forward pass over rows of keys and values, by the fastest exact method for a model."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ class Rows:
         return (self.length - self.base)[: self.count]
 
     def _in_proportion(self, capacity: int, held: int) -> bool:
-        """Whether a capacity of `capacity` tokens per row is reasonable for `held` tokens in all."""
+        """Whether `capacity` tokens per row is a reasonable capacity for `held` tokens in all."""
         # Rows of equal length never take more, since slots and capacity are doubled.
         return self.cache.slots * capacity <= max(_LITTLE, 4 * held)
 

@@ -21,7 +21,7 @@ _WORTH_THREADS = 5e6
 threads and products of 0.2 to 230 million: 0.4 to 0.9 times the speed of one thread below it,
 0.9 to 1.6 times above."""
 _TURN, _LONG_TURN = 0.0002, 0.02
-"""Seconds in which an idle loop goes round once, and for which a loop waits for a step at a time."""
+"""Seconds of one round of an idle loop, and of one wait of a loop for a step."""
 
 
 class FewThreads:

@@ -202,13 +202,13 @@ _LOG_LINES = 25
 
 
 class VllmServer(RemoteServer):
-    """A server of `tuner.engines.vllm.server` at an address, that somebody else runs.
+    """A server of `tuner.engines.vllm.server` that somebody else runs.
 
     Args:
-        url: As in `http://10.0.0.2:8100`.
-        key: What the server was given as TUNER_ENGINE_KEY.
-        settings: With which it shall run vLLM.
-        trained: Where new weights are taken from once it runs; None: from folders alone.
+        url: For example `http://10.0.0.2:8100`.
+        key: The key that the server got as TUNER_ENGINE_KEY.
+        settings: How the server must run vLLM.
+        trained: Source of new weights once it runs; None: folders only.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class VllmServer(RemoteServer):
         self._settings = asdict(settings)
 
     def start(self, weights: Weights) -> None:
-        """Give it the weights, as soon as it can be reached.
+        """Load the weights as soon as the server can be reached.
 
         Raises:
             EngineLostError: It cannot be reached for five minutes, or dies.
@@ -284,13 +284,13 @@ class VllmServer(RemoteServer):
 
 
 class VllmProcess(VllmServer):
-    """A server that we start on a loopback port, and end when this process ends, however it does.
+    """A server that we start on a loopback port, and that ends with this process in any case.
 
     Args:
-        settings: With which it shall run vLLM.
-        log: What it prints goes there.
-        environment: Variables that it gets besides ours, as CUDA_VISIBLE_DEVICES.
-        trained: Where new weights are taken from once it runs; None: from folders alone.
+        settings: How the server must run vLLM.
+        log: File for its output.
+        environment: Additional variables, for example CUDA_VISIBLE_DEVICES.
+        trained: Source of new weights once it runs; None: folders only.
     """
 
     def __init__(
@@ -308,22 +308,21 @@ class VllmProcess(VllmServer):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
         return f"the vLLM server that logs to {self._log}"
 
     @property
     def pid(self) -> int | None:
-        """Its process, which leads a group of its own; None where it does not run."""
+        """Process id, which is also its group's; None if it does not run."""
         return None if self._process is None else self._process.pid
 
     def start(self, weights: Weights) -> None:
-        """Start a process, in place of the one before; see `TokenServer.start`."""
+        """Start a process in place of the previous one; see `TokenServer.start`."""
         self.stop()
         if self._sender is not None:
             self._sender.forget()
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as door:
             door.bind(("127.0.0.1", 0))
-            # What arrives before the server listens to it waits in the socket's queue.
+            # What arrives before the server listens waits in the socket's queue.
             door.listen(2048)
             self._url = f"http://127.0.0.1:{door.getsockname()[1]}"
             self._clients = WeakKeyDictionary()
@@ -333,7 +332,7 @@ class VllmProcess(VllmServer):
     def load(self, weights: Weights) -> None:
         """See `TokenServer.load`."""
         if self._settings["sleeps"]:
-            torch.cuda.empty_cache()  # what training has freed is vLLM's again
+            torch.cuda.empty_cache()  # vLLM needs the memory that training freed
         super().load(weights)
 
     def sleep(self) -> None:
@@ -341,7 +340,7 @@ class VllmProcess(VllmServer):
         self._ask("/sleep", {})
 
     def serves(self, label: str) -> bool:
-        """No: between us and a process of our own nothing breaks but the process."""
+        """False: only the process itself can fail, not a connection to it."""
         return False
 
     def _launch(self, door: socket.socket) -> subprocess.Popen[bytes]:
@@ -384,7 +383,6 @@ class VllmProcess(VllmServer):
         return EngineLostError(f"{super()._lost(what, error)}{ended}\n{self._tail()}")
 
     def _tail(self) -> str:
-        """The last lines of its log."""
         try:
             lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
