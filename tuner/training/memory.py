@@ -228,7 +228,7 @@ def _norms_queries(model: nn.Module) -> bool:
 
 
 def _adapted_matrices(model: nn.Module) -> Iterator[tuple[str, int, int]]:
-    """For each matrix with a LoRA adapter: the module that it is in, its input's width, the rank."""
+    """For each matrix with a LoRA adapter: its module, its input's width, the rank."""
     for name, module in model.named_modules():
         for adapter in getattr(module, "lora_A", {}).values():
             yield name.rpartition(".")[0], adapter.in_features, adapter.out_features

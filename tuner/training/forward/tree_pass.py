@@ -80,7 +80,7 @@ enough to add little to the paths, enough to be worth copying their keys. A long
 """
 
 RUNS = 16
-"""Keys in at most this many runs of consecutive nodes are copied run by run, otherwise one by one."""
+"""Keys in at most this many runs of consecutive nodes are copied by run, others one by one."""
 
 
 class Siblings(NamedTuple):
