@@ -1,4 +1,4 @@
-"""The gateway: finds the session of a key and answers its requests, whichever transport they use."""
+"""The gateway: finds the session of a key and answers its requests, from any transport."""
 
 from __future__ import annotations
 
