@@ -756,7 +756,7 @@ _REPEATED: dict[str, Any] = {
 
 
 def _reasoning_end(choice: Choice) -> int:
-    """End of the reasoning in a choice's text; 0 without reasoning, or if it is in several pieces."""
+    """End of the reasoning in a choice's text; 0 without it, or if it is in several pieces."""
     reasoning = choice.parsed.reasoning
     start = choice.text.find(reasoning) if reasoning else -1
     return start + len(reasoning or "") if start >= 0 else 0
