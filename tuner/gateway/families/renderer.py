@@ -132,7 +132,7 @@ class SpecialTokens:
 
 
 LONG = 16_384
-"""Characters; tokenizing so many takes milliseconds, starting it in another thread a tenth of one."""
+"""Characters; tokenizing as many takes milliseconds, another thread a tenth of one."""
 
 # Pre-tokenizers that lose no character, unless a split is configured to remove its matches.
 _SPLITTING = {"ByteLevel", "Metaspace", "Digits", "Split"}
