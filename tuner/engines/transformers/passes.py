@@ -749,5 +749,5 @@ def rows_agree(model: PreTrainedModel, row_pass: RowPass) -> str | None:
                 # The row's last two tokens remain.
                 prefix = cache.seal(1, None, length - 3, 2)
     except Exception as error:  # a model's own code may do anything with the masks and the cache
-        return f"its forward pass does not take them ({type(error).__name__}: {error})"
+        return f"its forward pass does not support them ({type(error).__name__}: {error})"
     return differ(torch.cat(got), wanted)
