@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests import forked
+from tests.kit import forked
 from tuner import tune
 
 pytestmark = pytest.mark.learning

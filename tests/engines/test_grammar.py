@@ -18,9 +18,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalL
 
 from tests.engines.models import change_weights, generate_all, until
 from tests.engines.test_tiny_math import PATH as TINY_MATH
-from tests.gateway.toy import ids_of, text_of, tokenizer
 from tests.kit.examples import few
 from tests.kit.models import tiny_qwen3
+from tests.kit.toy import ids_of, text_of, tokenizer
 from tuner.engines import EngineError, SamplingParams
 from tuner.engines.grammar import Grammars, GrammarState, unpacked
 from tuner.engines.grammar_text import GrammarError

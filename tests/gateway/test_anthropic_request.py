@@ -13,8 +13,8 @@ from anthropic.types.beta import message_create_params as beta_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.gateway.toy import StubEngine, gateway_of
 from tests.kit.examples import few
+from tests.kit.toy import StubEngine, gateway_of
 from tuner.gateway import Gateway
 from tuner.gateway.app import StreamReply
 from tuner.gateway.dialects.anthropic import COUNT_FIELDS, MESSAGES_FIELDS

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from tests.engines.models import until
-from tests.gateway.toy import (
+from tests.kit.toy import (
     ADD_TOOL,
     TEMPLATE,
     StubEngine,

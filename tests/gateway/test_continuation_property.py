@@ -25,8 +25,8 @@ from tests.gateway.drift import (
     path,
     rendered,
 )
-from tests.gateway.toy import ADD_TOOL
 from tests.kit.examples import few
+from tests.kit.toy import ADD_TOOL
 
 pytestmark = pytest.mark.usefixtures("vocabulary")
 _PIECES = st.sampled_from(

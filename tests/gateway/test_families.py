@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.gateway.drift import USER, Scripted, ask, continues, path
 from tests.gateway.families import DEEPSEEK, FAMILIES, TEMPLATES, Family, texts, turn
-from tests.gateway.toy import ADD_TOOL, TEMPLATE, tokenizer
 from tests.kit.examples import few
+from tests.kit.toy import ADD_TOOL, TEMPLATE, tokenizer
 from tuner.errors import ConfigError
 from tuner.gateway import ChatRenderer, Gateway
 from tuner.gateway.families.parsing import TOOL_CALL_PARSERS, ParsedToolCall

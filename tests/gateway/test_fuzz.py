@@ -17,8 +17,8 @@ import pytest
 from tests.engines.models import until
 from tests.gateway.fuzzing import BODIES, body_of
 from tests.gateway.test_recording_property import Ledger
-from tests.gateway.toy import gateway_of, tokenizer
 from tests.kit.examples import few
+from tests.kit.toy import gateway_of, tokenizer
 from tuner.engines.base import Generation, SamplingParams, TokenSink
 from tuner.engines.grammar import Grammars
 from tuner.gateway import Gateway, Session

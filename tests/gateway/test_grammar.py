@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tests.engines.test_grammar import END, VOCABULARY, allowed, make_engine
 from tests.gateway.test_request import USER, anything, send
-from tests.gateway.toy import StubEngine, gateway_of, ids_of, tokenizer
 from tests.kit.examples import few
+from tests.kit.toy import StubEngine, gateway_of, ids_of, tokenizer
 from tuner.engines import Generation
 from tuner.engines.grammar import Grammars, GrammarState, unpacked
 from tuner.engines.grammar_text import GrammarError

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from tests.engines.models import until
-from tests.gateway.toy import StubEngine, gateway_of
+from tests.kit.toy import StubEngine, gateway_of
 from tuner.gateway import http as door
 
 USER = [{"role": "user", "content": "hi"}]

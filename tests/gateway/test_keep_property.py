@@ -25,8 +25,8 @@ from tests.gateway.drift import (
 )
 from tests.gateway.test_continuation_property import _SAMPLED, _sample
 from tests.gateway.test_keep_reasoning import ALL, OPENED, OPENED_OBEDIENT, RESULT, bare, one_path
-from tests.gateway.toy import ADD_TOOL
 from tests.kit.examples import few
+from tests.kit.toy import ADD_TOOL
 from tuner.gateway import ChatRenderer
 
 pytestmark = pytest.mark.usefixtures("vocabulary")

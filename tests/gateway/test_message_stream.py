@@ -14,8 +14,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tests.gateway.families import FAMILIES, Family, texts
 from tests.gateway.qwen import qwen
-from tests.gateway.toy import ADD_TOOL, ids_of, tokenizer
 from tests.kit.examples import few
+from tests.kit.toy import ADD_TOOL, ids_of, tokenizer
 from tuner.gateway import ChatRenderer
 from tuner.gateway.completion import MessageStream, TextStream
 from tuner.gateway.families.parsing import Delta, ParsedMessage, joined

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.chat_server import chat_server
 from tests.gateway.again import recorded, seen
 from tests.gateway.test_recording_property import MOVES, Agent, Ledger
 from tests.gateway.test_script import BODIES, TEXT, asked, posted
-from tests.gateway.toy import ADD_TOOL, StubEngine, gateway_of
+from tests.kit.chat_server import chat_server
 from tests.kit.examples import few
+from tests.kit.toy import ADD_TOOL, StubEngine, gateway_of
 from tuner.errors import TunerError
 from tuner.gateway import Session
 from tuner.gateway.playback import MessageScript, Playback

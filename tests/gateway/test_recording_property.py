@@ -14,8 +14,8 @@ import openai
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.gateway.toy import ADD_TOOL, StubEngine, gateway_of, ids_of, text_of
 from tests.kit.examples import few
+from tests.kit.toy import ADD_TOOL, StubEngine, gateway_of, ids_of, text_of
 from tuner.engines.base import Generation, SamplingParams, TokenSink
 from tuner.gateway import Gateway, Session
 from tuner.traces import Call, Outcome, RolloutId, TokenTree, Trace

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import completion_create_params
 
-from tests.gateway.toy import ADD_TOOL, StubEngine, gateway_of, tokenizer
 from tests.kit.examples import few
+from tests.kit.toy import ADD_TOOL, StubEngine, gateway_of, tokenizer
 from tuner.gateway.app import Gateway
 from tuner.gateway.dialects.chat import CHAT_FIELDS
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.responses import response_create_params
 
-from tests.gateway.toy import StubEngine, gateway_of, text_of
 from tests.kit.examples import few
+from tests.kit.toy import StubEngine, gateway_of, text_of
 from tuner.gateway import Gateway, Session
 from tuner.gateway.app import Reply
 from tuner.gateway.dialects.responses import RESPONSES_FIELDS

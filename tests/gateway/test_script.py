@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from tests.gateway.again import recorded, without_seed
 from tests.gateway.test_recording_property import MOVES, Agent, Ledger
-from tests.gateway.toy import ADD_TOOL, StubEngine, gateway_of, ids_of
 from tests.kit.examples import few
+from tests.kit.toy import ADD_TOOL, StubEngine, gateway_of, ids_of
 from tuner.engines.base import SamplingParams
 from tuner.errors import TunerError
 from tuner.gateway import Gateway, Session, SessionLimits

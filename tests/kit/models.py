@@ -27,7 +27,7 @@ def tiny_qwen3(vocabulary: int, *, seed: int = 0, **shape: Any) -> Qwen3ForCausa
 
 def save_chat_model(path: Path, **shape: Any) -> Path:
     """A Hugging Face folder: random parameters, ChatML, one token per byte."""
-    from tests.gateway.toy import TEMPLATE, tokenizer
+    from tests.kit.toy import TEMPLATE, tokenizer
 
     spoken = tokenizer()
     spoken.chat_template = TEMPLATE

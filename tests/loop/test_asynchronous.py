@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import forked
-from tests.loop import async_runs, runs
+from tests.kit import async_runs, forked, runs
 from tuner.engines.transformers.engine import TransformersEngine
 from tuner.errors import FunctionError
 from tuner.gateway import SamplingDefaults

@@ -8,9 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import forked
+from tests.kit import forked, runs
 from tests.kit.agents import answer
-from tests.loop import runs
 from tuner.errors import ConfigError, TunerError
 from tuner.loop import run_local
 from tuner.tasks.functions import JudgeOutput, WorkflowOutput

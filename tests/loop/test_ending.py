@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.loop import runs
+from tests.kit import runs
 from tuner.errors import TrainingError
 from tuner.loop import run_local
 from tuner.runs.result import TuneResult

@@ -7,8 +7,7 @@ import signal
 from functools import partial
 from pathlib import Path
 
-from tests import forked
-from tests.loop import runs
+from tests.kit import forked, runs
 from tuner import AlgorithmConfig, TunerModelConfig, WorkflowOutput, tune
 from tuner.loop import run_local
 from tuner.rollouts import limits

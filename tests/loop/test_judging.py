@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.loop import runs
+from tests.kit import runs
 from tuner import tune as tune_function
 from tuner.errors import FunctionError
 from tuner.loop import run_local

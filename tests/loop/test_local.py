@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.loop import runs
+from tests.kit import runs
 from tuner.config.keys import check_path
 from tuner.errors import ConfigError, FunctionError, ModelLoadError, TrainingError
 from tuner.loop import run_local

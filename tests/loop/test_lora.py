@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from tests.engines.models import make_model
-from tests.loop import runs
+from tests.kit import runs
 from tests.loop.test_resume import without_times
 from tests.training.lora import change_adapter
 from tuner import tune

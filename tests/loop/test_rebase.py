@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import forked
-from tests.loop import async_runs, runs
+from tests.kit import async_runs, forked, runs
 from tests.loop.test_resume import without_times
 from tuner import rebase
 from tuner.errors import ConfigError, FunctionError, TrainingError, TunerError

@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from tests import forked
+from tests.kit import forked, recorded_runs
 from tests.kit.agents import answer
-from tests.loop import recorded_runs
 from tuner import AlgorithmConfig, TunerModelConfig, WorkflowOutput, tune
 from tuner.cli import app
 from tuner.errors import ConfigError, DatasetError, FunctionError

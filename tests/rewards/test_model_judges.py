@@ -13,8 +13,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.builders import logged
-from tests.chat_server import Refusal, chat_server
+from tests.kit.builders import logged
+from tests.kit.chat_server import Refusal, chat_server
 from tests.pages import blocks
 from tuner.config import RemoteModel
 from tuner.engines.transformers.engine import TransformersEngine

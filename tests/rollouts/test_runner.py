@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
+from tests.kit.clock import jump
 from tests.rewards import functions
-from tests.rollouts.clock import jump
 from tuner.errors import FunctionError, TrainingError
 from tuner.gateway import SamplingDefaults
 from tuner.rewards import in_process

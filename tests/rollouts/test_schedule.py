@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.kit.clock import simulate
 from tests.kit.examples import few
-from tests.rollouts.clock import simulate
 from tuner.rollouts.groups import Schedule, admissible, in_time
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
 from tests.tools.viewer.stored import store_run
 from tuner.config.schema import HistorySection
 from tuner.errors import ConfigError, DatasetError

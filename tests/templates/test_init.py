@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
+from tests.kit import forked
 from tests.test_command_line import said
 from tuner import templates
 from tuner.cli import functions_of

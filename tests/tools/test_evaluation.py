@@ -7,8 +7,8 @@ from statistics import fmean
 import pytest
 
 import tuner
-from tests.builders import trace
-from tests.loop import runs
+from tests.kit import runs
+from tests.kit.builders import trace
 from tuner.errors import ConfigError, DatasetError, TunerError
 from tuner.tools.evaluate import scores_of
 from tuner.traces import Outcome, read_traces

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
 from tests.kit.examples import few
 from tests.traces.agents import rollouts
 from tuner.engines import SamplingParams

@@ -7,7 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 
-from tests.builders import call
+from tests.kit.builders import call
 from tests.kit.examples import few
 from tests.traces.agents import batches
 from tuner.traces import successors

@@ -6,8 +6,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from tests.builders import call, trace
 from tests.engines.models import prompt
+from tests.kit.builders import call, trace
 from tests.training.exact import model_of as model_of_kind
 from tests.training.lora import wrapped
 from tuner.engines.transformers.passes import causal_model

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
 from tests.kit.models import tiny_qwen3
 from tests.training.test_trainer import gradient_of, random_batch, tiny_model
 from tuner.config import load_config

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
 from tests.training.test_trainer import random_batch, tiny_model
 from tuner.config.algorithms import KLPenalty
 from tuner.errors import TrainingError

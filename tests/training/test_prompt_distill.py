@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.builders import call
+from tests.kit.builders import call
 from tests.training.lora import change_adapter, wrapped
 from tests.training.test_trainer import random_batch, tiny_model
 from tuner.config.algorithms import DistillAdvantage

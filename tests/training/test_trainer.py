@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
 from tests.kit.models import tiny_qwen3
 from tuner.config.algorithms import EntropyLoss, KLLoss
 from tuner.errors import TrainingError

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
-from tests.chat_server import Refusal, chat_server
-from tests.loop import runs
+from tests.kit import forked, runs
+from tests.kit.chat_server import Refusal, chat_server
 from tests.pages import blocks
 from tuner import (
     ConfigError,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
-from tests.chat_server import Refusal, chat_server
+from tests.kit import forked
+from tests.kit.chat_server import Refusal, chat_server
 from tests.pages import blocks
 from tuner import (
     ConfigError,

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from tests.loop import runs
+from tests.kit import runs
 from tuner.loop import run_local
 from tuner.runs import directory as run_directory
 from tuner.tasks.functions import WorkflowOutput
