@@ -265,7 +265,7 @@ MODES = {
 
 @pytest.mark.parametrize(
     "mode",
-    [*("lora", "tree"), *(pytest.param(m, marks=pytest.mark.learning) for m in ("best", "ppo"))],
+    ["lora", *(pytest.param(m, marks=pytest.mark.learning) for m in ("best", "ppo", "tree"))],
 )
 def test_other_kinds_of_runs_go_on_from_their_samples(mode, random_model_path, tmp_path):
     """With the same judge to the same bits, with another from what was recorded alone."""

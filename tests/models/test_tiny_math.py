@@ -116,6 +116,7 @@ def test_model_is_small_and_in_float32() -> None:
     assert "auto_map" not in config
 
 
+@pytest.mark.learning
 def test_model_starts_between_terse_and_worked(tokenizer: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(MODEL)
     problems = make_data.make_splits()["test"]
