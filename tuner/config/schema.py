@@ -994,8 +994,8 @@ class HistorySection(Section):
     sources: Names = Field(
         default=(),
         description="Run directories, files of traces, folders of them, a server's "
-        "`serving.sqlite`, or logs without tokens ([recorded data](recorded_data.md)). `tuner train` "
-        "sets it.",
+        "`serving.sqlite`, or logs without tokens ([recorded data](recorded_data.md)). "
+        "`tuner train` sets it.",
     )
     held_out: float = Field(
         default=0.0,
@@ -1071,8 +1071,8 @@ class HistorySection(Section):
         ge=0,
         le=1,
         description="The run stops before an update for which the tokens are worth a smaller share "
-        "of as many new ones ([recorded data](recorded_data.md#how-far-the-weights-may-go)); 0: never. "
-        "Not for sft and dpo.",
+        "of as many new ones ([recorded data](recorded_data.md#how-far-the-weights-may-go)); 0: "
+        "never. Not for sft and dpo.",
     )
 
     @field_validator("after", "before")
