@@ -283,7 +283,7 @@ def test_what_cannot_judge_is_refused_when_it_is_made(monkeypatch):
     elsewhere = RemoteModel(base_url="http://a/v1", model_name="m", api_key_env="NO_SUCH_KEY")
     with pytest.raises(ConfigError, match="'NO_SUCH_KEY': this environment variable is not set"):
         ruler(model=elsewhere)
-    with pytest.raises(ValueError, match="the lowest score comes first"):
+    with pytest.raises(ValueError, match="lowest < highest"):
         llm_judge(rubric="", model="m", scale=(1, 0))
     with pytest.raises(ValueError, match="must be above 0"):
         ruler(model="m", tries=0)

@@ -36,7 +36,7 @@ from tuner.tools.viewer.reader import served
         ("buffer.batch_size=1", "batch_size"),
         ("tuner.algorithm.proximal=loglinear", "loglinear"),
         ("tuner.deterministic=true", "deterministic"),
-        ("tuner.tasks.selector={}", "draws tasks, and sessions are begun by users"),
+        ("tuner.tasks.selector={}", "draws tasks, but users start sessions"),
         ("tuner.serving.promotion.by=held_out", "eval_tasksets"),
     ],
 )
