@@ -10,7 +10,7 @@ from tests.tools.viewer.stored import read_data, store_run
 from tuner.errors import TunerError
 from tuner.tasks.functions import JudgeOutput
 from tuner.tools.viewer import RunReader, write_report
-from tuner.tools.viewer.facts import Tally, row, tallies, tool_uses
+from tuner.tools.viewer.index import Tally, row, tallies, tool_uses
 from tuner.tools.viewer.queries import Wanted, count, find, summary, tree
 from tuner.tools.viewer.replay import replay
 from tuner.traces import Origin, Outcome, RolloutId

@@ -1,7 +1,6 @@
 """Looking at a run: a page that follows it, the same page as a file, traces judged anew."""
 
-from tuner.tools.viewer.page import write_report
-from tuner.tools.viewer.reader import RunReader
+from tuner.tools.viewer.page import RunReader, write_report
 from tuner.tools.viewer.replay import replay
 
 __all__ = ["RunReader", "replay", "write_report"]

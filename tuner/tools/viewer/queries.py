@@ -8,9 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tuner.errors import TunerError
-from tuner.tools.viewer.database import SUMS
-from tuner.tools.viewer.facts import Json, TraceRow, folded
-from tuner.tools.viewer.index import TraceIndex
+from tuner.tools.viewer.index import SUMS, Json, TraceIndex, TraceRow, folded
 from tuner.traces import RolloutId
 from tuner.training.forks import Point, point_values, resolved, trunk_of
 

@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from tuner.errors import TunerError
 from tuner.runs.estimates import check_is_run, differing_settings, find_runs, is_run, read_run
-from tuner.tools.viewer.page import page
+from tuner.tools.viewer.page import RunReader, page, to_json
 from tuner.tools.viewer.queries import (
     Wanted,
     changes,
@@ -28,7 +28,6 @@ from tuner.tools.viewer.queries import (
     summary,
     tasks_over_time,
 )
-from tuner.tools.viewer.reader import RunReader, to_json
 
 # Rows of one answer: more than a screen shows of a list.
 ROWS = 200
