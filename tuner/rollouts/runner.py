@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from tuner.errors import FunctionError, RewardError, RewardTimeout, WorkerError
 from tuner.gateway import Gateway, SamplingDefaults, Session, SessionLimits
@@ -93,8 +93,8 @@ class Attempt:
     origin: Origin | None = None
     started: float = field(default_factory=time.time)
 
-    def check_reward(self, *, judged: bool, needed: bool) -> None:
-        """Whether there is one that can be trained.
+    def check_reward(self, *, needed: bool) -> None:
+        """Refuse a missing reward, and mark one that is not finite; a judge's has been checked.
 
         Raises:
             FunctionError: There is none, and nobody is left to give one.
@@ -102,15 +102,12 @@ class Attempt:
         if self.reward is None:
             if not needed:
                 return
-            # `as_judge_output` refuses a judge without a reward, so only the workflow gets here.
             raise FunctionError(
                 "there is no reward: no judge was given and the workflow returned WorkflowOutput("
                 "reward=None); set `reward` in the workflow or pass judge_func"
             )
         if not math.isfinite(self.reward):
-            who = "judge" if judged else "workflow"
-            self.outcome = Outcome.INVALID_REWARD
-            self.error = f"the {who} gave reward {self.reward}; a reward must be a finite number"
+            self.outcome, self.error = Outcome.INVALID_REWARD, not_finite("workflow", self.reward)
 
     def follow(self, again: Again, script: Script) -> None:
         """Note where it began, and whether it left the script before the point."""
@@ -266,11 +263,82 @@ class Here:
 # How a function of the user's failed, as an outcome and in a line for people.
 
 
-class JudgeFailure(NamedTuple):
-    """How a judge failed, and what it says."""
+def not_finite(who: str, reward: float) -> str:
+    return f"the {who} gave reward {reward}; a reward must be a finite number"
+
+
+@dataclass(frozen=True)
+class JudgeResult:
+    """A judge's reward for one response, or how it failed to give one.
+
+    Attributes:
+        outcome: The rollout's: completed with a reward.
+        reward: A finite number, or None.
+        metrics, feedback: The judge's; none where it raised.
+        error: One line for people, or None.
+        kind: Class of the error, or "invalid reward".
+    """
 
     outcome: Outcome
-    error: str
+    reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    feedback: str | None = None
+    error: str | None = None
+    kind: str = ""
+
+    @staticmethod
+    def of(output: JudgeOutput) -> JudgeResult:
+        said = output.metrics or {}, output.feedback
+        if math.isfinite(output.reward):
+            return JudgeResult(Outcome.COMPLETED, output.reward, *said)
+        error = not_finite("judge", output.reward)
+        return JudgeResult(Outcome.INVALID_REWARD, None, *said, error, "invalid reward")
+
+    @staticmethod
+    def failed(error: BaseException) -> JudgeResult:
+        described = describe(error, None)
+        return JudgeResult(of_judge(error), error=described, kind=described.partition(":")[0])
+
+    def on(self, trace: Trace) -> Trace:
+        """The trace with this judgement in place of an earlier one, or of none."""
+        finite = {name: value for name, value in self.metrics.items() if math.isfinite(value)}
+        return replace(
+            trace,
+            outcome=self.outcome,
+            error=self.error,
+            reward=self.reward,
+            feedback=self.feedback,
+            metrics={**trace.metrics, **finite},
+        )
+
+
+async def judgements(
+    ask: Callable[[], Awaitable[Sequence[JudgeOutput]]],
+    count: int,
+    *,
+    retries: int,
+    on_failure: Callable[[BaseException, JudgeResult], None] = lambda error, judgement: None,
+) -> list[JudgeResult]:
+    """Judgements of `count` responses; a judge that fails is asked again `retries` times.
+
+    Raises:
+        FunctionError, WorkerError: The judge returned something else than outputs, or no process
+            is left to run it in.
+    """
+    for tries_left in range(retries, -1, -1):
+        try:
+            return [JudgeResult.of(output) for output in await ask()]
+        except (FunctionError, WorkerError):
+            raise
+        except (Exception, asyncio.CancelledError) as error:
+            if being_cancelled():
+                raise
+            failure = JudgeResult.failed(error)
+            if failure.outcome is Outcome.WORKER_DIED:  # with the response
+                break
+            if not tries_left:
+                on_failure(error, failure)
+    return [failure] * count
 
 
 class Elsewhere(Exception):
@@ -546,7 +614,7 @@ class RolloutRunner:
                     state.judge_seconds += time.perf_counter() - started
             if state.outcome is Outcome.COMPLETED:
                 needed = self.settings.needs_reward and not self.judges_groups
-                state.check_reward(judged=self.judge is not None, needed=needed)
+                state.check_reward(needed=needed)
             if state.outcome is not Outcome.COMPLETED or not self._tries_again(state, attempt):
                 return
 
@@ -603,17 +671,19 @@ class RolloutRunner:
             logger.warning("%s: %s", where, described)
 
     async def _run_judge(self, task: dict[str, Any], caller: Caller, state: Attempt) -> None:
-        verdict = await self._verdict(partial(caller.judge, task, state.response))
-        if isinstance(verdict, JudgeFailure):
-            state.outcome, state.error = verdict
-            return
-        state.reward, state.feedback = verdict.reward, verdict.feedback
-        state.metrics |= self.noted(verdict.metrics)
+        async def ask() -> list[JudgeOutput]:
+            return [await caller.judge(task, state.response)]
+
+        (found,) = await self._judgements(ask, 1)
+        if found.outcome in (Outcome.COMPLETED, Outcome.INVALID_REWARD):
+            state.reward, state.feedback = found.reward, found.feedback
+            state.metrics |= found.metrics
+        state.outcome, state.error = found.outcome, found.error
 
     async def judge_group(
         self, task: dict[str, Any], id: RolloutId, responses: Sequence[Any]
-    ) -> list[JudgeOutput] | JudgeFailure:
-        """What the judge says of the responses of a group, in their order.
+    ) -> list[JudgeResult]:
+        """Judgements of the responses of a group, in their order.
 
         Args:
             task: The group's.
@@ -631,29 +701,24 @@ class RolloutRunner:
                     self._calling(session, dict(auxiliary), id) as caller,
                     asyncio.timeout(self.settings.timeout),
                 ):
-                    return await self._verdict(partial(caller.group_judge, task, responses))
+                    ask = partial(caller.group_judge, task, responses)
+                    return await self._judgements(ask, len(responses))
         except TimeoutError:
             took = f"no verdict within {self.settings.timeout:g} s (explorer.max_timeout)"
-            return JudgeFailure(Outcome.JUDGE_TIMEOUT, took)
+            return [JudgeResult(Outcome.JUDGE_TIMEOUT, error=took)] * len(responses)
         finally:
             session.seal()
 
-    async def _verdict(self, ask: Callable[[], Awaitable[T]]) -> T | JudgeFailure:
-        """What a judge says, which is asked again as often as a rollout may be tried again."""
-        for tries_left in range(self.settings.max_retries, -1, -1):
-            try:
-                return await ask()
-            except (FunctionError, WorkerError):
-                raise
-            except (Exception, asyncio.CancelledError) as error:
-                if being_cancelled():
-                    raise
-                failure = JudgeFailure(of_judge(error), describe(error, None))
-                if failure.outcome is Outcome.WORKER_DIED:  # with the response
-                    break
-                if not tries_left:
-                    self._say_where(error, failure.error)
-        return failure
+    async def _judgements(
+        self, ask: Callable[[], Awaitable[Sequence[JudgeOutput]]], count: int
+    ) -> list[JudgeResult]:
+        found = await judgements(
+            ask,
+            count,
+            retries=self.settings.max_retries,
+            on_failure=lambda error, failure: self._say_where(error, failure.error or ""),
+        )
+        return [replace(one, metrics=self.noted(one.metrics)) for one in found]
 
 
 # A group whose rollouts are judged together, once the last of them has ended.
@@ -709,28 +774,10 @@ class Panel:
         responses = [self._ended[id][1] for id in completed]
         found = await self.runner.judge_group(self.task, completed[0], responses)
         seconds = time.perf_counter() - started
-        if isinstance(found, JudgeFailure):
-            outputs: Sequence[JudgeOutput | JudgeFailure] = [found] * len(completed)
-        else:
-            outputs = found
         return {
-            id: self._judged_trace(last[id], output, seconds)
-            for id, output in zip(completed, outputs, strict=True)
+            id: replace(judgement.on(last[id]), seconds={**last[id].seconds, "judge": seconds})
+            for id, judgement in zip(completed, found, strict=True)
         }
-
-    def _judged_trace(
-        self, trace: Trace, output: JudgeOutput | JudgeFailure, seconds: float
-    ) -> Trace:
-        took = {**trace.seconds, "judge": seconds}
-        if isinstance(output, JudgeFailure):
-            outcome, error = output
-            return replace(trace, outcome=outcome, error=error, reward=None, seconds=took)
-        metrics = {**trace.metrics, **self.runner.noted(output.metrics)}
-        given = replace(trace, metrics=metrics, feedback=output.feedback, seconds=took)
-        if math.isfinite(output.reward):
-            return replace(given, reward=output.reward)
-        error = f"the judge gave reward {output.reward}; a reward must be a finite number"
-        return replace(given, outcome=Outcome.INVALID_REWARD, error=error, reward=None)
 
 
 def panels_of(

@@ -16,7 +16,7 @@ from tuner.config.schema import DEFAULT_RANK
 from tuner.config.source import GGUF, PACKAGE, lookup
 from tuner.errors import ConfigError, TunerError
 from tuner.runs.directory import MANIFEST, TRAINER_STATE, read_metrics
-from tuner.tools.evaluate import Candidate, find_candidate
+from tuner.tools.candidates import Candidate, find_candidate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

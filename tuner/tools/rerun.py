@@ -40,7 +40,7 @@ from tuner.tasks.functions import (
     response_text,
 )
 from tuner.tasks.selection import derive_seed, seed_everything
-from tuner.tools.evaluate import Candidate, find_candidate, of_configuration, with_weights
+from tuner.tools.candidates import Candidate, find_candidate, of_configuration, with_weights
 from tuner.tools.recorded_run import RecordedRollout, find_rollout
 from tuner.traces import Call, Outcome
 

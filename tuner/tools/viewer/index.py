@@ -1,7 +1,7 @@
 """Index of a run's traces: a database beside them that answers the page without reading them.
 
 Each line of a file of traces is read once, when it is complete, and leaves a row, its texts, and
-its part of the sums. The database is a cache: where it does not fit the files it is made anew.
+its part of the sums. The database is a cache: where it does not fit the files it is rebuilt.
 """
 
 from __future__ import annotations
@@ -37,21 +37,11 @@ UNREADABLE = "(unreadable call)"
 
 @dataclass(frozen=True)
 class TraceRow:
-    """A trace as a list shows it, and where its line begins.
+    """A trace as a list shows it, and the place of its line.
 
-    Attributes:
-        file: Name of the file in the folder of traces.
-        offset: Byte at which its line starts.
-        size: Bytes of the line.
-        tokens: Sampled tokens.
-        error: The beginning of the error, or None.
-        one_path: Whether it has no branches for certain; False says nothing.
-        within: The rollout of its group that it begins inside of, or None.
-        at_call, at_token: How many of that one's calls, and of the next one's tokens, lie before.
-        diverged: How it left the other rollout before the point that was chosen, or None.
-        asked: The beginning of the task, on one line.
-        answered: The beginning of the workflow's response, or else of the last answer.
-        same: A number that traces of the same task share.
+    `one_path` is True where it has no branches for certain. A rollout that begins `within` another
+    one of its group does so after `at_call` calls and `at_token` tokens of the next. Traces of the
+    same task share the number `same`.
     """
 
     file: str
@@ -87,11 +77,7 @@ class TraceRow:
 
 
 def row(file: str, offset: int, size: int, trace: Json) -> TraceRow:
-    """A stored trace as a list shows it; the texts are to be had from `asked` and `answered`.
-
-    Raises:
-        LookupError, TypeError, ValueError, AttributeError: It is not a trace.
-    """
+    """A stored trace as a list shows it; the texts are to be had from `asked` and `answered`."""
     error, reward = trace["error"], trace["reward"]
     return TraceRow(
         file=file,
@@ -114,7 +100,6 @@ def row(file: str, offset: int, size: int, trace: Json) -> TraceRow:
 
 
 def _begins(stored: Json | None) -> Json:
-    """Where a rollout begins, if inside another one."""
     if stored is None:
         return {}
     origin = Origin(**stored)
@@ -137,7 +122,7 @@ def sampled(call: Json) -> int:
 
 
 def given_back(call: Json) -> bool:
-    """Whether another rollout sampled all of a stored call, and counts it."""
+    """True of a stored call that another rollout sampled, which counts it."""
     return 0 < int(call.get("replayed", 0)) == len(call["completion_ids"])
 
 
@@ -168,17 +153,10 @@ def folded(text: str) -> bytes:
 
 @dataclass
 class Tally:
-    """What the rows of a table add up, of a tool's or a role's calls or of rollouts.
+    """Sums of a table's row: over a tool's or a role's calls, or over rollouts.
 
-    Attributes:
-        n: How many.
-        failures: Of these: tools whose result says that they failed; a role's calls that were cut
-            at the limit of tokens.
-        tokens: Sampled tokens.
-        seconds: How long they took, as far as it is known.
-        timed: Of how many it is known.
-        reward: Sum of the rewards there are.
-        rewarded: Of how many there is one.
+    `failures` are failed results of a tool, or a role's calls that were cut at the limit of tokens;
+    `timed` and `rewarded` count those with known seconds, and with a reward.
     """
 
     n: int = 0
@@ -205,7 +183,7 @@ class Tally:
 
 
 def tallies(trace: Json) -> dict[tuple[str, str], Tally]:
-    """What a final attempt adds to the tables, by ("outcome" | "tool" | "role", name).
+    """Sums that a final attempt adds to, by ("outcome" | "tool" | "role", name).
 
     A call has its own reward or its rollout's; calls without a role are those of "". What another
     rollout sampled adds nothing: it counts there.
@@ -330,7 +308,7 @@ CREATE TEMP TABLE change (asked INTEGER, split, by, PRIMARY KEY (asked, split)) 
 
 
 class Database:
-    """The tables of the index of traces; made anew where those there are do not fit.
+    """The tables of the index of traces; rebuilt where the existing ones do not fit.
 
     A kept database that cannot be opened or written is given up for a temporary one.
 
@@ -422,7 +400,7 @@ class Database:
         _make(self._connection)
 
     def write(self, work: Callable[[], bool]) -> bool:
-        """What `work` returns, which is one transaction.
+        """Run `work` as one transaction, and return its result.
 
         A kept database that cannot be written is given up for a temporary one: it is a cache. Then
         nothing is done, and the answer is False.
@@ -465,12 +443,8 @@ TAIL = 256
 class LineFollower:
     """The complete lines of a growing file. A torn last line is left until it is complete.
 
-    A file is the one that was read so far while it has the end of what was read; so a copy of it
-    is, and one that was written anew under its name is not.
-
-    Attributes:
-        offset: Up to which byte it was read.
-        tail: The end of what was read.
+    A file is the one that was read before while it has the end of what was read (`tail`, up to
+    `offset`); so a copy of it is, and one that was rewritten under its name is not.
     """
 
     def __init__(self, path: Path, offset: int = 0, tail: bytes = b"") -> None:
@@ -479,7 +453,7 @@ class LineFollower:
         self.tail = tail
 
     def replaced(self) -> bool:
-        """Whether the file is no longer the one that was read so far; starts over if so."""
+        """True where the file is no longer the one that was read; then starts over."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.offset - len(self.tail))
@@ -508,12 +482,7 @@ class LineFollower:
 
 
 class MetricsFollower:
-    """The rows of a `metrics.jsonl`.
-
-    Attributes:
-        rows: What was read so far.
-        generation: Goes up when a resumed run rewrote the file and `rows` began anew.
-    """
+    """The rows of a `metrics.jsonl`; `generation` goes up when a resumed run rewrote the file."""
 
     def __init__(self, path: Path) -> None:
         self._file = LineFollower(path)
@@ -521,11 +490,7 @@ class MetricsFollower:
         self.generation = 0
 
     def refresh(self) -> None:
-        """Read what is new.
-
-        Raises:
-            TunerError: A complete line is not JSON.
-        """
+        """Read what is new."""
         if self._file.replaced():
             self.rows = []
             self.generation += 1
@@ -539,19 +504,7 @@ class MetricsFollower:
 
 
 def branch_rows(trace: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """The branches of a trace, as the page gets them.
-
-    Args:
-        trace: The trace as it was stored.
-        name: What an error calls it.
-
-    Returns:
-        For each the index of the `call`, the `cause`, and the index of the `earlier` call that it
-        was compared with, or None.
-
-    Raises:
-        TunerError: It is no trace that this version knows.
-    """
+    """The branches of a stored trace: `call`, `cause`, and the `earlier` call or None."""
     try:
         found = branches(trace_from_json(trace).calls)
     except NOT_A_TRACE as error:
@@ -583,7 +536,7 @@ class TraceIndex(Database):
 
     @property
     def counted(self) -> int:
-        """Of how many the branches are known."""
+        """Traces whose branches are known."""
         return self.total - int(self.ask("SELECT COUNT(*) FROM traces WHERE NOT counted")[0][0])
 
     @property
@@ -603,11 +556,7 @@ class TraceIndex(Database):
         return [by_number[number] for number in numbers]
 
     def read(self, file: str, offset: int) -> dict[str, Any]:
-        """The trace whose line starts at byte `offset` of `file`, as it was stored.
-
-        Raises:
-            TunerError: The folder has no such file, or no trace begins there.
-        """
+        """The trace whose line starts at byte `offset` of `file`, as it was stored."""
         path = self.folder / file
         if path.name != file or not path.match(FILES) or not path.is_file():
             raise TunerError(f"there is no file {file!r} among the traces of this run")
@@ -744,16 +693,11 @@ class TraceIndex(Database):
 
 
 def identity(text: str) -> bytes:
-    """What tells a text from others."""
     return blake2b(text.encode("utf-8", "replace"), digest_size=16).digest()
 
 
 def causes(traces: TraceIndex, file: str, offset: int) -> Counter[str]:
-    """How many branches of each cause a trace has, of the calls that are its own; reads it.
-
-    Raises:
-        TunerError: It cannot be read any more, or is none that this version knows.
-    """
+    """How many branches of each cause a trace has, of the calls that are its own; reads it."""
     trace = traces.read(file, offset)
     found = branch_rows(trace, f"{file}:{offset}")
     return Counter(one["cause"] for one in found if not given_back(trace["calls"][one["call"]]))

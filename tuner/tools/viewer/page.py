@@ -44,11 +44,7 @@ LONGEST_CHARACTER = 4
 
 
 class Vocabulary:
-    """Token ids as text.
-
-    Attributes:
-        problem: Why there is no text, or None.
-    """
+    """Token ids as text; `problem` says why there is no text."""
 
     def __init__(self, folders: Sequence[str | Path]) -> None:
         """The first `tokenizer.json` in `folders`: paths, or names of models in the local cache."""
@@ -85,7 +81,7 @@ class Vocabulary:
         return {id: self._known[id] for id in sorted(ids)}
 
     def characters(self, ids: Sequence[int]) -> dict[int, str]:
-        """By position: text of tokens that only together make a character.
+        """Text of tokens that only together make a character, by position.
 
         The last of them has the character, those before it a mark.
         """
@@ -131,22 +127,9 @@ EXACT_INTEGER = 2**53 - 1
 
 
 class RunReader:
-    """A run directory, read again and again.
-
-    Attributes:
-        metrics: Rows of `metrics.jsonl`.
-        traces: What can be asked of its traces.
-    """
+    """A run directory, read again and again; the index of its traces may be kept beside them."""
 
     def __init__(self, path: Path, *, keep: bool = False) -> None:
-        """
-        Args:
-            path: The run directory.
-            keep: Keep the index of its traces beside them, for the next time.
-
-        Raises:
-            TunerError: `path` is not a run directory.
-        """
         self.directory = RunDirectory(path.resolve())
         check_is_run(path)
         self.metrics = MetricsFollower(self.directory.metrics)
@@ -182,9 +165,6 @@ class RunReader:
             `vocabulary`, text by id; `characters`, for each call and then for "prompt" and
             "completion" the text of tokens that only together make a character, by position;
             `no_text`, why there is no text, or None.
-
-        Raises:
-            TunerError: No trace begins there, or none that this version knows.
         """
         stored = self.traces.read(file, offset)
         found = branch_rows(stored, f"{file}:{offset}")
@@ -209,16 +189,12 @@ class RunReader:
         }
 
     def task_of(self, file: str, offset: int) -> tuple[str, bytes]:
-        """The split of a trace, and the identity of its task, in this run and in others.
-
-        Raises:
-            TunerError: No trace begins there.
-        """
+        """The split of a trace, and the identity of its task, in this run and in others."""
         stored = self.traces.read(file, offset)
         return str(stored["id"]["split"]), identity(row_text(stored["task"]))
 
     def vocabulary(self) -> Vocabulary:
-        """Of the newest checkpoint, else of the model that the run started from."""
+        """The newest checkpoint's, else that of the model that the run started from."""
         if self._vocabulary is None or self._vocabulary.problem is not None:
             steps = self.directory.checkpoint_steps() if self.directory.checkpoints.is_dir() else []
             folders: list[str | Path] = [self.directory.checkpoint(step) for step in steps[-1:]]
@@ -246,17 +222,7 @@ DECISIONS = 50
 
 
 def served(path: Path) -> dict[str, Any] | None:
-    """What a server did so far, and what it decided about new weights; None where nothing served.
-
-    Args:
-        path: Its store.
-
-    Returns:
-        `sessions`, how many there are in each state; `decisions`, the latest first.
-
-    Raises:
-        TunerError: The file cannot be read.
-    """
+    """Sessions of a server's store by state, and its latest decisions; None without one."""
     if not path.is_file():
         return None
     try:
@@ -338,12 +304,7 @@ def template() -> str:
 
 
 def page(data: dict[str, Any]) -> str:
-    """The page with `data` in it.
-
-    Args:
-        data: `{"mode": "live"}` to fetch everything from the server that served the page, or
-            what `tuner.tools.viewer.page.report_data` gives.
-    """
+    """The page with `data` in it: `report_data`, or `{"mode": "live"}` to fetch from its server."""
     # The nonce comes first: data might hold the text of the placeholder.
     html = template().replace("%NONCE%", secrets.token_urlsafe(16))
     return html.replace("%DATA%", to_json(data).translate(_ESCAPES))
