@@ -42,9 +42,8 @@ class Again:
 
     Attributes:
         trace: That rollout.
-        root: The rollout and the attempt of which its beginning is, whose seed its functions get.
-        calls: How many of its calls, in order of commitment, lie before the point.
-        token: How many sampled tokens of the next one do.
+        root: The rollout and attempt that its beginning belongs to, whose seed its functions get.
+        calls, token: Calls before the point, in order of commitment, and tokens of the next one.
         ends: Whether it ends where it diverges.
     """
 
@@ -72,12 +71,7 @@ class Again:
 
 @dataclass
 class Attempt:
-    """What is known of an attempt so far.
-
-    Args:
-        id, task: Which rollout it is of.
-        number: Which attempt, from 1.
-    """
+    """State of an attempt, numbered from 1, at a rollout."""
 
     id: RolloutId
     task: dict[str, Any]
@@ -94,11 +88,7 @@ class Attempt:
     started: float = field(default_factory=time.time)
 
     def check_reward(self, *, needed: bool) -> None:
-        """Refuse a missing reward, and mark one that is not finite; a judge's has been checked.
-
-        Raises:
-            FunctionError: There is none, and nobody is left to give one.
-        """
+        """Refuse a missing reward, and mark one that is not finite; a judge's has been checked."""
         if self.reward is None:
             if not needed:
                 return
@@ -125,13 +115,7 @@ class Attempt:
         generation: float,
         needs_calls: bool,
     ) -> Trace:
-        """What it leaves, once its session is sealed.
-
-        Args:
-            calls, results: The session's.
-            generation: Seconds spent inside them.
-            needs_calls: Whether it has failed where it read no answer.
-        """
+        """Its trace, once its session is sealed; `needs_calls` fails one that read no answer."""
         unread = all(call.undelivered for call in calls) and needs_calls
         if self.outcome is Outcome.COMPLETED and unread:
             self.outcome = Outcome.NO_CALLS
@@ -194,28 +178,13 @@ class Workers(Protocol):
     def calling(
         self, session: Session, auxiliary: Mapping[str, Any], id: RolloutId, *, seed: int | None
     ) -> AbstractAsyncContextManager[Caller]:
-        """A caller for the time of the block.
-
-        Args:
-            session: The attempt's, or the group's.
-            auxiliary: The models that both functions get.
-            id: Of the rollout, or the group's first.
-            seed: For the process's global random states, or None.
-        """
+        """A caller for the time of the block; `seed` sets the process's random states."""
         ...
 
 
 @dataclass(frozen=True)
 class Here:
-    """Calls them in this process.
-
-    Args:
-        workflow_func, judge_func: The user's functions.
-        make_model: The chat model that a session's agent gets.
-        watchdog: Looks after the functions.
-        session: The attempt's, or the group's.
-        auxiliary: The models that both functions get.
-    """
+    """Calls the user's functions in this process."""
 
     workflow_func: Callable[..., Any]
     judge_func: Callable[..., Any] | None
@@ -271,12 +240,8 @@ def not_finite(who: str, reward: float) -> str:
 class JudgeResult:
     """A judge's reward for one response, or how it failed to give one.
 
-    Attributes:
-        outcome: The rollout's: completed with a reward.
-        reward: A finite number, or None.
-        metrics, feedback: The judge's; none where it raised.
-        error: One line for people, or None.
-        kind: Class of the error, or "invalid reward".
+    `outcome` is the rollout's; without a finite reward `error` is a line for people and `kind` the
+    error's class, or "invalid reward".
     """
 
     outcome: Outcome
@@ -319,12 +284,7 @@ async def judgements(
     retries: int,
     on_failure: Callable[[BaseException, JudgeResult], None] = lambda error, judgement: None,
 ) -> list[JudgeResult]:
-    """Judgements of `count` responses; a judge that fails is asked again `retries` times.
-
-    Raises:
-        FunctionError, WorkerError: The judge returned something else than outputs, or no process
-            is left to run it in.
-    """
+    """Judgements of `count` responses; a judge that fails is asked again `retries` times."""
     for tries_left in range(retries, -1, -1):
         try:
             return [JudgeResult.of(output) for output in await ask()]
@@ -342,13 +302,7 @@ async def judgements(
 
 
 class Elsewhere(Exception):
-    """How a function of the user's failed in another process, as it was described there.
-
-    Attributes:
-        outcome: The rollout's.
-        described: One line for people.
-        place: Where in the user's own code it came up, or None.
-    """
+    """A failure of a user's function in another process; `place` is in the user's code."""
 
     def __init__(self, outcome: Outcome, described: str, place: str | None = None) -> None:
         super().__init__(described)
@@ -492,17 +446,14 @@ class RolloutRunner:
         """All attempts at one rollout; the last is final and is the one that counts.
 
         Args:
-            task: The dataset's row.
-            id: Which rollout this is.
-            defaults: What calls that do not say are sampled with.
-            ending: Who may end it from outside.
+            defaults: Sampling of calls that do not say.
+            ending: Ends it from outside.
             queued: Seconds that it waited until there was room for it.
-            keep: Is given the response of the last attempt, as the workflow returned it.
+            keep: Gets the response of the last attempt, as the workflow returned it.
             again: The rollout that it begins inside of, if it does.
 
         Raises:
-            FunctionError: A function returned something of the wrong type: a mistake in the
-                program, which no retry and no training would mend.
+            FunctionError: A function returned something of the wrong type, which no retry fixes.
         """
         traces: list[Trace] = []
         while True:
@@ -683,16 +634,7 @@ class RolloutRunner:
     async def judge_group(
         self, task: dict[str, Any], id: RolloutId, responses: Sequence[Any]
     ) -> list[JudgeResult]:
-        """Judgements of the responses of a group, in their order.
-
-        Args:
-            task: The group's.
-            id: Of its first rollout.
-            responses: As the workflow returned them.
-
-        Raises:
-            FunctionError: It returned something else than an output for each.
-        """
+        """Verdicts on the responses of a group, in their order; `id` is its first rollout's."""
         seed = derive_seed(self.settings.seed, id, "judge")
         session = self.gateway.open_session(f"{id}-judge", seed=seed, recorded=False)
         try:
@@ -726,13 +668,7 @@ class RolloutRunner:
 
 @dataclass(eq=False)
 class Panel:
-    """Waits for the rollouts of a group, and has those judged that completed.
-
-    Args:
-        runner: Its judge takes groups.
-        task: The group's.
-        ids: The group's rollouts.
-    """
+    """Waits for the rollouts of a group, then has the completed ones judged together."""
 
     runner: RolloutRunner
     task: dict[str, Any]
@@ -744,15 +680,7 @@ class Panel:
         self._judged: asyncio.Future[dict[RolloutId, Trace]] = loop.create_future()
 
     async def run(self, id: RolloutId, make: Callable[..., Any]) -> list[Trace]:
-        """All attempts at one rollout, the last with its verdict.
-
-        Args:
-            id: Which of the group's.
-            make: Makes them, and gives `keep` the response.
-
-        Raises:
-            FunctionError: The judge returned something else than an output for each response.
-        """
+        """All attempts at one rollout, the last one judged; `make` makes them."""
         responses: list[Any] = []
         attempts: list[Trace] = await make(keep=responses.append)
         self._ended[id] = attempts, responses[-1] if responses else None

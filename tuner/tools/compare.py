@@ -134,9 +134,6 @@ def compare(paths: Sequence[Path], *, split: str | None = None) -> RunComparison
         paths: Their directories, two or more, or folders of an evaluation's candidates.
         split: Whose tasks are compared; None: those of all evaluation sets that every run has, or
             the training tasks where there is none.
-
-    Raises:
-        TunerError: A path is no run, is there twice, or a run has no traces of the split.
     """
     read = [read_run(path.expanduser()) for path in paths]
     runs = [RunDirectory(path.expanduser().resolve()) for path in paths]
@@ -194,11 +191,6 @@ def prove(paths: Sequence[Path], plan: Plan, *, split: str | None = None) -> Pro
         paths: Two directories, as in `compare`.
         plan: What is to be proven.
         split: Whose tasks; None: those of the one evaluation set that both have.
-
-    Raises:
-        ProofError: There are not two runs, they have several evaluation sets in common, or a
-            reward is outside of the plan's range.
-        TunerError: As `compare`.
     """
     if len(paths) != 2:
         raise ProofError(f"{len(paths)} runs are given: a proof is of two, what serves first")

@@ -48,18 +48,15 @@ MAX_RUNNING = 16
 
 @dataclass(eq=False)
 class JudgeCalls:
-    """Calls a judge, of single responses or of groups, some calls at a time.
+    """Calls a judge, of single responses or of groups, outside a rollout.
 
     Args:
-        judge: The judge.
         models: Opens the auxiliary models of one call, by its session and seed.
-        seed: The run's.
         timeout: Seconds for one call; None: any.
         retries: Further calls of a judge that fails.
-        max_running: Calls at the same time.
 
     Attributes:
-        seconds: Time that each call took, retries included.
+        seconds: Time of each call, retries included.
     """
 
     judge: Callable[..., Any]
@@ -172,12 +169,7 @@ class NoModels(dict[str, Any]):
 class StepScores:
     """Sums over the scores of one step, or of several.
 
-    Attributes:
-        scored: Traces that the judge was given.
-        before, after: How many rewards there are, and their sum.
-        changed: Scores that are another reward.
-        errors: By their class: scores that failed, and the first one's sentence.
-        unscored: Traces without a response, by outcome.
+    `before` and `after` are number and sum of rewards; `said` has the first error of each class.
     """
 
     scored: int = 0

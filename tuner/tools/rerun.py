@@ -164,12 +164,6 @@ def run_again(
         sample: Whether a model goes on where the script ends or is left.
         candidate: Whose weights it has, as for `tuner.evaluate`; None: the run's newest.
         seed: Of what is sampled.
-
-    Raises:
-        TunerError: There is no such rollout, or it cannot be given back.
-        ConfigError, FunctionError: A function cannot be loaded, or returned something of the wrong
-            type; an option does not fit the rollout.
-        ModelLoadError: The tokenizer, or with `sample` the weights, cannot be loaded.
     """
     recorded = find_rollout(Path(run), name)
     point = _point(recorded, until)
