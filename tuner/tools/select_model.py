@@ -61,6 +61,9 @@ from tuner.tools.tune_prompt import check_judges_alone, rows_of
 from tuner.traces import RolloutId, Trace, TraceStore, Usage
 from tuner.tune import Run, prepare_evaluation
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 
 async def select_model(
     *,
@@ -180,11 +183,7 @@ def _judge(given: Callable[..., Any] | None) -> Callable[..., Any] | None:
     return judge
 
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-
-# What `select_model()` chooses among: each candidate with a name, a price, and a way to ask it.
+# The candidates of a selection: each with a name, a price, and a way to open its model.
 
 
 _KINDS = (
@@ -289,7 +288,7 @@ def _chat_identity(model: Any) -> dict[str, Any]:
     }
     client = getattr(model, "client", None)
     plain["client"] = str(getattr(client, "base_url", ""))
-    # What is no plain value says where it is in memory.
+    # The repr of other values has their address in memory.
     text = json.dumps(plain, sort_keys=True, default=lambda value: type(value).__name__)
     return {
         "class": f"{type(model).__module__}.{type(model).__qualname__}",
@@ -322,7 +321,7 @@ def _distinct(candidates: Sequence[ModelCandidate]) -> list[ModelCandidate]:
     return found
 
 
-# Where the candidates of a selection stand: who is best, by how much, and how sure that is.
+# Results of the candidates: which is best, by how much, and how sure that is.
 
 
 @dataclass(eq=False)
