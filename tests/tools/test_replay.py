@@ -90,6 +90,18 @@ def test_a_judge_for_text_works_too(run):
     assert [score["reward"] for score in found] == [1, 0, 1, 0, 0, 0]
 
 
+def test_a_judge_of_groups_gets_the_responses_of_a_task(run):
+    seen = []
+
+    def longest(task, responses):
+        seen.append([str(response) for response in responses])
+        return [JudgeOutput(reward=float(len(response) == 3)) for response in responses]
+
+    found = scores(replay(run, longest, name="longest"))
+    assert seen == [["yes", "no", "yes"], ["fail", "nan", "no"]]
+    assert [score["reward"] for score in found] == [1, 0, 1, 0, 1, 0]
+
+
 def test_steps_and_split_choose(run):
     assert list(replay(run, strict, name="j", steps=(2, 9)).steps) == [2]
     with pytest.raises(TunerError, match=r"no traces of split 'test'.*splits: train"):

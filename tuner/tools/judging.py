@@ -29,7 +29,6 @@ from tuner.tasks.functions import (
     call_judge,
     check_judge_function,
     judges_groups,
-    where,
 )
 from tuner.tasks.selection import derive_seed
 from tuner.traces import Outcome, Trace, TraceStore, read_traces
@@ -246,8 +245,8 @@ def replay(
 ) -> ReplayResult:
     """Score stored traces again; writes `replay_<name>.jsonl` into the run directory.
 
-    Attempts that a retry replaced are left out. The judge gets `task`, a `StoredResponse` and no
-    auxiliary models. Must be called where no event loop is running.
+    Attempts that a retry replaced are left out. The judge gets `task`, a `StoredResponse`, or those
+    of a group, and no auxiliary models. Must be called where no event loop is running.
 
     Args:
         run: The run directory.
@@ -262,11 +261,6 @@ def replay(
         TunerError: The run has no such traces.
     """
     check_judge_function(judge)
-    if judges_groups(judge):
-        raise FunctionError(
-            f"{where(judge)} judges groups, and a replay scores each response alone: give a judge "
-            "that takes `response`"
-        )
     path = run / f"replay_{re.sub(r'[^A-Za-z0-9_.-]+', '.', name).strip('.')}.jsonl"
     unfinished = path.with_name(f".{path.name}")
     found: dict[int, StepScores] = {}
