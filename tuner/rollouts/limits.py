@@ -45,7 +45,7 @@ async def contained(work: Coroutine[Any, Any, T], session: Access) -> T:
         Exited: It raised SystemExit, or something that is neither an Exception nor an interrupt.
         CancelledError: This task was cancelled (`cancelling()` tells), or the function's own was.
     """
-    task = asyncio.ensure_future(_without_exit(work))
+    task = asyncio.ensure_future(without_exit(work))
     try:
         await asyncio.wait([task])
     except asyncio.CancelledError:
@@ -68,7 +68,7 @@ async def contained(work: Coroutine[Any, Any, T], session: Access) -> T:
     return task.result()
 
 
-async def _without_exit(work: Coroutine[Any, Any, T]) -> T:
+async def without_exit(work: Coroutine[Any, Any, T]) -> T:
     try:
         return await work
     except (Exception, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):

@@ -63,7 +63,7 @@ def _watched(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         session = session_of(self)
-        asked = _Asked(self, session, inspect.signature(method).bind(self, *args, **kwargs))
+        asked = _ObservedCall(self, session, inspect.signature(method).bind(self, *args, **kwargs))
         with session.in_flight.here():
             answer = await method(self, *args, **kwargs)
         if isinstance(answer, AsyncGenerator):
@@ -74,7 +74,7 @@ def _watched(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class _Asked:
+class _ObservedCall:
     """One call of a chat model.
 
     Args:
