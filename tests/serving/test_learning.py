@@ -23,7 +23,7 @@ from tuner.errors import ConfigError
 from tuner.runs.directory import RunDirectory, make_private, read_metrics
 from tuner.serving.hosting import running
 from tuner.serving.learning.beside import check_can_learn, learning, learning_config
-from tuner.tools.viewer.reader import served
+from tuner.tools.viewer.page import served
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_a_judge_that_fails_in_a_probe_is_shown_by_how(checked):
     assert "8 x no verdict: FunctionError: " in verdict.text
     assert "write JudgeOutput(reward=" in verdict.text
     assert "2 x no verdict: KeyError: 'no text'" in verdict.text
-    assert "2 x no verdict: the reward is nan" in verdict.text
+    assert "2 x no verdict: the judge gave reward nan" in verdict.text
     assert "NOT READY: the judge gave no reward." in verdict.text
 
 

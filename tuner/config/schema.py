@@ -994,8 +994,8 @@ class HistorySection(Section):
     sources: Names = Field(
         default=(),
         description="Run directories, files of traces, folders of them, a server's "
-        "`serving.sqlite`, or logs without tokens ([recorded data](recorded_data.md)). `tuner "
-        "train` sets it.",
+        "`serving.sqlite`, or logs without tokens ([recorded data](recorded_data.md)). "
+        "`tuner train` sets it.",
     )
     held_out: float = Field(
         default=0.0,
