@@ -27,8 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.browser.conftest import Served
 from tuner.engines import SamplingParams
-from tuner.tools.viewer.database import NAME
-from tuner.tools.viewer.index import TraceIndex
+from tuner.tools.viewer.index import NAME, TraceIndex
 from tuner.traces import Call, Outcome, RolloutId, Trace
 from tuner.traces.store import trace_to_json
 

@@ -24,8 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.browser.conftest import ARGUMENTS, Served, chromium
 from tests.browser.many import WORDS, write_many
-from tuner.tools.viewer.database import NAME
-from tuner.tools.viewer.index import TraceIndex
+from tuner.tools.viewer.index import NAME, TraceIndex
 
 VIEW_SECONDS, FILTER_SECONDS = 2.0, 0.2
 # Notes when the text has changed and been painted, as a request for it from here would add to it.

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from docs import tables
-from tests import forked
-from tests.loop import runs
+from tests.kit import forked, runs
 from tests.pages import MARKDOWN, PAGES, ROOT, Block, blocks, marked_blocks, parsed
 from tuner.config import load_config
 from tuner.loop import run_local
@@ -38,6 +37,16 @@ def test_links_lead_to_files_and_headings_that_are_there(page):
         assert linked.exists(), f"{page.name}: {target}: there is no such file"
         if anchor:
             assert anchor in anchors(linked), f"{page.name}: {target}: there is no such heading"
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "config.yaml", "examples", "tests", "tuner"])
+def test_pages_that_other_files_name_are_there(folder):
+    """Sentences of errors, comments and notebooks say `docs/serving.md` and the like."""
+    suffixes = {".html", ".ipynb", ".js", ".py", ".yaml"}
+    files = [ROOT / folder, *(ROOT / folder).rglob("*")]
+    for file in (file for file in files if file.suffix in suffixes):
+        for name in re.findall(r"\bdocs/[\w/]+\.(?:md|png)", file.read_text(encoding="utf-8")):
+            assert (ROOT / name).exists(), f"{file}: {name}"
 
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
@@ -102,6 +111,7 @@ FUNCTIONS = joined("functions")
 BESIDE_A_RUN = joined("beside a run")
 
 
+@pytest.mark.learning
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_run_as_they_stand(name, tmp_path):
     script = text(SCRIPTS[name])

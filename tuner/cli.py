@@ -777,7 +777,7 @@ def replay(
 ) -> None:
     """Score a run's recorded rollouts with another judge; no model runs."""
     from tuner.tasks.loading import load_function
-    from tuner.tools.viewer.replay import parse_steps, replay, replay_table
+    from tuner.tools.judging import parse_steps, replay
 
     module, _, function = judge.rpartition(":")
     result = replay(
@@ -787,7 +787,7 @@ def replay(
         split=split,
         steps=parse_steps(steps),
     )
-    typer.echo(replay_table(result))
+    typer.echo(str(result))
 
 
 app.command(epilog="Example: tuner check config.yaml")(check)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.areal.seed_search import GroupedSearchAgentWorkflow, SearchAgentWorkflow
-from tests.builders import call
+from tests.kit.builders import call
 from tuner.areal import (
     GenerationHyperparameters,
     ModelRequest,

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from tests.builders import trace
-from tests.gateway.toy import ADD_TOOL
+from tests.kit.builders import trace
+from tests.kit.toy import ADD_TOOL
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults
 from tuner.traces import Call
 from tuner.training.batch import build_batch

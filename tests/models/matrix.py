@@ -29,8 +29,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.builders import logged
 from tests.engines.models import error, generate_all, make_engine, prompt
+from tests.kit.builders import logged
 from tests.models.shapes import FAR, NEAR, tiny_config, tiny_model
 from tests.training.exact import computed, gradient, row, small_parts, weighed, weights_of
 from tuner.engines import SamplingParams

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.loop import runs
+from tests.kit import runs
 from tuner.config import load_config
 from tuner.errors import ConfigError
 from tuner.runs import placement as arrangement

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
+from tests.kit.models import tiny_qwen3
 from tests.training.test_trainer import gradient_of, random_batch, tiny_model
 from tuner.config import load_config
 from tuner.config.algorithms import ADVANTAGES, ALGORITHMS, KLLoss, KLPenalty
@@ -303,21 +303,26 @@ ACTIONS, GOOD = 8, 3
 
 
 def bandit(seed):
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=ACTIONS,
+    return tiny_qwen3(
+        ACTIONS,
+        seed=seed,
         hidden_size=16,
         intermediate_size=16,
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=16,
+        tie_word_embeddings=False,
+        initializer_range=0.02,
     )
-    return Qwen3ForCausalLM(config).float().eval()
 
 
-@pytest.mark.parametrize("algorithm", REWARDED)
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        pytest.param(name, marks=[pytest.mark.learning] * (name not in ("grpo", "ppo")))
+        for name in REWARDED
+    ],
+)
 def test_every_algorithm_raises_the_reward_of_a_bandit(algorithm):
     """Two tokens of eight; the reward is the share of them that are the good one."""
     config = load_config(overrides=[f"algorithm.algorithm_type={algorithm}"])

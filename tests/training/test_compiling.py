@@ -25,7 +25,11 @@ def without_kernels(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout", "checkpointing"), [("gemma3", "tree", True), ("qwen3", "padded", False)]
+    ("kind", "layout", "checkpointing"),
+    [
+        pytest.param("gemma3", "tree", True, marks=pytest.mark.learning),  # seconds of compiling
+        ("qwen3", "padded", False),
+    ],
 )
 def test_log_probs_and_gradient_are_those_of_layers_that_are_not_compiled(
     kind, layout, checkpointing
@@ -41,6 +45,7 @@ def test_log_probs_and_gradient_are_those_of_layers_that_are_not_compiled(
     assert not any("forward" in vars(layer) for layer in kernels.layers_of(model))
 
 
+@pytest.mark.learning
 def test_it_is_asked_for_in_the_settings_and_trees_of_other_sizes_need_no_other_kernel():
     model = make_model()
     assert not PolicyTrainer(model, TrainerSettings(total_steps=1))._forward.compiled

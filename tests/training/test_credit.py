@@ -9,7 +9,7 @@ from statistics import mean, stdev
 import pytest
 import torch
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
 from tests.training.test_trainer import tiny_model
 from tuner.runs.metrics import has_signal
 from tuner.traces import Trace

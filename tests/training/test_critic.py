@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.builders import call, trace
 from tests.engines.models import make_model
+from tests.kit.builders import call, trace
 from tests.training.exact import all_float64
 from tests.training.test_trainer import VOCABULARY, random_batch, tiny_model
 from tests.training.test_turn_discount import agent, short

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
 from tests.training.test_trainer import random_batch, tiny_model
 from tuner.errors import TrainingError
 from tuner.training.batch import build_batch

@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.builders import call, trace
 from tests.engines.models import VOCABULARY, change_weights
+from tests.kit.builders import call, trace
 from tests.traces.agents import rollouts
 from tests.training.exact import (
     KINDS,

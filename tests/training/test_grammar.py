@@ -8,10 +8,10 @@ import json
 import pytest
 import torch
 
-from tests.builders import call, trace
 from tests.engines.models import generate_all
 from tests.engines.test_grammar import END, grammars, make_engine, make_model
-from tests.gateway.toy import ids_of
+from tests.kit.builders import call, trace
+from tests.kit.toy import ids_of
 from tests.training.exact import all_float64
 from tuner.config.algorithms import EntropyLoss, KLLoss
 from tuner.engines import SamplingParams

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import modeling_flash_attention_utils as flash
 
-from tests.builders import call, trace
 from tests.engines.models import CONFIGS, make_model, prompt
+from tests.kit.builders import call, trace
 from tests.models.shapes import tiny_model
 from tests.training.exact import assert_same_gradient, gradient, row, seeded, small_parts
 from tuner.engines.transformers.model_shape import probe_length

@@ -7,8 +7,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tests.builders import call, trace
 from tests.engines.models import prompt
+from tests.kit.builders import call, trace
 from tuner.config.algorithms import EntropyLoss, KLLoss
 from tuner.training.batch import build_batch
 from tuner.training.forward import head

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.builders import call, trace
 from tests.engines.models import VOCABULARY
+from tests.kit.builders import call, trace
 from tests.training.exact import all_float64, row, weights_of
 from tests.training.test_critic import ALONE, PPO, with_head
 from tuner.runs.models import load_model

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from torch.nn.functional import logsigmoid
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from tests.kit.models import tiny_qwen3
 from tests.training.test_trainer import VOCABULARY, gradient_of, random_batch, tiny_model
 from tuner.config.algorithms import DistillAdvantage, DPOLoss
 from tuner.errors import TrainingError
@@ -181,7 +181,7 @@ def test_the_token_tree_gives_recorded_data_the_gradient_of_one_row_per_turn(set
 
 def test_an_empty_batch_of_recorded_data_is_refused():
     trainer = PolicyTrainer(tiny_model(), SFT)
-    with pytest.raises(TrainingError, match="without a single turn"):
+    with pytest.raises(TrainingError, match="without a turn to train"):
         recorded_update(trainer, RecordedBatch(()))
 
 
@@ -200,19 +200,9 @@ def test_infinite_loss_leaves_the_weights_alone():
 
 def teacher_model():
     """Of another shape than the student, with its vocabulary."""
-    torch.manual_seed(5)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=128,
-        initializer_range=0.1,
-    )
-    return Qwen3ForCausalLM(config).float().eval()
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    return tiny_qwen3(VOCABULARY, seed=5, **shape, **heads)
 
 
 def distill_trainer(settings, dtype=torch.float64):

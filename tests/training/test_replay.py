@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.builders import call, trace
 from tests.engines.models import (
     VOCABULARY,
     change_weights,
@@ -23,7 +22,8 @@ from tests.engines.models import (
 )
 from tests.engines.test_grammar import grammars
 from tests.engines.test_grammar import make_model as make_letters
-from tests.gateway.toy import ids_of
+from tests.kit.builders import call, trace
+from tests.kit.toy import ids_of
 from tuner.engines import SamplingParams
 from tuner.engines.sampling import kept_ids, packed_kept
 from tuner.errors import TrainingError

@@ -6,9 +6,9 @@ import random
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
+from tests.kit.models import tiny_qwen3
 from tuner.config.algorithms import EntropyLoss, KLLoss
 from tuner.errors import TrainingError
 from tuner.traces import Outcome
@@ -21,20 +21,7 @@ VOCABULARY = 53
 
 
 def tiny_model(seed=0):
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        initializer_range=0.1,
-    )
-    return Qwen3ForCausalLM(config).float().eval()
+    return tiny_qwen3(VOCABULARY, seed=seed)
 
 
 def random_batch(seed, samplings=({},)):

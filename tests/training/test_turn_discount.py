@@ -10,7 +10,7 @@ from statistics import mean
 import pytest
 import torch
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
 from tests.training.test_trainer import random_batch, tiny_model
 from tuner.config.algorithms import TURN_DISCOUNTED, GRPOAdvantage, KLPenalty
 from tuner.runs.metrics import has_signal

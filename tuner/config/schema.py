@@ -949,7 +949,7 @@ class BranchingSection(Section):
         description="Where the others begin: anywhere (`spread`), at calls before which the model "
         "was unsure (`uncertain`), where earlier steps have shown that it pays, nowhere included "
         "(`best`), or as a function says (`package.module:function`, `path/file.py:function`; "
-        "[branching](sampling.md#branches)).",
+        "[branches](sampling.md#branches)).",
     )
     inside: bool = Field(
         default=False,
@@ -994,8 +994,8 @@ class HistorySection(Section):
     sources: Names = Field(
         default=(),
         description="Run directories, files of traces, folders of them, a server's "
-        "`serving.sqlite`, or logs without tokens ([history](recorded_data.md)). `tuner train` "
-        "sets it.",
+        "`serving.sqlite`, or logs without tokens ([recorded data](recorded_data.md)). "
+        "`tuner train` sets it.",
     )
     held_out: float = Field(
         default=0.0,
@@ -1071,8 +1071,8 @@ class HistorySection(Section):
         ge=0,
         le=1,
         description="The run stops before an update for which the tokens are worth a smaller share "
-        "of as many new ones ([history](recorded_data.md#how-far-the-weights-may-go)); 0: never. "
-        "Not for sft and dpo.",
+        "of as many new ones ([recorded data](recorded_data.md#how-far-the-weights-may-go)); 0: "
+        "never. Not for sft and dpo.",
     )
 
     @field_validator("after", "before")
@@ -1329,7 +1329,7 @@ class SelectorSection(Section):
         description="`success`: tasks that are always or never solved are drawn less; "
         "`stratified`: of each value of `field` its share, each in an order of its own; or a "
         "function that gives each task a weight (`package.module:function`, "
-        "`path/file.py:function`; [curriculum](sampling.md#tasks-drawn-by-success)).",
+        "`path/file.py:function`; [selectors](sampling.md#tasks-drawn-by-success)).",
     )
     field: str | None = Field(
         default=None,
@@ -1430,7 +1430,7 @@ class TunerSection(Section):
     agent: NamedClass | None = Field(
         default=None,
         description="A queue agent instead of a workflow, with the keys below "
-        "([from_areal](migrating.md#areal)).",
+        "([AReaL](migrating.md#areal)).",
     )
     environment: NamedOrMade | None = Field(
         default=None,
@@ -1497,7 +1497,7 @@ class TunerSection(Section):
         default=0,
         description="Processes that run the workflow and the judge, beside the one with gateway, "
         "engine and trainer; 0: that one runs them. `auto` begins with as many as there are cores, "
-        "and says after the first step how many stay and why ([scaling](operations.md#workers)). "
+        "and says after the first step how many stay and why ([workers](operations.md#workers)). "
         "`ray`: on the machines of the cluster at `cluster.ray_address`, as `tuner.ray` says.",
     )
     ray: RaySection = RaySection()

@@ -1,13 +1,13 @@
-"""A run that continues from the samples of another run, rejudged by a corrected judge.
+"""A run that continues from the samples of another, whose rewards a fixed judge gave again.
 
-    steps before the first changed reward                are kept, weights included
-    that one and later ones, while samples are worth it  are trained again on the recorded samples
-    from the first in which they are not                 are sampled anew; the others are set aside
+    steps before the first in which a reward changed     are kept, weights included
+    that one and later ones, while samples are worth it  are trained again from recorded rollouts
+    from the first in which they are not                 are sampled; recorded ones are set aside
 
-The weights part at the first changed step, so from then on the samples come from another policy
-than the trained one. The value of its samples is the effective sample size of their tokens
-(`tuner.training.likelihood`), computed before each such step. The decisions are in `rebase.json`,
-from which a killed run resumes.
+The weights differ from the first changed step on, so from then on another policy sampled than is
+trained. The effective sample size of its tokens (`tuner.training.likelihood`), computed before each
+such step, says what they are worth. The decisions are in `rebase.json`, by which a killed run
+resumes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, Field
 
@@ -26,7 +26,9 @@ from tuner.rollouts.groups import BatchLog, taken_until
 from tuner.runs.directory import RunDirectory, write_atomically
 from tuner.traces import Trace, read_traces
 from tuner.traces.store import trace_line, trace_to_json
-from tuner.training.likelihood import Effective
+
+if TYPE_CHECKING:
+    from tuner.training.likelihood import Effective
 
 EFFECTIVE = ("effective_capped", "effective_tokens", "effective_calls", "effective_rollouts")
 Use = Literal["kept", "again", "anew", ""]
@@ -36,16 +38,12 @@ class RebasedStep(BaseModel):
     """A step of the other run.
 
     Attributes:
-        step: Its number.
-        judged: Number of rejudged rollouts.
-        changed: Number of these with another reward, with a first reward, or without one now.
-        rollouts, tokens: Recorded last attempts, and sampled tokens of all attempts.
-        use: "kept": it is before the first change; "again": trained again on the recorded samples;
-            "anew": sampled anew, and the recorded samples are set aside; "": not yet decided.
-        effective_tokens, effective_capped, effective_calls, effective_rollouts: Value of the
-            trained
-            ones to the weights before the step, as shares (`Effective`); `capped` decides. None if
-            not computed.
+        judged, changed: Rollouts that were judged again; those whose reward is another one.
+        rollouts, tokens: Last attempts that were recorded, and tokens sampled for all attempts.
+        use: "kept": before the first change; "again": trained again from what was recorded;
+            "anew": sampled again, with the recorded rollouts set aside; "": not yet decided.
+        effective_tokens, effective_capped, effective_calls, effective_rollouts: Worth of those that
+            are trained to the weights before the step, as shares (`Effective`); `capped` decides.
     """
 
     step: int
@@ -61,24 +59,20 @@ class RebasedStep(BaseModel):
 
 
 class RebaseRecord(BaseModel):
-    """Content of `rebase.json`.
+    """`rebase.json`.
 
     Attributes:
         run: The other run's directory.
-        judge: The corrected judge, if it has a name.
-        min_effective_samples: Minimum effective share of the tokens.
-        max_reused: Maximum share of the steps, from the first changed one on, that are trained
-            again,
-            however large the value of their samples.
-        last_again: The last step that this allows to train again; None: no reward changed.
-        first_changed: The first step in which a reward changed; None: none did.
-        foreign_from: The first version of the weights that the runs do not share; None: all shared.
-        trained: The last step that the other run trained.
-        ended: The first step that is sampled anew; None: none is.
-        evaluations_judged, evaluations_changed: Number of rejudged rollouts of evaluations, and of
+        judge: The fixed judge, if it has a name.
+        min_effective_samples, max_reused: As for `rebase()`.
+        last_again: Last step that `max_reused` allows to train again; None: no reward changed.
+        first_changed: First step in which a reward changed; None: none did.
+        foreign_from: First version of the weights that the runs do not share; likewise.
+        trained: Last step that the other run trained.
+        ended: First step that is sampled again; None: none is.
+        evaluations_judged, evaluations_changed: Rollouts of evaluations that were judged again, and
             those with another reward.
-        evaluations_set_aside: Number of those of weights that this run does not have.
-        steps: Those of the other run.
+        evaluations_set_aside: Rollouts of evaluations of weights that this run does not have.
     """
 
     run: Path
@@ -112,11 +106,7 @@ class RebaseRecord(BaseModel):
 
 
 def read_rebase(directory: RunDirectory) -> RebaseRecord | None:
-    """The record in a run directory; None if the run continues from no other.
-
-    Raises:
-        TunerError: The file is damaged.
-    """
+    """The record in a run directory; None if the run continues from no other."""
     if not directory.rebase.exists():
         return None
     try:
@@ -129,33 +119,23 @@ def read_rebase(directory: RunDirectory) -> RebaseRecord | None:
 
 
 class Rebased:
-    """Decides, step by step, how long a run continues with recorded samples.
-
-    Args:
-        directory: The run's.
-        record: Content of `rebase.json`.
-        batch: Groups in a step.
-    """
+    """Decides, step by step, how long a run is trained from recorded samples."""
 
     def __init__(self, directory: RunDirectory, record: RebaseRecord, *, batch: int) -> None:
         self.record = record
         self._directory = directory
         self._batch = batch
-        if record.ended is not None:  # it may have been killed before
+        if record.ended is not None:  # it may have been killed meanwhile
             self._move(record.ended)
 
     @staticmethod
     def of(directory: RunDirectory, *, batch: int) -> Rebased | None:
-        """Read a run's directory; None if the run continues from no other.
-
-        Raises:
-            TunerError: The file is damaged.
-        """
+        """For a run directory; None if the run continues from no other."""
         record = read_rebase(directory)
         return None if record is None else Rebased(directory, record, batch=batch)
 
     def whole(self) -> set[int]:
-        """Groups that were complete when the other run trained them, and that still exist."""
+        """The groups that were complete when the other run took them, which are still there."""
         last = self.record.trained
         if self.record.ended is not None:
             last = min(last, self.record.ended - 1)
@@ -163,19 +143,16 @@ class Rebased:
         return taken_until(taken, last, batch=self._batch)
 
     def asks(self, step: int, traces: Sequence[Trace]) -> bool:
-        """Whether a step trains something that may be worth less than in the other run."""
+        """Whether a step trains samples that may be worth less than in the other run."""
         first = self.record.first_changed
         recorded = any(trace.foreign_from is not None for trace in traces)
         return first is not None and step > first and recorded
 
     def goes_on(self, step: int, effective: Effective | None) -> bool:
-        """Whether a step is trained on the recorded samples; stored, so that it is decided once.
+        """Whether a step is trained from recorded rollouts; stored, so it is decided once.
 
-        Args:
-            step: A step with recorded samples.
-            effective: Their value to the weights before the step; None: nothing of them is trained,
-                or
-                these weights sampled them.
+        `effective` is their worth to the weights before the step; None: nothing of it is trained,
+        or those are the weights that sampled.
         """
         noted = self.record.of_step(step)
         if effective is not None:
@@ -191,7 +168,7 @@ class Rebased:
         return noted.use == "again"
 
     def set_aside(self, step: int) -> None:
-        """Sample anew from this step on: move the recorded samples that no step has used."""
+        """From this step on new rollouts are made: move what was recorded and no step has taken."""
         self.record.ended = step
         for one in self.record.steps:
             if one.step >= step:
@@ -200,7 +177,7 @@ class Rebased:
         self._move(step)
 
     def _move(self, step: int) -> None:
-        """Move to `set_aside/`, file by file; files already there are kept."""
+        """Into `set_aside/`, file by file; what has been moved stays as it is."""
         log = BatchLog(self._directory.batches)
         log.cut(step)
         taken = taken_until(log.read(), step - 1, batch=self._batch)
@@ -217,11 +194,11 @@ class Rebased:
                 write_traces(path, kept)
 
     def write(self) -> None:
-        """Write `rebase.json`."""
+        """Into `rebase.json`."""
         write_atomically(self._directory.rebase, self.record.model_dump_json(indent=2))
 
     def metrics(self, step: int, traces: Sequence[Trace]) -> dict[str, float]:
-        """Metrics of a step that trains these traces, with every attempt."""
+        """Metrics of a step that trains these traces, every attempt."""
         first = self.record.first_changed
         if first is None or step < first:
             return {}
@@ -237,7 +214,7 @@ class Rebased:
 
 
 def training_files(folder: Path) -> list[tuple[int, Path]]:
-    """Steps with training rollouts in a folder of traces, and their files, in order."""
+    """The steps whose training rollouts are in a folder of traces, with their files, in order."""
     named = ((re.fullmatch(r"step_(\d+)\.jsonl", path.name), path) for path in folder.iterdir())
     return sorted((int(match[1]), path) for match, path in named if match)
 
@@ -254,7 +231,7 @@ def write_traces(path: Path, traces: Sequence[Trace]) -> None:
 
 
 def table(record: RebaseRecord) -> str:
-    """Table of the steps and their reuse, and the reason why it ends; then sentences."""
+    """Step by step what was used again, and why no more; then in sentences."""
     from rich.console import Console
     from rich.table import Table
 
@@ -281,7 +258,7 @@ _SAID: dict[Use, str] = {
 
 
 def sentences(record: RebaseRecord) -> list[str]:
-    """Sentences on what was reused, what that saved, and why it ended."""
+    """Steps that were used again, what that saved, and why no more."""
     tried, changed = record.evaluations_judged, record.evaluations_changed
     evaluations = [f"evaluations: {tried:,} rollouts judged again, {changed:,} changed"]
     total = sum(one.tokens for one in record.steps)
@@ -290,19 +267,19 @@ def sentences(record: RebaseRecord) -> list[str]:
     if record.evaluations_set_aside:
         evaluations.append(
             f"{record.evaluations_set_aside:,} rollouts of evaluations after step "
-            f"{record.first_changed - 1} belong to other weights and are in set_aside/"
+            f"{record.first_changed - 1} were of other weights and are in set_aside/"
         )
     used = record.tokens("kept", "again")
     lines = [
         f"the first step in which a reward changed: {record.first_changed}",
         *evaluations,
         f"not sampled again: {used:,} of {total:,} tokens ({used / max(1, total):.0%}), "
-        f"{record.tokens('kept'):,} of kept steps and {record.tokens('again'):,} of steps "
+        f"{record.tokens('kept'):,} of steps that are kept and {record.tokens('again'):,} of steps "
         "that are trained again",
     ]
     if record.ended is not None:
         share = record.of_step(record.ended).effective_capped
-        worth = f"before step {record.ended} the tokens recorded for it were worth "
+        worth = f"before step {record.ended} the tokens that were recorded for it were worth "
         worth += "nothing" if share is None else f"{share:.3f} of theirs to the current weights"
         why = f"{worth}, less than {record.min_effective_samples:g} (--min-effective-samples)"
         if share is None or share >= record.min_effective_samples:

@@ -14,7 +14,7 @@ import torch
 from trinity.algorithm.advantage_fn.multi_step_grpo_advantage import StepWiseGRPOAdvantageFn
 from trinity.algorithm.policy_loss_fn.ppo_policy_loss import PPOPolicyLossFn
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
 from tests.training.exact import all_float64
 from tests.training.test_trainer import VOCABULARY, gradient_of, tiny_model
 from tuner.config.algorithms import GRPOAdvantage, KLLoss

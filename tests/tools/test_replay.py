@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
 from tests.tools.viewer.stored import store_run
 from tuner.errors import FunctionError, TunerError
 from tuner.tasks.functions import JudgeOutput, StoredResponse
-from tuner.tools.viewer import replay
-from tuner.tools.viewer.replay import parse_steps, replay_table
+from tuner.tools.judging import parse_steps, replay
 from tuner.traces import Outcome
 
 
@@ -55,7 +54,7 @@ def scores(result):
 
 def test_each_response_is_scored_and_each_failure_kept_apart(run):
     result = replay(run, strict, name="my judge/strict")
-    assert [tally.changed for tally in result.steps.values()] == [1, 0]
+    assert [scores.changed for scores in result.steps.values()] == [1, 0]
     assert result.steps[1].unscored == {"timeout": 1}
     assert result.path == run / "replay_my.judge.strict.jsonl"
     lines = scores(result)
@@ -73,7 +72,7 @@ def test_each_response_is_scored_and_each_failure_kept_apart(run):
 
 
 def test_the_table_has_means_changes_and_errors_by_type(run):
-    text = replay_table(replay(run, strict, name="strict"))
+    text = str(replay(run, strict, name="strict"))
     rows = [line.split() for line in text.splitlines()]
     assert rows[1] == ["1", "3", "1.0000", "0.6667", "1", "0"]
     assert rows[2] == ["2", "3", "0.0000", "0.0000", "0", "2"]
@@ -89,6 +88,18 @@ def test_a_judge_for_text_works_too(run):
 
     found = scores(replay(run, contains, name="contains"))
     assert [score["reward"] for score in found] == [1, 0, 1, 0, 0, 0]
+
+
+def test_a_judge_of_groups_gets_the_responses_of_a_task(run):
+    seen = []
+
+    def longest(task, responses):
+        seen.append([str(response) for response in responses])
+        return [JudgeOutput(reward=float(len(response) == 3)) for response in responses]
+
+    found = scores(replay(run, longest, name="longest"))
+    assert seen == [["yes", "no", "yes"], ["fail", "nan", "no"]]
+    assert [score["reward"] for score in found] == [1, 0, 1, 0, 1, 0]
 
 
 def test_steps_and_split_choose(run):
@@ -144,7 +155,7 @@ def test_the_command_scores_without_importing_pytorch(run, tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        cwd=Path(__file__).parents[3],
+        cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr
     assert "2.6667" in done.stdout
