@@ -93,12 +93,6 @@ def run_local(
         eval_tasks: Rows of each evaluation set, by its name.
         history: Recorded rollouts, in place of `train_tasks`.
         report: Writes a report of the run however it ends.
-
-    Raises:
-        TrainingError: Nothing could be learned, or training failed; the message is the diagnosis.
-        FunctionError: A function returned the wrong type.
-        ConfigError: The run directory holds a run with other settings or data, or one in progress.
-        DatasetError: A row of recorded data does not have the configured form.
     """
     data = training_data(config, train_tasks, history)
     total_steps = planned_steps(config, units(data))
@@ -187,11 +181,7 @@ async def _steps(
     evaluate: Callable[[int], Awaitable[dict[str, float]]],
     thread: ThreadPoolExecutor,
 ) -> None:
-    """The loop; work that would block generation runs in `thread`.
-
-    Raises:
-        TrainingError: There is nothing to learn from, or training failed.
-    """
+    """The loop; work that would block generation runs in `thread`."""
     timeline = record.timeline
 
     async def aside(work: Callable[[], T]) -> T:

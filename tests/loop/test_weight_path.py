@@ -60,7 +60,7 @@ def test_the_fastest_way_that_both_sides_have_is_taken_and_explained(engine, cha
 )
 def test_what_is_asked_for_is_taken_where_it_is_possible(asked, engine, changes):
     path = choose_weight_path(asked, sides(engine, **changes))
-    assert (path.kind, path.why) == (asked, "asked for")
+    assert (path.kind, path.why) == (asked, "requested")
 
 
 @pytest.mark.parametrize(

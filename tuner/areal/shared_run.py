@@ -174,11 +174,7 @@ async def _dispatch(
 
 
 def _check_settings(config: RunConfig) -> None:
-    """Reject settings that would have no effect here.
-
-    Raises:
-        ConfigError: One is set.
-    """
+    """Reject settings that would have no effect here."""
     if config.tuner.on_failure != "drop":
         raise ConfigError(
             f"tuner.on_failure is {config.tuner.on_failure!r}, but an explicit training loop drops "

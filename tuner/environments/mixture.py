@@ -124,11 +124,7 @@ class Mixture(Environment):
         return [{**row, self._field: name} for row in rows]
 
     def _of(self, task: Mapping[str, Any]) -> tuple[Environment, dict[str, Any]]:
-        """The set of a task, and its row without the mixture's field.
-
-        Raises:
-            FunctionError: The task belongs to no set.
-        """
+        """The set of a task, and its row without the mixture's field."""
         row = dict(task)
         name = row.pop(self._field, None)
         if name not in self._sets:

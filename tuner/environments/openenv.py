@@ -483,11 +483,7 @@ class OpenEnv(Environment):
 
 
 def _clients() -> tuple[type[Any], type[Any], type[Any]]:
-    """OpenEnv's class of all clients, the one with dicts, and the one with tools.
-
-    Raises:
-        MissingDependencyError: It is not installed.
-    """
+    """OpenEnv's class of all clients, the one with dicts, and the one with tools."""
     try:
         from openenv.core.env_client import EnvClient
         from openenv.core.generic_client import GenericEnvClient

@@ -34,11 +34,7 @@ class AuxiliaryModels:
         self._local[name] = (gateway, defaults)
 
     def add_remote(self, name: str, remote: RemoteModel) -> None:
-        """Add a model behind any OpenAI-compatible URL.
-
-        Raises:
-            ConfigError: The environment variable of its key is not set.
-        """
+        """Add a model behind any OpenAI-compatible URL."""
         self._remote[name] = remote_chat_model(
             base_url=remote.base_url,
             api_key=remote.api_key(f"tuner.auxiliary_models.{name}"),

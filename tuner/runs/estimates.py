@@ -190,11 +190,7 @@ def find_runs(folder: Path, *, depth: int = 2) -> Iterator[Path]:
 
 
 def read_run(path: Path) -> RunSummary:
-    """Read the data of a run for comparisons; it may be in progress.
-
-    Raises:
-        TunerError: `path` is not a run directory, or its files are damaged.
-    """
+    """Read the data of a run for comparisons; it may be in progress."""
     check_is_run(path)
     directory = RunDirectory(path)
     config, data = directory.stored_config(), path / "data.json"

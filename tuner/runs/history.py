@@ -80,13 +80,9 @@ def is_trace(line: Any) -> bool:
 
 
 def logged(line: Any) -> Iterator[Logged]:
-    """Parse a line of a log: one conversation or pair, or the spans of several.
-
-    Raises:
-        DatasetError: It has none of the known forms.
-    """
+    """Parse a line of a log: one conversation or pair, or the spans of several."""
     if not isinstance(line, Mapping):
-        raise DatasetError(f"{line!r:.80} is no object")
+        raise DatasetError(f"{line!r:.80} is not an object")
     for keys, read in _FORMS.items():
         if all(line.get(key) is not None for key in keys):
             yield from read(line)
@@ -232,7 +228,7 @@ def _started(span: Mapping[str, Any]) -> float | None:
             return int(nanoseconds) / 1e9
         return datetime.fromisoformat(text).timestamp() if isinstance(text, str) else None
     except ValueError:
-        raise DatasetError(f"{nanoseconds or text!r} is no time") from None
+        raise DatasetError(f"{nanoseconds or text!r} is not a time") from None
 
 
 def _instructions(attributes: Mapping[str, Any]) -> list[Message]:
@@ -277,10 +273,7 @@ def _tools(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _of_parts(message: Any) -> list[Message]:
     """Convert a message made of parts to OpenAI's form; one message for each result of a tool.
-
-    Raises:
-        Unusable: A part is not text, reasoning, a tool call or a tool result.
-    """
+    Raises Unusable if a part is not text, reasoning, a tool call or a tool result."""
     if not isinstance(message, Mapping) or not isinstance(message.get("parts"), list):
         raise DatasetError(f"{message!r:.80} is not a message with parts")
     texts: list[str] = []
@@ -332,11 +325,7 @@ _FORMS = {
 
 
 def read_log(path: Path, lines: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Logged]]:
-    """Parse each line of a log; yields the line's number and its content.
-
-    Raises:
-        DatasetError: A line has none of the known forms; names file and line.
-    """
+    """Parse each line of a log; yields the line's number and its content."""
     for number, line in lines:
         try:
             for found in logged(line):
@@ -454,11 +443,7 @@ def _objects(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _served(path: Path) -> Iterator[Stored]:
-    """The sessions in a server's store; the server may be running.
-
-    Raises:
-        DatasetError: The file is not such a store.
-    """
+    """The sessions in a server's store; the server may be running."""
     module, name = SESSIONS
     try:
         store: Any = getattr(import_module(module), name)(path, readonly=True)
@@ -549,11 +534,6 @@ def read_history(section: HistorySection, given: Any = None) -> History:
         section: Sources and filters.
         given: The training data passed to `tune()`: rollouts in memory, used in addition to the
             sources, or None.
-
-    Raises:
-        DatasetError: A source does not exist, holds no recorded data or is damaged; nothing is left
-            after the filters; or `given` has something other than rollouts.
-        ConfigError: A filter has no meaning for one of the sources, or for any.
     """
     left_out, rows = LeftOut(), list[LogRow]()
     if given is not None and not all(isinstance(one, Trace) for one in given):
@@ -594,8 +574,8 @@ def read_history(section: HistorySection, given: Any = None) -> History:
     if not groups and not trained:
         reasons = ", ".join(f"{n} {why}" for why, n in sorted(left_out.rollouts.items()))
         raise DatasetError(
-            f"tuner.history: nothing is left to learn from ({reasons}); docs/recorded_data.md says "
-            "what these mean"
+            f"tuner.history: nothing is left to learn from ({reasons}); see "
+            "docs/recorded_data.md for the reasons"
         )
     return History(groups, held_out, trained, aside, left_out)
 
@@ -758,11 +738,6 @@ def examples_of_history(
         recorded: Rows or pairs.
         longest: Maximum number of tokens of a prompt and its completion; longer rollouts are
             dropped.
-
-    Raises:
-        DatasetError: A line of a log does not have the form that the algorithm needs, or nothing
-            can
-            be used.
     """
     choose = _best if recorded == "conversations" else _pairs
     left_out = LeftOut(Counter(history.left_out.rollouts), Counter(history.left_out.tokens))
@@ -776,8 +751,8 @@ def examples_of_history(
     if not used:
         reasons = ", ".join(f"{n} {why}" for why, n in sorted(left_out.rollouts.items()))
         raise DatasetError(
-            f"tuner.history: nothing is left to learn from ({reasons}); docs/recorded_data.md says "
-            "what these mean"
+            f"tuner.history: nothing is left to learn from ({reasons}); see "
+            "docs/recorded_data.md for the reasons"
         )
     return Examples(
         tuple(used),

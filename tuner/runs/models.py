@@ -56,12 +56,6 @@ def model_folder(path: str, setting: str = "model.model_path") -> str:
     Args:
         path: A path as users write it (`tuner.config.keys`).
         setting: The setting it comes from, for the message.
-
-    Raises:
-        ModelLoadError: There is no such model, or its GGUF file cannot be converted.
-        MissingDependencyError: It names a package that is not installed, or the reader of GGUF
-            files
-            is not installed.
     """
     place = located(path, setting)
     if place is None or (place.is_dir() and place == Path(path).expanduser()):
@@ -153,12 +147,8 @@ def _converted(file: Path, path: str, setting: str) -> Path:
 
 
 def _read(file: Path, named: str) -> tuple[Any, Any]:
-    """A model of float32 weights and a tokenizer, from a GGUF file.
-
-    Raises:
-        ModelLoadError: transformers cannot read it, weights are missing or not finite, or
-            transformers would read a different model from it.
-    """
+    """A model of float32 weights and a tokenizer, from a GGUF file; raises ModelLoadError if
+    transformers would read a different model from it."""
     import transformers
     from gguf import GGUFReader
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -249,16 +239,12 @@ def _text(reader: Any, key: str) -> str:
 def load_model(
     path: str, *, device: torch.device, dtype: torch.dtype, setting: str = "model.model_path"
 ) -> PreTrainedModel:
-    """A transformers causal LM on `device`, in eval mode.
+    """A transformers causal LM on `device`, in eval mode; raises ModelLoadError if there is none.
 
     Args:
         path: Like `model.model_path`: a folder, a GGUF file, `package:NAME` or a name on the Hub.
         dtype: The dtype of its weights, whatever they were saved in.
         setting: The setting that named it, for the message.
-
-    Raises:
-        ModelLoadError: There is no such model, it is not a causal LM, or it is an adapter.
-        MissingDependencyError: The reader of GGUF files is not installed.
     """
     from transformers import AutoModelForCausalLM
 
@@ -290,11 +276,8 @@ def _train_every_row(model: PreTrainedModel) -> None:
 
 
 def load_tokenizer(path: str, *, setting: str = "model.model_path") -> Any:
-    """The tokenizer of a model.
-
-    Raises:
-        ModelLoadError: There is none, or it has no end-of-sequence token.
-    """
+    """The tokenizer of a model; raises ModelLoadError if it is missing or has no end-of-sequence
+    token."""
     from transformers import AutoTokenizer
 
     folder = model_folder(path, setting)
@@ -309,11 +292,7 @@ def load_tokenizer(path: str, *, setting: str = "model.model_path") -> Any:
 
 
 def load_settings(path: str, *, setting: str = "model.model_path") -> Any:
-    """The `config.json` of a model.
-
-    Raises:
-        ModelLoadError: There is none.
-    """
+    """The `config.json` of a model; raises ModelLoadError if there is none."""
     from transformers import AutoConfig
 
     folder = model_folder(path, setting)
@@ -328,9 +307,6 @@ def check_same_vocabulary(tokenizer: Any, other: Any, *, what: str) -> None:
         tokenizer: That of the trained model.
         other: That of the other model.
         what: The other model's name in the message.
-
-    Raises:
-        ConfigError: An id is a different token in one of the two; names the first.
     """
     own, theirs = tokenizer.get_vocab(), other.get_vocab()
     if own == theirs:
@@ -504,12 +480,7 @@ class StoredAdapter:
         return weights
 
     def check_agrees(self, config: LoraConfig, settings: LoraSection, base: str) -> None:
-        """Compare with the settings of a run, in which the model is called `base`.
-
-        Raises:
-            ConfigError: The settings have a different rank or alpha.
-            ModelLoadError: It was made for another model.
-        """
+        """Compare with the settings of a run, in which the model is called `base`."""
         for key, mine, theirs in (
             ("lora_rank", settings.lora_rank, config.r),
             ("lora_alpha", settings.lora_alpha, config.lora_alpha),
@@ -612,11 +583,6 @@ def add_adapter(
         model_path: The run's name of the model.
         seed: For a new adapter's random first factor.
         checkpoint: Folder of an adapter to resume from, in place of a new one or that at `path`.
-
-    Raises:
-        ConfigError: The settings name layers that the model does not have or that cannot have an
-            adapter, or do not agree with the adapter at `path`.
-        ModelLoadError: An adapter cannot be loaded, or was made for another model.
     """
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 

@@ -225,12 +225,8 @@ class Placement:
 
 
 def choose_placement(config: RunConfig, needs: Needs, machine: Machine) -> Placement:
-    """Choose where an engine with a copy of the weights runs; SGLang is always remote.
-
-    Raises:
-        ConfigError: It does not fit; says what is needed and what is available. Or more GPUs are
-            requested than there are.
-    """
+    """Choose where an engine with a copy of the weights runs; SGLang is always remote. Raises
+    ConfigError, with the needed and the available memory, if it does not fit."""
     if config.tuner.engine.sleep and not machine.gpus:
         raise ConfigError(
             "tuner.engine.sleep is true, but there is no GPU, and vLLM cannot sleep on a CPU; "
@@ -341,7 +337,7 @@ def _on_one_gpu(config: RunConfig, needs: Needs, machine: Machine) -> Placement:
     _check_engine(needs, int(part * whole), whole)
     until = f"next to {_gib(resting)}, and sleeps during updates" if sleeps else "all the time"
     why = (
-        f"{'asked for' if asked == 'colocate' else 'there is one GPU'}; expects "
+        f"{'requested' if asked == 'colocate' else 'there is one GPU'}; expects "
         f"{_training(needs)} of {_gib(whole)}; vLLM has {_gib(int(part * whole))} "
         f"{until}"
     )
@@ -430,11 +426,7 @@ class WeightPath:
 
 
 def choose_weight_path(asked: PathKind | Literal["auto"], sides: Sides) -> WeightPath:
-    """The fastest path that both sides support, or the requested one.
-
-    Raises:
-        ConfigError: The requested path is not possible; says why.
-    """
+    """The fastest path that both sides support, or the requested one."""
     if asked != "auto":
         reason = _obstacle(asked, sides)
         if reason is not None:
@@ -442,7 +434,7 @@ def choose_weight_path(asked: PathKind | Literal["auto"], sides: Sides) -> Weigh
                 f"tuner.engine.weights is {asked}, but {reason}: set it to auto, which chooses "
                 f"{choose_weight_path('auto', sides).kind} here"
             )
-        return WeightPath(asked, "asked for")
+        return WeightPath(asked, "requested")
     passed: list[str] = []
     for kind in _WORDS:
         reason = _obstacle(kind, sides)
@@ -586,11 +578,6 @@ def build_engine(
         save: Writes the trained model or adapter into a folder.
         needs: Returns the expected memory; called for an engine with a copy.
         adapter: The peft model, if an adapter is trained.
-
-    Raises:
-        ConfigError: The engine does not fit, cannot serve this adapter, or cannot get its weights
-            as configured.
-        MissingDependencyError: It is not installed.
     """
     if config.explorer.rollout_model.engine_type == "transformers":
         shared = TransformersEngine(

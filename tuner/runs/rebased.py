@@ -168,7 +168,7 @@ class Rebased:
         return noted.use == "again"
 
     def set_aside(self, step: int) -> None:
-        """From this step on new rollouts are made: move what was recorded and no step has taken."""
+        """Sample from this step on: move the recorded rollouts that no step has used."""
         self.record.ended = step
         for one in self.record.steps:
             if one.step >= step:
@@ -231,7 +231,7 @@ def write_traces(path: Path, traces: Sequence[Trace]) -> None:
 
 
 def table(record: RebaseRecord) -> str:
-    """Step by step what was used again, and why no more; then in sentences."""
+    """Table of the steps and their reuse, and the reason why it ends; then sentences."""
     from rich.console import Console
     from rich.table import Table
 

@@ -52,11 +52,7 @@ class Conversation:
 
 
 def conversation(row: Mapping[str, Any], form: FormatSection) -> Conversation:
-    """The conversation in a row of SFT data.
-
-    Raises:
-        DatasetError: A column is missing, or does not hold a conversation.
-    """
+    """The conversation in a row of SFT data."""
     if _prompt_type(row, form) == "messages":
         messages = _messages(_column(row, form, "messages_key"), "assistant", text=False)
     else:
@@ -67,11 +63,7 @@ def conversation(row: Mapping[str, Any], form: FormatSection) -> Conversation:
 
 
 def pair(row: Mapping[str, Any], form: FormatSection) -> tuple[Conversation, Conversation]:
-    """The better and the worse conversation in a row of DPO data; they begin alike.
-
-    Raises:
-        DatasetError: A column is missing, does not hold a conversation, or both are the same.
-    """
+    """The better and the worse conversation in a row of DPO data; they begin alike."""
     text = _prompt_type(row, form) == "plaintext"
     if text:
         prompt = _prompt(row, form)
@@ -214,17 +206,13 @@ class Turn:
 def trained_turns(
     renderer: ChatRenderer, conversation: Conversation, *, longest: int
 ) -> tuple[Turn, ...]:
-    """The trained turns of a conversation, at least one.
+    """The trained turns of a conversation, at least one; raises Unusable, with the reason to
+    count, if it cannot be trained.
 
     Args:
         renderer: The chat form of the trained model.
         conversation: Messages and tools.
         longest: Maximum number of tokens of prompt and completion together; nothing is cut off.
-
-    Raises:
-        Unusable: There is no turn to train, one is too long, or the template writes it differently
-            than the model would have to.
-        DatasetError: The chat template rejects the conversation, or does not end a turn.
     """
     turns = []
     for index in conversation.trained:
@@ -315,9 +303,6 @@ def examples_of(
         recorded: The content of a row.
         longest: Maximum number of tokens of a prompt and its completion; longer rows are dropped
             whole.
-
-    Raises:
-        DatasetError: A row does not have that form (names the row), or no row can be used.
     """
     used: list[Example] = []
     left_out: Counter[str] = Counter()
@@ -332,7 +317,7 @@ def examples_of(
     if not used:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items()))
         raise DatasetError(
-            f"train_dataset: no row can be trained ({reasons}); docs/recorded_data.md says what "
-            "these mean"
+            f"train_dataset: no row can be trained ({reasons}); see "
+            "docs/recorded_data.md for the reasons"
         )
     return Examples(tuple(used), dict(sorted(left_out.items())))

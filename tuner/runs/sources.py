@@ -73,13 +73,7 @@ class Comparable:
 
 
 def comparable(config: RunConfig, history: History) -> Comparable:
-    """Recorded rollouts for an algorithm that learns from rewards or from a teacher.
-
-    Raises:
-        ConfigError: A source is a log without tokens.
-        DatasetError: The rollouts were recorded with another model, or are fewer groups than a step
-            needs.
-    """
+    """Recorded rollouts for an algorithm that learns from rewards or from a teacher."""
     name = config.algorithm.algorithm_type
     if logs := (*history.rows, *history.held_out_rows):
         raise ConfigError(
@@ -209,13 +203,7 @@ SEEN = 8
 
 
 def check_same_tokenizer(config: RunConfig, history: History) -> None:
-    """Reject ids of another tokenizer: they would mean different text.
-
-    Raises:
-        DatasetError: The model lacks a recorded token, or most of the first calls decode to a
-            different text than the agent got.
-        ModelLoadError: The model has no tokenizer.
-    """
+    """Reject ids of another tokenizer: they would mean different text."""
     path = config.model.model_path
     vocabulary = load_settings(path).get_text_config().vocab_size
     calls = [
@@ -224,12 +212,12 @@ def check_same_tokenizer(config: RunConfig, history: History) -> None:
         for trace in group
         for call in trace.calls
     ]
-    mend = "it was recorded with another model; set model.model_path to one with the same tokenizer"
+    fix = "it was recorded with another model; set model.model_path to one with the same tokenizer"
     largest = max((max(c.prompt_ids + c.completion_ids, default=0) for c in calls), default=0)
     if largest >= vocabulary:
         raise DatasetError(
             f"tuner.history: a recorded call has the token id {largest}, but the model has "
-            f"{vocabulary} tokens: {mend}"
+            f"{vocabulary} tokens: {fix}"
         )
     renderer = chat_renderer(config, load_tokenizer(path))
     told = [(c, c.response.get("content")) for c in calls if c.invalid is None]
@@ -240,7 +228,7 @@ def check_same_tokenizer(config: RunConfig, history: History) -> None:
         call, said = other[0]
         raise DatasetError(
             f"tuner.history: a recorded answer is {said!r:.60}, but this model decodes its tokens "
-            f"as {renderer.decode(list(call.completion_ids))!r:.60}: {mend}"
+            f"as {renderer.decode(list(call.completion_ids))!r:.60}: {fix}"
         )
 
 
@@ -615,11 +603,7 @@ Data = Sequence[Task] | Examples | Comparable
 
 
 def training_data(config: RunConfig, rows: Sequence[Task], history: History | None) -> Data:
-    """Read and check the training data of a run.
-
-    Raises:
-        ModelLoadError, DatasetError, ConfigError: Like `read_examples` and `comparable`.
-    """
+    """Read and check the training data of a run."""
     if config.mode != "train":
         return rows
     if history is not None and ALGORITHMS[config.algorithm.algorithm_type].recorded is None:
@@ -643,12 +627,6 @@ def read_examples(
         config: The effective configuration.
         rows: A dataset.
         history: Recorded rollouts, in its place.
-
-    Raises:
-        ModelLoadError: The model has no tokenizer.
-        DatasetError: A row does not have the configured form, fewer rows than a step needs can be
-            trained, or rollouts were recorded with another model.
-        ConfigError: `max_model_len` is more than the model has positions.
     """
     recorded = ALGORITHMS[config.algorithm.algorithm_type].recorded
     assert recorded is not None, "other algorithms learn from rewards"

@@ -114,11 +114,6 @@ def open_trackers(
         first_step: TensorBoard hides what a killed run logged from here on.
         config: The settings of the run, without secrets.
         args: `monitor.monitor_args`; arguments below a tracker's name are for that tracker only.
-
-    Raises:
-        MissingDependencyError: A library is not installed; names the extra.
-        ConfigError: `monitor.monitor_args` has an argument that a tracker does not take, or a
-            tracker cannot be started.
     """
     opened: list[Tracker] = []
     try:
@@ -149,11 +144,7 @@ def open_trackers(
 
 
 def _arguments(kinds: Sequence[str], args: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The arguments of each tracker; puts those for its environment there.
-
-    Raises:
-        ConfigError: Some are for a tracker that is not used, or no tracker takes them.
-    """
+    """The arguments of each tracker; puts those for its environment there."""
     for kind in args.keys() & _VARIABLES.keys():
         if kind not in kinds or not isinstance(args[kind], Mapping):
             raise ConfigError(

@@ -45,11 +45,7 @@ def readable_there(taskset: Mapping[str, Any]) -> bool:
 
 
 def tasks_of(taskset: Mapping[str, Any], rows: Any, *, role: str) -> Sequence[Task]:
-    """All rows of a taskset, or those given in Python if it has no path.
-
-    Raises:
-        DatasetError: There are none, or they cannot be read.
-    """
+    """All rows of a taskset, or those given in Python if it has no path."""
     source = rows
     if taskset.get("path"):
         source = DatasetConfig(
@@ -69,9 +65,6 @@ def put_tasks(settings: TrinitySettings, rows: Any, fingerprint: dict[str, str])
         settings: Gets the new paths of the data.
         rows: The training data given to `tune()`.
         fingerprint: Gets the fingerprint of each set's rows.
-
-    Raises:
-        DatasetError: There are none, or not enough for one batch.
     """
     inputs = settings.tree["buffer"]["explorer_input"]
     sizes = []
@@ -90,11 +83,7 @@ def put_tasks(settings: TrinitySettings, rows: Any, fingerprint: dict[str, str])
 def put_evaluations(
     settings: TrinitySettings, rows: Any, fingerprint: dict[str, str]
 ) -> dict[str, int]:
-    """Write every evaluation set for Trinity-RFT; returns the number of rollouts of each.
-
-    Raises:
-        DatasetError: A set has no rows.
-    """
+    """Write every evaluation set for Trinity-RFT; returns the number of rollouts of each."""
     counts = {}
     sets = settings.get("buffer.explorer_input.eval_tasksets", ())
     for index, taskset in enumerate(sets):
@@ -111,12 +100,7 @@ def put_evaluations(
 
 
 def put_recorded(settings: TrinitySettings, rows: Any) -> int:
-    """Write recorded data for Trinity-RFT's trainer; returns the number of rows or experiences.
-
-    Raises:
-        ConfigError: The size of a database is unknown here, and the number of steps is not set.
-        DatasetError: There is nothing to train on, or not enough for one batch.
-    """
+    """Write recorded data for Trinity-RFT's trainer; returns the number of rows or experiences."""
     buffer = settings.get(BUFFER)
     batch = int(settings.get("buffer.train_batch_size"))
     if buffer["storage_type"] == "sql":
@@ -153,11 +137,7 @@ def _folder(settings: TrinitySettings) -> Path:
 
 
 def write_tasks(tasks: Sequence[Task], folder: Path, *, role: str) -> dict[str, Any]:
-    """Write rows for Trinity-RFT; returns the settings of their taskset.
-
-    Raises:
-        DatasetError: A row has a value that JSON cannot hold.
-    """
+    """Write rows for Trinity-RFT; returns the settings of their taskset."""
     texts = [_json(task, index, role) for index, task in enumerate(tasks)]
     return _written("".join(json.dumps({ROW: text}) + "\n" for text in texts), folder)
 
@@ -202,12 +182,6 @@ def as_messages(
         rows: The dataset.
         form: The given `format`.
         algorithm: `sft` or `dpo`.
-
-    Raises:
-        ConfigError: `format` has values that describe no columns.
-        DatasetError: A row cannot be read, or needs something that Trinity-RFT does not support;
-            names
-            the row.
     """
     columns = _columns(form)
     read = _conversation if RECORDED[algorithm] == "conversations" else _pair

@@ -104,12 +104,7 @@ class TrinitySettings:
 
 
 def resolve(layers: Layers) -> TrinitySettings:
-    """Resolve and check the settings of a configuration for Trinity-RFT.
-
-    Raises:
-        ConfigError: A key is unknown, of the wrong type, or needs something that is not supported.
-        MissingDependencyError: Trinity-RFT is not installed.
-    """
+    """Resolve and check the settings of a configuration for Trinity-RFT."""
     tree = restored(layers.tree)
     tuner = tuner_section(tree.pop("tuner", None), layers.problems)
     tree = without_empty_sections(tree, known_keys())
@@ -285,11 +280,7 @@ def install(
 
 
 def checked(tree: Mapping[str, Any]) -> Config:
-    """Run Trinity-RFT's own check; returns its configuration. Creates the run's folders.
-
-    Raises:
-        ConfigError: Trinity-RFT rejects it; its message is quoted.
-    """
+    """Run Trinity-RFT's own check; returns its configuration. Creates the run's folders."""
     from omegaconf import OmegaConf
     from trinity.common.config import Config
 

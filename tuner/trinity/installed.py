@@ -25,11 +25,7 @@ _TOO_NEW_PEFT = (0, 21)
 
 
 def require_trinity() -> None:
-    """Check that a supported Trinity-RFT is installed.
-
-    Raises:
-        MissingDependencyError: It is missing, has another version, or cannot be imported.
-    """
+    """Check that a supported Trinity-RFT is installed."""
     how = pip_install("trinity")
     try:
         version = metadata.version("trinity-rft")
@@ -53,11 +49,7 @@ def require_trinity() -> None:
 
 
 def refuse_peft_without_weights() -> None:
-    """Reject versions of peft with which verl saves adapters without weights.
-
-    Raises:
-        MissingDependencyError: Such a version is installed, or none.
-    """
+    """Reject versions of peft with which verl saves adapters without weights."""
     try:
         version = metadata.version("peft")
     except metadata.PackageNotFoundError:
@@ -104,11 +96,7 @@ def _section(hint: Any) -> tuple[type[Any] | None, bool]:
 def unknown_keys(
     tree: dict[str, Any], section: type[Any] | None = None, prefix: str = ""
 ) -> Iterator[tuple[str, str | None]]:
-    """(dotted key, the key that was probably meant) for every key unknown to Trinity-RFT.
-
-    Raises:
-        MissingDependencyError: No supported Trinity-RFT is installed.
-    """
+    """(dotted key, the key that was probably meant) for every key unknown to Trinity-RFT."""
     types = _types(section or _root())
     for name, value in tree.items():
         if name not in types:
@@ -171,11 +159,7 @@ _SECONDS_TO_ANSWER = 30.0
 
 def models_as_folders(tree: dict[str, Any]) -> None:
     """Replace paths of models that Trinity-RFT and its engines cannot load (GGUF files, which are
-    converted, and packages) by folders.
-
-    Raises:
-        ModelLoadError, MissingDependencyError: Like `tuner.runs.models.model_folder`.
-    """
+    converted, and packages) by folders."""
     explorer = tree.get("explorer") or {}
     sections: list[tuple[dict[str, Any], str]] = [(tree.get("model") or {}, "model")]
     for index, auxiliary in enumerate(explorer.get("auxiliary_models") or ()):
@@ -197,12 +181,7 @@ def uses_tinker(tree: Mapping[str, Any]) -> bool:
 
 def require_service(tree: Mapping[str, Any]) -> None:
     """Check Tinker's client, its key, and that the service answers; Tinker's client would retry for
-    minutes.
-
-    Raises:
-        MissingDependencyError: The package `tinker` is not installed.
-        ConfigError: There is no key, or the service does not answer.
-    """
+    minutes."""
     if find_spec("tinker") is None:
         raise MissingDependencyError(
             "model.tinker.enable is true, but the package tinker is not installed: "

@@ -83,13 +83,6 @@ def run_trinity(
         layers: The input of `handover.resolve`.
         workflow, judge, train_dataset, eval_dataset: Those given to `tune()`.
         report: Writes a report of the run however it ends.
-
-    Raises:
-        ConfigError: A setting is unknown or rejected, or there is no cluster.
-        DatasetError: A dataset is missing, empty or smaller than one batch.
-        FunctionError: A function cannot be sent to the workers, or returned the wrong type.
-        TrainingError: Fewer steps were trained than requested; says why, with the logs.
-        MissingDependencyError: Trinity-RFT is not installed.
     """
     resolved = with_own_name(resolve(layers))
     make_private(resolved.run_dir)
@@ -248,12 +241,7 @@ class _Run:
         return None
 
     def result(self) -> TuneResult:
-        """The result of the run.
-
-        Raises:
-            FunctionError: A function returned the wrong type.
-            TrainingError: Less was done than requested.
-        """
+        """The result of the run."""
         history = self._write_metrics()
         if isinstance(self._reason, (FunctionError, NothingToLearn)):
             raise self._reason

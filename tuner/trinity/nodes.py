@@ -106,12 +106,7 @@ def needed(config: Config, *, shared: Path, functions: Mapping[str, str | None])
 
 
 def require_alike(needed: Needed, nodes: Sequence[Node]) -> None:
-    """Reject a cluster with a machine that lacks something the run needs.
-
-    Raises:
-        ConfigError: Names each machine, what it lacks and the fix.
-        FunctionError: Only a user's function cannot be loaded there.
-    """
+    """Reject a cluster with a machine that lacks something the run needs."""
     problems = list(_problems(needed, nodes))
     if not problems:
         return
@@ -300,7 +295,7 @@ def lacking(config: Config, nodes: Sequence[Node]) -> str | None:
     for bundle in sorted(_bundles(config), reverse=True):
         place = next((index for index, gpus in enumerate(free) if gpus >= bundle), None)
         if place is None:
-            beside = f" beside training's {machines} x {share}" if machines else ""
+            beside = f" in addition to training's {machines} x {share}" if machines else ""
             return _too_few(nodes, f"an engine takes {bundle} GPUs of one machine{beside}")
         free[place] -= bundle
     return None

@@ -98,9 +98,6 @@ def prepare(
         settings: From `handover.resolve`; gets the data's new paths.
         workflow, judge, train_dataset, eval_dataset: Those given to `tune()`.
         counted_gpus: Whether the declared GPUs must exist here, if the run is to start a cluster.
-
-    Raises:
-        ConfigError, DatasetError, FunctionError: Like `run_trinity`.
     """
     _check_functions(settings, workflow, judge)
     sent = None if workflow is None else ship(workflow, role="workflow")
@@ -180,10 +177,6 @@ def check_trinity(
         path: Its file; None for the defaults.
         overrides: `key=value` strings.
         workflow, judge, train_dataset, eval_dataset: Those given to `tune()`.
-
-    Raises:
-        ConfigError, DatasetError, FunctionError: Like `run_trinity`.
-        MissingDependencyError: Trinity-RFT is not installed.
     """
     given = None
     if train_dataset is not None or eval_dataset is not None:

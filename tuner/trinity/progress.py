@@ -53,12 +53,7 @@ class Journal:
         return reason
 
     def raise_reason(self) -> None:
-        """Raise the recorded reason, if there is one.
-
-        Raises:
-            FunctionError: A function returned the wrong type.
-            TrainingError: A rollout failed, and none may.
-        """
+        """Raise the recorded reason, if there is one."""
         if (reason := self.reason()) is not None:
             kind = FunctionError if reason["error"] == FunctionError.__name__ else TrainingError
             raise kind(reason["message"])

@@ -54,7 +54,7 @@ _STEP_FILE = re.compile(r"^(?:(?P<split>.+)_)?step_(?P<step>\d+)\.jsonl$")
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins or resumes.
+    """Position at which a run begins or resumes.
 
     Attributes:
         trained: The trainer resumes after this update, 0 at the beginning.
@@ -81,11 +81,7 @@ class Start:
 def require_same_run(
     directory: RunDirectory, tree: Mapping[str, Any], fingerprint: Mapping[str, str]
 ) -> None:
-    """Compare the current configuration for Trinity-RFT with the one at the start of the run.
-
-    Raises:
-        ConfigError: A setting or dataset that affects training has changed; names them.
-    """
+    """Compare the current configuration for Trinity-RFT with the one at the start of the run."""
     from omegaconf import OmegaConf
 
     if directory.config.exists():

@@ -122,11 +122,7 @@ def recorded_steps(config: Config, rows: int) -> int:
 
 
 def count_experiences(url: str, name: str) -> int | None:
-    """Number of experiences in a database; None if only its server knows.
-
-    Raises:
-        DatasetError: The file is missing, or has no such buffer.
-    """
+    """Number of experiences in a database; None if only its server knows."""
     if not url.startswith("sqlite:///"):
         return None
     file = Path(url.removeprefix("sqlite:///"))
@@ -218,11 +214,8 @@ class Locked:
 
 
 def require_free_port(config: Config) -> None:
-    """Check that the port of mode `serve` is free: another server there would be mistaken for ours.
-
-    Raises:
-        ConfigError: It is in use.
-    """
+    """Check that the port of mode `serve` is free: another server there would be mistaken for
+    ours."""
     address = (config.explorer.listen_address, config.explorer.proxy_port)
     try:
         socket.create_server(address).close()
@@ -276,13 +269,9 @@ class Stage:
     explored: Callable[[], bool]
 
     def run(self) -> None:
-        """Run the configuration's mode to its end.
-
-        Raises:
-            GaveUp: The explorer gave up.
-            TrainingError: The actors could not be started in time.
-            Exception: The exception of `look` or of an actor.
-        """
+        """Run the configuration's mode to its end; raises GaveUp if the explorer gave up,
+        TrainingError if the actors could not be started in time, and any exception of `look` or of
+        an actor."""
         from trinity.buffer.pipelines.task_pipeline import check_and_run_task_pipeline
 
         check_and_run_task_pipeline(self.config)

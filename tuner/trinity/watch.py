@@ -84,12 +84,7 @@ class Watch:
         self._short_since: int | None = None
 
     def look(self) -> None:
-        """Check once.
-
-        Raises:
-            FunctionError: A function returned the wrong type.
-            TrainingError: An actor has died, or there is nothing to learn from; says which and why.
-        """
+        """Check once; raises FunctionError or TrainingError if the run must end."""
         self.journal.raise_reason()
         self.say()
         self._check_signal()

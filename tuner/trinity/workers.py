@@ -60,9 +60,6 @@ def with_sizes(tree: dict[str, Any], *, device: str) -> dict[str, Any]:
     Args:
         tree: Trinity-RFT's YAML.
         device: `tuner.device`; with `cpu` the declared GPUs are mere numbers.
-
-    Raises:
-        ConfigError: More GPUs are declared than exist, or there are none and none are declared.
     """
     if not is_own(tree):
         return tree
@@ -100,10 +97,6 @@ def joined(address: str, *, gpus: int, namespace: str, env: Mapping[str, str]) -
         gpus: GPUs of our own cluster.
         namespace: Namespace of the run's actors.
         env: Additional environment variables of the workers.
-
-    Raises:
-        ConfigError: There is no cluster at the address, or this process is already in one.
-        TrainingError: Ray did not start on this machine.
     """
     import ray
 

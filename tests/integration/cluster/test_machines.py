@@ -151,7 +151,8 @@ def test_check_asks_the_cluster_and_says_what_would_be_where(two, agent):
     assert "10.77.0.2: 8 CPUs, 1 GPUs" in verdict.text
     assert "training on 1 machine(s), 1 GPUs of each" in verdict.text
     assert (
-        "NOT READY: an engine takes 1 GPUs of one machine beside training's 1 x 1" in verdict.text
+        "NOT READY: an engine takes 1 GPUs of one machine in addition to training's 1 x 1"
+        in verdict.text
     )
     explored = check(two, agent, "mode=explore")
     assert explored.ready, explored.text
