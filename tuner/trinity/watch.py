@@ -202,7 +202,7 @@ class Synchronizer:
         self._ask("notify_no_new_model_state_dict")
 
     def _ask(self, method: str) -> Any:
-        """The method's answer; None if it takes long; the next call waits for the same answer."""
+        """The method's answer; None if it takes long, and the next call asks again."""
         import ray
 
         try:
