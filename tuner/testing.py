@@ -145,12 +145,10 @@ class Replayed:
 
         Args:
             workflow: The agent, like for `tuner.tune`: `(task, model)`, async or plain, optionally
-                with
-                `auxiliary_models` and `logger`. May return anything.
+                with `auxiliary_models` and `logger`. May return anything.
             rollout: One of `recorded_rollouts`, or the name of one in the file; None: the test's.
             task: The agent's task. Required for recording; else the recorded one is used, and this
-                must
-                equal it.
+                must equal it.
             auxiliary_models: The agent's auxiliary models; they are not recorded.
             seconds: Time limit; None: no limit.
 

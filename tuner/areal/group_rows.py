@@ -142,8 +142,7 @@ def group_of(
         selection: Criteria for groups and their rollouts.
         accept: Decides from a group's tensors whether it is trained.
         adds_up: Whether the algorithm sums up the returns of calls. Trajectories of a single
-            rollout
-            then count as one if one continues the other.
+            rollout then count as one if one continues the other.
     """
     rows: list[dict[str, Tensor]] = []
     members: dict[int, tuple[Trace, list[float]]] = {}

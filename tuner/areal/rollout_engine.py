@@ -35,8 +35,7 @@ class RolloutEngine:
     Args:
         config: The section of a `GRPOConfig`; or the run that it shares with an actor.
         max_head_offpolicyness: Maximum number of updates by which a sample of `prepare_batch` may
-            be
-            older than the weights it trains; None: the section's, or 0.
+            be older than the weights it trains; None: the section's, or 0.
     """
 
     def __init__(
@@ -144,8 +143,7 @@ class RolloutEngine:
 
         Raises:
             TrainingError: No group of `tuner.signal_patience` batches could be trained; or
-                generation is
-                paused.
+                generation is paused.
             FunctionError: The workflow's result cannot be trained as declared.
             ConfigError: The workflow and the configuration contradict each other.
         """

@@ -566,9 +566,8 @@ class TRL(Environment):
             caller of `tune()` sets. None: no settings.
         tools: Functions that the model may call, with types and a docstring in Google's style.
         environment_factory: Makes environments; or a mapping of factories, chosen by the row's
-            field
-            `environment`. Their methods are tools; `reset(**row)` may return a text, `get_reward()`
-            is one more reward.
+            field `environment`. Their methods are tools; `reset(**row)` may return a text,
+            `get_reward()` is one more reward.
 
     Raises:
         ConfigError: There is no reward, or an argument is not supported.
@@ -698,8 +697,7 @@ class GRPOTrainer:
 
         Args:
             given: Further arguments of `tune()`, such as `overrides` and `config_path`, which win
-                over
-                args.
+                over args.
         """
         from tuner.tune import tune
 

@@ -28,8 +28,7 @@ class CallSettings:
         context: Maximum number of tokens of prompt and answer together: `model.max_model_len`, or
             the model's own.
         answer: Maximum number of tokens of an answer whose request sets no limit; None also if
-            there
-            is no limit.
+            there is no limit.
         answer_setting: The setting of `answer`.
         parser: `explorer.rollout_model.tool_call_parser`.
     """

@@ -307,8 +307,7 @@ class Comparison:
 
         Raises:
             ProofError: The reward is outside the plan's range, the share is not a probability, the
-                arm is
-                unknown, or the comparison has pairs.
+                arm is unknown, or the comparison has pairs.
         """
         if arm not in _CALLED:
             raise ProofError(f"arm {arm!r} is neither 'serving' nor 'candidate'")

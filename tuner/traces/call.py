@@ -41,8 +41,7 @@ class Call:
         versions: Version of the weights for each sampled token, shape [T].
         sampling: The effective settings, after defaults and caps.
         finish_reason: "stop", "length" or "tool_calls", as in chat completions; "abandoned" if it
-            is
-            undelivered.
+            is undelivered.
         messages: The request's messages, as the agent sent them.
         tools: The request's tools, as the agent sent them.
         response: The assistant message that the agent received.
@@ -50,8 +49,7 @@ class Call:
         seconds: Time until the completion was ready.
         cached_tokens: Prompt tokens the engine did not have to compute.
         reused_ids: Number of `prompt_ids`, from the first on, that were copied from the prompt and
-            the
-            sampled completion of an earlier call; the others were rendered.
+            the sampled completion of an earlier call; the others were rendered.
         rerendered: Why the latest assistant turn of the prompt was rendered and not copied:
             "text" (no call of the session sampled what the template rendered), "characters"
             (the completion contains bytes that are not text), "tokenizer" (the text cannot be cut
@@ -66,8 +64,7 @@ class Call:
             and neither `reward` nor the rollout's reward.
         excluded: Whether the workflow excluded the call from training.
         masked: Stretches [from, to) of `completion_ids` that the workflow excluded from training,
-            in
-            order.
+            in order.
         undelivered: Whether the caller disconnected, or was cut off, before the end of the answer;
             tokens sampled until then are kept, and never trained.
         malformed_tool_calls: Number of unreadable tool calls in the completion.

@@ -111,8 +111,7 @@ class Trace:
             "generation" (time spent inside calls).
         started: Unix time at which the attempt began; 0 if nothing began.
         origin: The point of another rollout at which it begins, or None. It includes the calls
-            before
-            that (`Call.replayed`).
+            before that (`Call.replayed`).
         results: Results of recorded functions, in order of return.
         foreign_from: For an attempt recorded by the run that this one continues (`tuner rebase`),
             the

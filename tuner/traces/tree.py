@@ -50,8 +50,7 @@ class TreeRow:
         nodes: Nodes of the path, shape [L].
         ids: Their token ids, shape [L].
         samples: Number of calls that sampled each token, shape [L]; 0 for context, and for a token
-            on
-            a shared path that an earlier row of the tree counts. `samples > 0` is the training
+            on a shared path that an earlier row of the tree counts. `samples > 0` is the training
                 mask.
     """
 

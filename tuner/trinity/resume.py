@@ -155,7 +155,7 @@ def _failed_whole(progress: Progress, step: int) -> bool:
 
 
 def _put_back_trainer(run_dir: Path, name: str, step: int) -> None:
-    """Reset the trainer's position; delete weights saved only for the explorer, without optimizer."""
+    """Reset the trainer's position; delete weights saved for the explorer, without optimizer."""
     for folder in run_dir.glob("global_step_*"):
         if step_of(folder) > step and not (folder / ".full_checkpoint").exists():
             shutil.rmtree(folder)
