@@ -35,9 +35,11 @@ from tuner.config.algorithms import (
     ALGORITHMS,
     NOT_HERE,
     POLICY_LOSSES,
+    TURN_DISCOUNTED,
     AdvantageArgs,
     AdvantageName,
     Aggregation,
+    Algorithm,
     AlgorithmName,
     Args,
     EntropyLoss,
@@ -89,10 +91,10 @@ class Section(BaseModel):
         """Whether a section like this may have keys that it does not name."""
         return False
 
-    def changed(self) -> set[str]:
-        """Names of the settings that are not their defaults."""
-        fields = type(self).model_fields
-        return {name for name, info in fields.items() if getattr(self, name) != info.default}
+    def is_default(self, name: str) -> bool:
+        """Whether a setting is as if it were not given."""
+        usual = type(self).model_fields[name].get_default(call_default_factory=True)
+        return bool(getattr(self, name) == usual)
 
 
 def section_of(annotation: Any) -> type[Section] | None:
@@ -256,6 +258,16 @@ class AlgorithmSection(Section):
         if isinstance(value, str) and value in NOT_HERE:
             raise ValueError(f"not on this backend: {NOT_HERE[value]}")
         return value
+
+    @property
+    def row(self) -> Algorithm:
+        """Its row of the table."""
+        return ALGORITHMS[self.algorithm_type]
+
+    @property
+    def discounts_turns(self) -> bool:
+        """Whether its advantage may compare what calls lead to."""
+        return self.advantage_fn in TURN_DISCOUNTED
 
     @property
     def advantage(self) -> AdvantageArgs:
@@ -758,33 +770,10 @@ class RaySection(Section):
         "(`https://trainer.example/v1`).",
     )
 
-    def problems(self, address: str | None, *, own_models: bool) -> Iterator[str]:
-        """What lacks or does not go together where `tuner.workers` is `ray`.
-
-        Args:
-            address: `cluster.ray_address`.
-            own_models: Whether frozen models are served here.
-        """
-        if address in (None, "auto", "local"):
-            yield (
-                f"tuner.workers is ray, and cluster.ray_address is {address}: write the cluster's "
-                "address, host:port"
-            )
-        if self.gateway is None:
-            yield (
-                "tuner.workers is ray, and tuner.ray.gateway is not set: write an address of this "
-                "machine that the workers' machines reach"
-            )
-        elif self.gateway.partition(":")[0] == "0.0.0.0" and self.base_url is None:
-            yield (
-                f"tuner.ray.gateway is {self.gateway}, which is no address to be reached at: write "
-                "this machine's, or what the workers ask as tuner.ray.base_url"
-            )
-        if self.base_url is not None and own_models:
-            yield (
-                "tuner.ray.base_url is set, but explorer.auxiliary_models each have a door of "
-                "their own: remove it, or serve them elsewhere (tuner.auxiliary_models)"
-            )
+    @property
+    def gateway_host(self) -> str | None:
+        """`gateway` without its port."""
+        return None if self.gateway is None else self.gateway.partition(":")[0]
 
 
 class EngineSection(Section):
@@ -819,6 +808,11 @@ class EngineSection(Section):
         "they share one. Not set: yes, unless collection runs ahead of training "
         "(`synchronizer.sync_offset`).",
     )
+
+    @property
+    def servers(self) -> int:
+        """How many run elsewhere."""
+        return len(self.urls)
 
     @field_validator("urls")
     @classmethod
@@ -968,6 +962,11 @@ class BranchingSection(Section):
         description="Set the random states of Python, NumPy and PyTorch before each rollout, to "
         "the same for those with one beginning. Needs `explorer.runner_per_model: 1`.",
     )
+
+    @property
+    def fewest_trunks(self) -> int:
+        """Rollouts that start at the beginning, at least."""
+        return self.trunks or 2
 
     @field_validator("where")
     @classmethod
@@ -1709,6 +1708,11 @@ class RunConfig(Section):
             top_k=model.top_k if own.top_k is None else own.top_k,
             max_tokens=model.max_response_tokens if own.max_tokens is None else own.max_tokens,
         )
+
+    @property
+    def longest_answer(self) -> int | None:
+        """The most tokens of an answer while training; None where only the context limits it."""
+        return self.rollout_args(self.buffer.explorer_input.taskset).max_tokens
 
     def to_yaml(self) -> str:
         """The effective configuration as YAML; `load_config` reads it back unchanged, but for the

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from tuner.config import RunConfig
 from tuner.config.algorithms import ADVANTAGES, ALGORITHMS
-from tuner.config.rules import longest_answer
 from tuner.engines import TrainingEngine
 from tuner.engines.remote import ServedEngine
 from tuner.engines.transformers.engine import TransformersEngine
@@ -103,7 +102,7 @@ def trainer_settings(
         kl_penalty_args=algorithm.kl_penalty,
         entropy=algorithm.entropy_loss,
         aggregation=algorithm.loss_agg_mode,
-        max_completion=longest_answer(config),
+        max_completion=config.longest_answer,
         updates=extras.updates,
         proximal=extras.proximal,
         importance_cap=cap,
@@ -149,7 +148,7 @@ def selection(config: RunConfig) -> Selection:
     algorithm, extras = config.algorithm, config.tuner.algorithm
     varied = ALGORITHMS[algorithm.algorithm_type].dynamic_sampling
     advantage = ADVANTAGES[algorithm.advantage_fn]
-    longest = longest_answer(config)
+    longest = config.longest_answer
     overlong = None
     if extras.overlong_buffer is not None and longest is not None:
         overlong = Overlong(longest, extras.overlong_buffer, extras.overlong_penalty)
