@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from tuner.config import load_config
+from tuner.config import RunConfig, load_config
 from tuner.config.rules import Rule, rules
+from tuner.config.schema import section_of
 from tuner.errors import ConfigError
 
 DATA = "buffer.trainer_input.experience_buffer"
@@ -147,3 +148,31 @@ def test_every_rule_has_a_case(triggered):
 def test_defaults_contradict_nothing(triggered):
     load_config()
     assert triggered == set()
+
+
+def is_there(path):
+    """Whether a path leads to a setting, or to a property of a section."""
+    section = RunConfig
+    for name in path.split("."):
+        info = section.model_fields.get(name)
+        if info is None:
+            return hasattr(section, name)
+        section = section_of(info.annotation)
+    return True
+
+
+def test_conditions_are_about_settings_that_there_are():
+    groups = rules()
+    conditions = [group.where for group in groups]
+    conditions += [rule.when for group in groups for rule in group.rules]
+    paths = {path for each in conditions for path in each}
+    for each in conditions:
+        paths |= {
+            path
+            for wanted in each.values()
+            if isinstance(wanted, dict)
+            for path in wanted.values()
+            if isinstance(path, str) and "." in path
+        }
+    about = {path for path in paths if path.partition(".")[0] not in ("value", "item")}
+    assert [path for path in sorted(about) if not is_there(path)] == []

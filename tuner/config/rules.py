@@ -13,8 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from tuner.config.foreign import read_table
 from tuner.config.keys import Problem
 from tuner.config.schema import PARTS, RunConfig, Section
 
@@ -65,10 +64,8 @@ class RuleGroup:
 @cache
 def rules() -> tuple[RuleGroup, ...]:
     """The table."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    text = Path(__file__).with_name("rules.yaml").read_text(encoding="utf-8")
     groups = []
-    for group in yaml.load(text, Loader=loader):
+    for group in read_table(Path(__file__).with_name("rules.yaml")):
         found = []
         for row in group["rules"]:
             prefix = f"{row['under']}." if "under" in row else ""

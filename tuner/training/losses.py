@@ -6,11 +6,19 @@ tokens' advantages A. `sg` stops the gradient. A sequence is one call: its compl
 
 Estimates of KL(policy || reference) are of each token, from its two log-probs, with names and
 formulas after Schulman, "Approximating KL Divergence" (2020), as Trinity-RFT uses them.
+
+`micro_batch_loss` puts the parts together. Three policies may have a part in it: the one that
+sampled a token, the one that the step began with, and the one that is trained. PPO's clip holds the
+current policy near the one that a step began with, the *proximal* policy. Where the token was
+sampled by another (older weights, another engine), the *behaviour* policy, the loss is weighted by
+`w = proximal / behaviour` (decoupled PPO, arXiv 2110.00641; AReaL, arXiv 2505.24298); what makes
+these weights has no gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +38,10 @@ from tuner.config.algorithms import (
     SFTLoss,
     TOPRLoss,
 )
+from tuner.config.schema import AlgorithmExtras, AlgorithmSection
 from tuner.errors import TrainingError
+
+logger = logging.getLogger("tuner")
 
 # exp(20) is 5e8: beyond it the ratio is clipped anyway and only its overflow would matter.
 MAX_LOG_RATIO = 20.0
@@ -197,7 +208,7 @@ def importance_sampling(logp_T: Tensor, old_logp_T: Tensor, advantages_T: Tensor
 def opmd(
     logp_T: Tensor, old_logp_T: Tensor, advantages_T: Tensor, args: OPMDLoss = OPMDLoss()
 ) -> PolicyLoss:
-    """`L = -A logp / (1 + tau)`, whoever sampled the token; `old_logp` only for the ratio's metric.
+    """`L = -A logp / (1 + tau)`; `old_logp` only for the ratio's metric.
 
     Source: Kimi k1.5 (arXiv 2501.12599) section 2.3.2, as Trinity-RFT simplifies it.
     """
@@ -235,7 +246,7 @@ def clipped_value_loss(
     Args:
         values_T: Values under the current critic.
         old_values_T: Those that returns and advantages were made with; no gradient.
-        returns_T: What values are trained towards.
+        returns_T: Targets of the values.
         clip: How far a value may leave its old one.
 
     Returns:
@@ -388,3 +399,134 @@ def _ratio(logp_T: Tensor, old_logp_T: Tensor) -> Tensor:
 
 def _nothing(logp_T: Tensor) -> Tensor:
     return torch.zeros_like(logp_T, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The T trained tokens of some rows, in row order; all of shape [T].
+
+    Attributes:
+        logp_T: Log-probs under the current policy, with their graph.
+        entropy_T: Entropy of the current policy where the token was sampled.
+        recorded_T: Log-probs under the policy that sampled.
+        advantages_T: Advantages.
+        weights_T: Weight of each token in the step's loss (`row_weights`).
+        call_T: Index of each token's call, 0 .. `calls` - 1, which is one sequence.
+        staleness_T: Steps between the policy that sampled and the one that the step began with; at
+            least 1 where the first is another run's.
+        proximal_T: Log-probs under the policy that the step began with, where a forward pass was
+            taken for them.
+        ref_T: Log-probs under the reference, where there is one.
+    """
+
+    logp_T: Tensor
+    entropy_T: Tensor
+    recorded_T: Tensor
+    advantages_T: Tensor
+    weights_T: Tensor
+    call_T: Tensor
+    calls: int
+    staleness_T: Tensor
+    proximal_T: Tensor | None = None
+    ref_T: Tensor | None = None
+
+
+def micro_batch_loss(
+    algorithm: AlgorithmSection, extras: AlgorithmExtras, tokens: Tokens
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """The part of the step's loss that these tokens make up, from the algorithm's parts.
+
+    Returns:
+        The loss, a scalar with its graph; its parts, to be added over micro-batches; and sums over
+        tokens, to be divided by the step's tokens.
+    """
+    logp_T, weights_T = tokens.logp_T, tokens.weights_T
+    loss_args = algorithm.policy_loss
+    proximal_T = _proximal(extras, tokens)
+    old_T = tokens.recorded_T if loss_args.ratio_to == "behaviour" else proximal_T
+    policy = policy_loss(loss_args, logp_T, old_T, tokens.advantages_T, tokens.call_T, tokens.calls)
+    loss_T = policy.loss_T
+    rejected_T = torch.zeros_like(policy.clipped_T)
+    if loss_args.ratio_to == "proximal" and proximal_T is not tokens.recorded_T:
+        weight_T = _importance(proximal_T, tokens.recorded_T)
+        if extras.rejection is not None:
+            low, high = extras.rejection
+            kept_T = (weight_T >= low) & (weight_T <= high)
+            loss_T = loss_T * kept_T
+            rejected_T = ~kept_T
+        if extras.cap is not None:
+            # Truncated importance sampling, biased a little and bounded: Ionides (2008); for the
+            # mismatch of engine and trainer Yao et al. (2025).
+            loss_T = loss_T * weight_T.clamp(max=extras.cap)
+    parts = {"policy_loss": (loss_T.detach() * weights_T).sum()}
+    # Unbiased, since the tokens are samples of that policy, and never negative.
+    kl_behaviour_T = KL_ESTIMATORS["k3"](tokens.recorded_T, logp_T.detach())
+    importance_T = _importance(logp_T.detach(), tokens.recorded_T)
+    sums = {
+        "clip_fraction": policy.clipped_T.sum(),
+        "rejected_fraction": rejected_T.sum(),
+        "entropy": tokens.entropy_T.detach().sum(),
+        "ratio_mean": policy.ratio_T.sum(),
+        "logprob_mismatch_mean": (logp_T.detach() - tokens.recorded_T).abs().sum(),
+        "kl_behaviour": kl_behaviour_T.sum(),
+        "importance": importance_T.sum(),
+        "importance_squared": (importance_T**2).sum(),
+        "stale_fraction": (tokens.staleness_T > 0).sum(),
+    }
+    if tokens.ref_T is not None:
+        sums["kl_reference"] = KL_ESTIMATORS["k3"](logp_T.detach(), tokens.ref_T).sum()
+        if algorithm.kl_in_loss:
+            kl_T = KL_ESTIMATORS[algorithm.kl_loss_fn](logp_T, tokens.ref_T)
+            loss_T = loss_T + algorithm.kl_loss.kl_coef * kl_T
+            parts["kl_loss"] = (kl_T.detach() * weights_T).sum()
+    if algorithm.entropy_loss.entropy_coef:
+        loss_T = loss_T - algorithm.entropy_loss.entropy_coef * tokens.entropy_T
+    loss = (loss_T * weights_T).sum()
+    parts["loss"] = loss.detach()
+    return loss, parts, sums
+
+
+def _proximal(extras: AlgorithmExtras, tokens: Tokens) -> Tensor:
+    """Log-probs of the policy that the step began with; `recorded_T` itself where it sampled.
+
+    `loglinear` has them without a forward pass of their own. With s the steps between the behaviour
+    and the proximal policy, and the current policy one step after that, `alpha = s / (s + 1)`:
+
+        proximal = behaviour + alpha * (current - behaviour)
+
+    For s = 0 it is the recorded log-prob. Source: AReaL's `prox_logp_method: loglinear`.
+    """
+    if extras.proximal == "loglinear" and tokens.proximal_T is None:
+        behaviour_T = tokens.recorded_T
+        alpha_T = tokens.staleness_T.clamp(min=0).to(behaviour_T)
+        alpha_T = alpha_T / (alpha_T + 1)
+        return torch.lerp(behaviour_T, tokens.logp_T.detach().to(behaviour_T), alpha_T)
+    return tokens.recorded_T if tokens.proximal_T is None else tokens.proximal_T
+
+
+def _importance(proximal_T: Tensor, behaviour_T: Tensor) -> Tensor:
+    """`w = exp(proximal - behaviour)`, not yet bounded."""
+    return (proximal_T - behaviour_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+# Engine and trainer differ by 1e-6 nat in float32 and by up to 1e-2 in bfloat16; a mean beyond this
+# is another distribution than the recorded one.
+MISMATCH_ALARM = 0.05
+
+
+def raises_alarm(metrics: Mapping[str, float], step: int) -> bool:
+    """Whether a step trained by log-probs of another distribution, which is then logged; where it
+    trained stale tokens they say nothing."""
+    mismatch = metrics["logprob_mismatch_mean"]
+    if metrics["stale_fraction"] or mismatch <= MISMATCH_ALARM:
+        return False
+    logger.warning(
+        "step %d: recorded and recomputed log-probs of the same weights differ by %.3g nat in "
+        "the mean (more than %g), so updates are not those of the policy that sampled; is the "
+        "engine's precision, chat template or sampling another? tuner.algorithm.proximal: "
+        "recompute corrects for it",
+        step,
+        mismatch,
+        MISMATCH_ALARM,
+    )
+    return True
