@@ -1,4 +1,4 @@
-"""Seconds until the page of a run with 100,000 traces is there and answers, in Chromium.
+"""Seconds until the page of a run with 100,000 traces is shown and answers, in Chromium.
 
 The peer is what is allowed: 2 s until the first rows are shown, 0.2 s for a filter or a search. The
 page is opened before anything is indexed, then with the index, and filters are chosen by turns; the

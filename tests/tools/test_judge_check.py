@@ -272,7 +272,7 @@ def test_labels_decide_where_no_rollout_is_rewarded(checked, tmp_path):
     [
         ("", "has no rows"),
         ('{"task": {}, "response": "a", "reward": 1}\n{"task": 3}', r"line 2: task: Input"),
-        ('{"task": {}, "response": "a", "reward": "1"}', r"line 1: reward: .*a text is no number"),
+        ('{"task": {}, "response": "a", "reward": "1"}', r"line 1: reward: .*text is not a number"),
         ('{"task": {}, "response": "a", "reward": 1, "x": 2}', r"line 1: x: Extra inputs"),
         ("nonsense", r"line 1: the line: Invalid JSON"),
     ],
