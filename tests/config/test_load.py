@@ -421,10 +421,7 @@ def test_root_config_trains_the_tiny_model_or_the_real_one(monkeypatch):
     [
         ("{lora_rank: 0}", "lora_rank is 0: must be greater than or equal to 1"),
         ("{lora_rnk: 8}", "did you mean model.lora_configs.0.lora_rank?"),
-        (
-            "{lora_dtype: bfloat16}",
-            "lora_dtype is 'bfloat16': an adapter's weights are float32; set it to auto or float32",
-        ),
+        ("{lora_dtype: bfloat16}", "lora_dtype is 'bfloat16': must be 'auto' or 'float32'"),
         ("{is_dummy: true}", "set it to false"),
         ("{target_modules: []}", "must name at least one layer"),
         ("{path: a/b/c, exclude_modules: [x]}", "exclude_modules is set beside path"),

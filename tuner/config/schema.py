@@ -120,6 +120,9 @@ def section_of(annotation: Any) -> type[Section] | None:
 class OptimizerSection(Section):
     """`algorithm.optimizer.*`"""
 
+    optimizer_type: Literal["adam"] = Field(
+        default="adam", description="Adam with decoupled weight decay."
+    )
     lr: float = Field(default=1e-6, gt=0, description="Learning rate after the warmup.")
     betas: tuple[float, float] = Field(
         default=(0.9, 0.999), description="Decay of Adam's two moving averages."
@@ -872,6 +875,9 @@ class LoraSection(Section):
         ge=1,
         description="The adapter's part is multiplied by lora_alpha / lora_rank. Not set: "
         f"{DEFAULT_ALPHA}, {_OF_PATH}.",
+    )
+    lora_dtype: Literal["auto", "float32"] = Field(
+        default="auto", description="Type of the adapter's weights; `auto` is float32."
     )
     target_modules: str | tuple[str, ...] | None = Field(
         default=None,
