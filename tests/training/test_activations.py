@@ -8,6 +8,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 
 from tests.engines.models import prompt
 from tests.kit.builders import call, trace
+from tests.training.configured import training
 from tests.training.exact import model_of as model_of_kind
 from tests.training.lora import wrapped
 from tuner.engines.transformers.passes import causal_model
@@ -16,7 +17,6 @@ from tuner.training.batch import build_batch
 from tuner.training.forward.layouts import exact_forward
 from tuner.training.memory import Activations
 from tuner.training.trainer import PolicyTrainer
-from tuner.training.trainer_settings import TrainerSettings
 
 KINDS = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 DTYPES = [torch.float32, torch.bfloat16]
@@ -153,7 +153,7 @@ SHAPES = {
 def test_the_peak_of_an_update_is_predicted_within_10_percent(shape, alone, checkpointing, dtype):
     batch = batch_of(2 if alone else 4, 200, 56)
     model = model_of(dtype, **SHAPES[shape])
-    settings = TrainerSettings(
+    settings = training(
         total_steps=1,
         kl="none",
         max_tokens_per_micro_batch=512,
