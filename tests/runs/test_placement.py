@@ -223,7 +223,7 @@ def test_awake_vllm_leaves_room_for_an_update_as_far_as_it_has_enough():
         (["tuner.engine.urls=[http://a:1]"], r"tuner.engine.urls is \['http://a:1'\]"),
         (["tuner.placement=separate"], "tuner.placement is separate"),
         (["tuner.engine.weights=disk"], "tuner.engine.weights is disk"),
-        (["tuner.engine.sleep=false"], "tuner.engine.sleep is False"),
+        (["tuner.engine.sleep=false"], "tuner.engine.sleep is false"),
         (
             [
                 "explorer.rollout_model.engine_type=vllm",
@@ -239,7 +239,7 @@ def test_awake_vllm_leaves_room_for_an_update_as_far_as_it_has_enough():
             ],
             "enable_sleep_mode cannot be set: set tuner.engine.sleep",
         ),
-        (["explorer.rollout_model.engine_type=sglang"], "tuner.engine.urls is not set: SGLang"),
+        (["explorer.rollout_model.engine_type=sglang"], "tuner.engine.urls is not set, but"),
         (
             [*SGLANG, "explorer.rollout_model.tensor_parallel_size=2"],
             "tensor_parallel_size is 2, but SGLang servers run elsewhere",

@@ -153,7 +153,7 @@ def test_reasons_are_named_where_nothing_is_left(tmp_path):
         history(tmp_path, rollout(0, 0, 0.1), min_reward=1.0)
     with pytest.raises(ConfigError, match="'success', which is not an outcome: use completed"):
         history(tmp_path / "b", rollout(0, 0), outcomes=("success",))
-    with pytest.raises(DatasetError, match="train_dataset is the list given as dataset, but with"):
+    with pytest.raises(DatasetError, match="train_dataset is the list given as dataset, but"):
         read_history(HistorySection(), [{"question": "x"}])
 
 
