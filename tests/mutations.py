@@ -71,7 +71,7 @@ MUTATIONS = [
          "traces/test_branches.py traces/test_successors.py"),
         # config
         ("config", "when: {algorithm.policy_loss_fn_args.tau_pos: {above: algorithm",
-         "when: {algorithm.policy_loss_fn_args.tau_pos: {at_least: algorithm",
+         "when: {algorithm.policy_loss_fn_args.tau_pos: {below: algorithm",
          "config/test_algorithm.py training/test_spec.py"),
         ("config", "when: {value: {above: tuner.algorithm.success_rate_ub}}",
          "when: {value: {below: tuner.algorithm.success_rate_ub}}",
