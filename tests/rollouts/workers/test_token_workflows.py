@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.rollouts.workers.conftest import DEFAULTS, ByHttp, pool_of
+from tests.rollouts.workers.conftest import DEFAULTS, ByPort, pool_of
 from tests.rollouts.workers.test_outcomes import told
 from tuner.areal import (
     Agent,
@@ -143,7 +143,7 @@ async def traces_of(runner, rows):
     return await asyncio.gather(*(one(number, row) for number, row in enumerate(rows)))
 
 
-@pytest.mark.parametrize("placing", [None, ByHttp()], ids=["by the line", "by HTTP"])
+@pytest.mark.parametrize("placing", [None, ByPort()], ids=["by a socket", "by a port"])
 @pytest.mark.parametrize(
     ("make", "rows"),
     [(lambda: TokenWorkflow(Turns()), TURNS), (by_queues, PROMPTS)],
