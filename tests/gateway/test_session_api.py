@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import resource
 from pathlib import Path
 
 import httpx
@@ -115,6 +116,18 @@ async def test_one_connection_serves_calls_one_after_the_other(monkeypatch):
             assert socket.parent.stat().st_mode & 0o77 == 0  # nobody else may ask
     assert opened_connections == 1
     assert not socket.parent.exists()
+
+
+async def test_thousands_of_calls_may_be_in_flight():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        async with gateway_of(StubEngine()) as gateway:
+            assert gateway.socket_url
+        raised, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert raised == (65536 if hard == resource.RLIM_INFINITY else min(65536, hard))
 
 
 async def test_a_line_break_in_a_header_is_refused():

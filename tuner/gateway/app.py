@@ -302,6 +302,7 @@ class Gateway:
         if self._socket_door is None:
             from tuner.gateway.http import HttpDoor, Opening
 
+            session_api.raise_file_limit()
             # Functions may record results of any size.
             opening = Opening(unix=True, max_body_bytes=sys.maxsize)
             self._socket_door = HttpDoor(self, self.home(), opening)

@@ -21,7 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any, ClassVar, NamedTuple
 from urllib.parse import urlsplit
@@ -86,6 +86,20 @@ def shared(session: Session, base_url: str | None = None) -> Iterator[SharedSess
         )
     finally:
         del session.host.shared[owner_key]
+
+
+def raise_file_limit() -> None:
+    """Allow this process a connection for each of thousands of calls, as far as it may."""
+    import resource  # Unix alone has it, and workers
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
+    if soft < wanted:
+        with suppress(ValueError, OSError):  # some systems allow less than they say
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+_FILES = 65536
 
 
 # The gateway's side.

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from tuner.errors import FunctionError
-from tuner.gateway.session_api import RemoteSession, SharedSession
+from tuner.gateway.session_api import RemoteSession, SharedSession, raise_file_limit
 from tuner.rollouts.any_worker import (
     AttemptEnd,
     AttemptStart,
@@ -251,6 +251,7 @@ def _log_to(line: Line, levels: Mapping[str, int]) -> None:
 def main(descriptor: int) -> None:
     """A worker's life."""
     os.set_inheritable(descriptor, False)
+    raise_file_limit()
     faulthandler.enable()  # its last words, should a library crash
     line = Line(socket.socket(fileno=descriptor))
     setup: Setup = line.first()
