@@ -11,7 +11,7 @@
 # make test-cluster   Ray clusters and engines on several machines, which are namespaces of this one; as test-trinity
 # make test-vllm   the tests that run vLLM on a CPU, in an environment of their own (3.6 GB)
 # make test-workers   rollouts, runs, agents and examples once more, whose functions run in workers
-# make test-models   every causal LM of transformers, tiny: docs/models.md is what it finds
+# make test-models   every causal LM of transformers, tiny: docs/reference/models.md is what it finds
 # make test-chaos   kills, a fault at each file operation, wrong requests, sessions, a killed server, a soak of half an hour
 # make test-nightly   all of these, and in them what CI has no time for
 # make test-sglang   the tests that run SGLang's server on a CPU, in an environment of its own (11 GB)
@@ -232,6 +232,7 @@ docs: $(VENV9)/.installed
 bench: $(VENV)/.installed-dev $(VENV)/.installed-real $(VENV5)/.installed .venv-litellm/bin/litellm
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt trl reasoning-gym
 	for benchmark in benchmarks/[a-z]*.py; do $(BIN)/python $$benchmark || exit 1; done
+	$(BIN)/python -m docs.tables
 
 # SLICE=2 runs one of them. With GPU_PYTHON=python3 nothing is installed: PyTorch, transformers and
 # the few packages that all of it imports must be there, and what else is missing is skipped by name.

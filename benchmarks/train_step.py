@@ -1,4 +1,4 @@
-"""What one whole update costs: token tree, packed and padded rows, and TRL's where it applies.
+"""Seconds and memory of one update: token tree, packed and padded rows, and TRL's update.
 
 An update is everything from a batch with rewards to new weights: advantages, log-probs, gradients,
 clipping, AdamW; PPO clip, token mean, no KL. Tree, packed and padded rows are the same

@@ -89,7 +89,7 @@ async def test_rollouts_of_one_turn_each_are_compared_as_any_others(collect):
     assert all(row.reward is None for row in build_batch(traces).rows)
     best = build_batch(traces, selection=Selection(best_only=True))
     assert best.dropped_rollouts == {"not_best_of_group": 1}
-    with pytest.raises(TrainingError, match="no use for rewards of single calls"):
+    with pytest.raises(TrainingError, match="cannot use rewards of single calls"):
         build_batch(await collect(RETURNS), selection=Selection(best_only=True))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -241,14 +240,3 @@ def test_dapo_samples_dynamically_unless_told_not_to():
     assert selection(load(dapo)).varied_only
     assert not selection(load(dapo, "tuner.algorithm.dynamic_sampling=false")).varied_only
     assert selection(load("algorithm.algorithm_type=raft")).best_only
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_page_of_algorithms_has_a_row_for_each(name):
-    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
-    row = next(line for line in page.splitlines() if line.startswith(f"| `{name}`"))
-    algorithm = ALGORITHMS[name]
-    assert f"`{algorithm.advantage_fn}`" in row
-    assert f"`{algorithm.policy_loss_fn}`" in row
-    assert algorithm.kl_loss_fn in row
-    assert f"| {algorithm.loss_agg_mode} |" in row

@@ -180,12 +180,13 @@ def test_a_filter_is_counted_in_the_result(small, tmp_path, capsys):
     assert result.rows["other_step"] == 24
     later = [one for one in recorded(small) if one.id.step > 2]
     assert result.tokens.dropped["other_step"] == sum(one.sampled_tokens for one in later)
-    assert "left out: 24 other_step (docs/history.md)" in " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "left out: 24 other_step (docs/recorded_data.md)" in printed
 
 
 def test_the_run_stops_where_the_tokens_are_worth_too_little(small, tmp_path):
     first = "tuner.history.max_step=1"  # of the weights that it begins with
-    with pytest.raises(TrainingError, match=r"recorded tokens are worth .*min_effective_samples"):
+    with pytest.raises(TrainingError, match=r"are worth only .*min_effective_samples"):
         start(small, tmp_path, of(small), first, "tuner.history.min_effective_samples=0.999")
     directory = RunDirectory(tmp_path / "AgentScope" / "again")
     (kept,) = directory.checkpoint_steps()  # what was learned until then

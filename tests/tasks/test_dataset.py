@@ -154,5 +154,5 @@ def test_a_row_that_cannot_be_written_down_is_refused():
     circle: dict = {"question": "hi"}
     circle["itself"] = circle
     for row in (circle, {("a", "b"): 1}, {1: "a", "b": 2}):
-        with pytest.raises(DatasetError, match=r"row 1 of .* cannot be written down"):
+        with pytest.raises(DatasetError, match=r"row 1 of .* cannot be serialised"):
             load_tasks([{"question": "a"}, row], role="train_dataset")

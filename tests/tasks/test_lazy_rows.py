@@ -158,10 +158,10 @@ def test_a_stream_trains_and_goes_on_where_it_was(tmp_path, random_model_path):
 
 def test_what_a_stream_cannot_be_is_said(tmp_path, random_model_path):
     stream = datasets.Dataset.from_list(ROWS).to_iterable_dataset()
-    with pytest.raises(DatasetError, match=r"a stream, whose end nobody knows: set buffer\.total"):
+    with pytest.raises(DatasetError, match=r"a stream of unknown length: set buffer\.total"):
         trained(stream, tmp_path, random_model_path, "buffer.total_steps=null")
     shuffled = "buffer.explorer_input.taskset.data_selector.selector_type=shuffle"
-    with pytest.raises(DatasetError, match=r"is 'shuffle', but a stream has one order"):
+    with pytest.raises(DatasetError, match=r"is 'shuffle', but a stream has a fixed order"):
         trained(stream, tmp_path, random_model_path, shuffled)
-    with pytest.raises(DatasetError, match="is a stream without end; pass a list"):
+    with pytest.raises(DatasetError, match="is an endless stream; pass a list"):
         load_tasks(stream, role="eval_dataset")

@@ -166,7 +166,7 @@ def test_the_peak_of_an_update_is_predicted_within_10_percent(shape, alone, chec
 
 @pytest.mark.parametrize(
     ("hidden", "mlp", "tokens", "measured"),
-    # Unique tokens in one micro-batch, and GiB at the peak: docs/benchmarks.md, on a GPU.
+    # Unique tokens in one micro-batch, and GiB at the peak: docs/performance.md, on a GPU.
     [(1024, 3072, 1_885, 11.94), (1024, 3072, 15_515, 29.50), (2048, 6144, 15_515, 56.39)],
 )
 def test_compiled_layers_took_on_a_gpu_what_is_predicted(hidden, mlp, tokens, measured):

@@ -421,7 +421,7 @@ def test_rollouts_that_begin_inside_each_other_are_refused():
 
 
 def test_a_tree_of_two_tasks_is_refused():
-    with pytest.raises(ValueError, match="begins inside one of group task"):
+    with pytest.raises(ValueError, match="branches from one of group task"):
         tree_advantages(REWARDS, GROUPS | {"b": "other"}, ORIGINS, [])
 
 

@@ -106,7 +106,7 @@ def test_settings_of_the_optimizer_outlive_a_state_that_was_saved_with_others():
 def test_the_state_of_other_weights_is_refused():
     state = make_optimizer(weights(torch.bfloat16), **SETTINGS).state_dict()
     others = make_optimizer(weights(torch.bfloat16, seed=1), **SETTINGS)
-    with pytest.raises(TrainingError, match="masters are not those of the model's weights"):
+    with pytest.raises(TrainingError, match="masters do not match the model's weights"):
         others.load_state_dict(state)
     with pytest.raises(TrainingError, match=r"lower precision than torch\.float32"):
         make_optimizer(weights(torch.float32), **SETTINGS).load_state_dict(state)

@@ -173,5 +173,5 @@ def test_the_teacher_reads_of_a_masked_call_what_it_sampled_before():
 
 def test_rows_without_a_teachers_prompt_are_not_trained_against_the_student_itself():
     trainer = PolicyTrainer(tiny_model(), SETTINGS)
-    with pytest.raises(TrainingError, match="what the teacher reads before each call"):
+    with pytest.raises(TrainingError, match="the teacher's prompt of each call"):
         trainer.compute_advantages(build_batch(talks(5), selection=ANY_REWARD))

@@ -181,7 +181,7 @@ def test_the_token_tree_gives_recorded_data_the_gradient_of_one_row_per_turn(set
 
 def test_an_empty_batch_of_recorded_data_is_refused():
     trainer = PolicyTrainer(tiny_model(), SFT)
-    with pytest.raises(TrainingError, match="without a single turn"):
+    with pytest.raises(TrainingError, match="without a turn to train"):
         recorded_update(trainer, RecordedBatch(()))
 
 

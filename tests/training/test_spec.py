@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from docs.tables import CONFIGURATION
+from docs.tables import REFERENCE
 from tests.training.test_trainer import random_batch, tiny_model
 from tuner.config.algorithms import ADVANTAGES, POLICY_LOSSES, EntropyLoss, KLLoss, KLPenalty
 from tuner.config.keys import schema_paths
@@ -52,7 +52,7 @@ def update(monkeypatch, settings, advantage, policy_loss):
 @pytest.mark.parametrize(("key", "name"), PARTS)
 def test_every_argument_is_a_documented_key_and_is_read_by_its_function(key, name, monkeypatch):
     part, read = PARTS[key, name], set()
-    page = CONFIGURATION.read_text(encoding="utf-8")
+    page = (REFERENCE / "configuration.md").read_text(encoding="utf-8")
     for field, info in part.model_fields.items():
         path = f"algorithm.{key}_args.{field}"
         assert path in schema_paths()

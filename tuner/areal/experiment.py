@@ -2,7 +2,8 @@
 
 Each setting is one of `tuner.config`, which is what the run gets (`GRPOConfig.run_config`): there
 is no second place where a default or a check lives. What has no field of its own goes into `tuner`,
-by the names of docs/configuration.md. They are read and checked before PyTorch is imported.
+by the names of docs/reference/configuration.md. They are read and checked before PyTorch is
+imported.
 """
 
 from __future__ import annotations

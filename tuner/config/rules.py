@@ -760,7 +760,7 @@ def _with_sglang(config: RunConfig) -> Iterator[str | Problem]:
         yield Problem(
             "tuner.engine.urls",
             f"{prefix}.engine_type is sglang, but tuner.engine.urls is not set: SGLang servers are "
-            "not started by a run; start one as docs/engines.md says and name its address there",
+            "not started by a run; start one as docs/operations.md says and name its address there",
         )
     if config.tuner.placement == "colocate":
         yield (

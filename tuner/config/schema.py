@@ -182,7 +182,8 @@ class AlgorithmSection(Section):
 
     algorithm_type: AlgorithmName = Field(
         default="multi_step_grpo",
-        description="A row of docs/algorithms.md; what is not set below is taken from it.",
+        description="A row of [this table](reference/algorithms.md); what is not set below is "
+        "taken from it.",
     )
     repeat_times: int = Field(
         default=8,
@@ -556,7 +557,8 @@ class EvalTasksetSection(_TasksetBase):
         default=1,
         ge=1,
         description="Rollouts of each task, n. From 2 on the metrics have `pass_at_<n>` and "
-        "`pass_hat_<n>` too, and the temperature must not be 0 ([commands](commands.md)).",
+        "`pass_hat_<n>` too, and the temperature must not be 0 "
+        "([commands](reference/commands.md#tuner-eval)).",
     )
     rollout_args: EvalRolloutArgs = EvalRolloutArgs()
 
@@ -625,7 +627,7 @@ class RolloutModelSection(Section):
         default="auto",
         description="What generates: transformers on the trainer's own weights, or vLLM or SGLang "
         "with a copy. `auto` is vLLM on a GPU where it is installed and can do what the other "
-        "settings ask for, else transformers, and says why ([engines](engines.md)).",
+        "settings ask for, else transformers, and says why ([engines](operations.md#engines)).",
     )
     engine_num: int = Field(
         default=1, ge=1, description="Servers that are started. For vllm; otherwise 1."
@@ -719,8 +721,9 @@ class SynchronizerSection(Section):
         default=0,
         ge=0,
         description="Steps by which collection may run ahead of training "
-        "([asynchronous](asynchronous.md)): a token is trained at most so many updates after the "
-        "one whose weights sampled it. 0: collection and training take turns.",
+        "([asynchronous](training.md#asynchronous-collection)): a token is trained at most so "
+        "many updates after the one whose weights sampled it. 0: collection and training take "
+        "turns.",
     )
 
 
@@ -792,7 +795,7 @@ class EngineSection(Section):
 
     urls: tuple[str, ...] = Field(
         default=(),
-        description="Servers that run elsewhere ([engines](engines.md)), as in "
+        description="Servers that run elsewhere ([engines](operations.md#engines)), as in "
         "`http://10.0.0.2:8100`. Not set: vLLM is started here; SGLang is not.",
     )
     api_key_env: str = Field(
@@ -809,9 +812,9 @@ class EngineSection(Section):
 
     weights: Literal["auto", "cuda_ipc", "nccl", "shared_memory", "disk"] = Field(
         default="auto",
-        description="How new weights get to vLLM ([engines](engines.md)): read out of the GPU that "
-        "both use (`cuda_ipc`), broadcast to other GPUs (`nccl`), or as a checkpoint in "
-        "`shared_memory` or on `disk`. `auto` is the fastest that is possible, and says why.",
+        description="How new weights get to vLLM ([engines](operations.md#engines)): read out of "
+        "the GPU that both use (`cuda_ipc`), broadcast to other GPUs (`nccl`), or as a checkpoint "
+        "in `shared_memory` or on `disk`. `auto` is the fastest that is possible, and says why.",
     )
     sleep: bool | None = Field(
         default=None,
@@ -882,8 +885,8 @@ class ModelSection(Section):
     model_path: str = Field(
         default="",
         description="A causal language model: a Hugging Face folder or Hub name, a GGUF file, or "
-        "`package:NAME` ([model paths](models.md#model-paths)). Not set: the tiny model that comes "
-        "with tuner.",
+        "`package:NAME` ([model paths](model_families.md#model-paths)). Not set: the tiny model "
+        "that comes with tuner.",
     )
     critic_model_path: str = Field(
         default="",
@@ -946,7 +949,7 @@ class BranchingSection(Section):
         description="Where the others begin: anywhere (`spread`), at calls before which the model "
         "was unsure (`uncertain`), where earlier steps have shown that it pays, nowhere included "
         "(`best`), or as a function says (`package.module:function`, `path/file.py:function`; "
-        "[branching](branching.md)).",
+        "[branches](sampling.md#branches)).",
     )
     inside: bool = Field(
         default=False,
@@ -991,7 +994,8 @@ class HistorySection(Section):
     sources: Names = Field(
         default=(),
         description="Run directories, files of traces, folders of them, a server's "
-        "`serving.sqlite`, or logs without tokens ([history](history.md)). `tuner train` sets it.",
+        "`serving.sqlite`, or logs without tokens ([recorded data](recorded_data.md)). "
+        "`tuner train` sets it.",
     )
     held_out: float = Field(
         default=0.0,
@@ -1067,8 +1071,8 @@ class HistorySection(Section):
         ge=0,
         le=1,
         description="The run stops before an update for which the tokens are worth a smaller share "
-        "of as many new ones ([history](history.md#how-far-the-weights-may-go)); 0: never. Not for "
-        "sft and dpo.",
+        "of as many new ones ([recorded data](recorded_data.md#how-far-the-weights-may-go)); 0: "
+        "never. Not for sft and dpo.",
     )
 
     @field_validator("after", "before")
@@ -1325,7 +1329,7 @@ class SelectorSection(Section):
         description="`success`: tasks that are always or never solved are drawn less; "
         "`stratified`: of each value of `field` its share, each in an order of its own; or a "
         "function that gives each task a weight (`package.module:function`, "
-        "`path/file.py:function`; [curriculum](curriculum.md)).",
+        "`path/file.py:function`; [selectors](sampling.md#tasks-drawn-by-success)).",
     )
     field: str | None = Field(
         default=None,
@@ -1426,7 +1430,7 @@ class TunerSection(Section):
     agent: NamedClass | None = Field(
         default=None,
         description="A queue agent instead of a workflow, with the keys below "
-        "([from_areal](from_areal.md)).",
+        "([AReaL](migrating.md#areal)).",
     )
     environment: NamedOrMade | None = Field(
         default=None,
@@ -1454,7 +1458,7 @@ class TunerSection(Section):
         default="auto",
         description="Where an engine with weights of its own is: on the trainer's GPU "
         "(`colocate`), or on other GPUs (`separate`). `auto` takes what fits and says why "
-        "([engines](engines.md)).",
+        "([engines](operations.md#engines)).",
     )
     engine: EngineSection = EngineSection()
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
@@ -1493,8 +1497,8 @@ class TunerSection(Section):
         default=0,
         description="Processes that run the workflow and the judge, beside the one with gateway, "
         "engine and trainer; 0: that one runs them. `auto` begins with as many as there are cores, "
-        "and says after the first step how many stay and why ([scaling](scaling.md)). `ray`: on "
-        "the machines of the cluster at `cluster.ray_address`, as `tuner.ray` says.",
+        "and says after the first step how many stay and why ([workers](operations.md#workers)). "
+        "`ray`: on the machines of the cluster at `cluster.ray_address`, as `tuner.ray` says.",
     )
     ray: RaySection = RaySection()
     branching: BranchingSection | None = None
@@ -1627,7 +1631,8 @@ class MonitorSection(Section):
     monitor_args: Arguments = Field(
         default_factory=dict,
         description="Given to each monitor as it is; what stands below a monitor's name is for "
-        "that one alone (docs/trackers.md). Passwords and keys best as `${oc.env:NAME}`.",
+        "that one alone ([trackers](looking.md#trackers)). Passwords and keys best as "
+        "`${oc.env:NAME}`.",
     )
 
     @field_validator("monitor_type", mode="before")

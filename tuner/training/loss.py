@@ -1,10 +1,10 @@
-"""The loss of one micro-batch, assembled from the algorithm's parts, and the numbers about it.
+"""The loss of one micro-batch, assembled from the algorithm's parts, and its metrics.
 
-Three policies may have a part: which sampled a token, which the step began with, which is being
-trained. PPO's clip holds the current policy near the one that a step began with, the *proximal*
-policy. Where the token was sampled by another (older weights, another engine), the *behaviour*
-policy, the loss is weighted by `w = proximal / behaviour` (decoupled PPO, arXiv 2110.00641; AReaL,
-arXiv 2505.24298); what makes these weights has no gradient.
+Up to three policies are involved: the one that sampled a token, the one that the step began with,
+and the one being trained. PPO's clip holds the current policy near the one that a step began with,
+the *proximal* policy. If the token was sampled by another policy (older weights, another engine),
+the *behaviour* policy, the loss is weighted by `w = proximal / behaviour` (decoupled PPO, arXiv
+2110.00641; AReaL, arXiv 2505.24298); the weights have no gradient.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Tokens:
         entropy_T: Entropy of the current policy where the token was sampled.
         recorded_T: Log-probs under the policy that sampled.
         advantages_T: Advantages.
-        weights_T: What each token weighs in the step's loss (`row_weights`).
+        weights_T: Weight of each token in the step's loss (`row_weights`).
         call_T: Index of each token's call, 0 .. `calls` - 1, which is one sequence.
         staleness_T: Steps between the policy that sampled and the one that the step began with; at
-            least 1 where the first is another run's.
-        proximal_T: Log-probs under the policy that the step began with, where a forward pass was
-            taken for them.
-        ref_T: Log-probs under the reference, where there is one.
+            least 1 if another run sampled it.
+        proximal_T: Log-probs under the policy that the step began with, if a forward pass was made
+            for them.
+        ref_T: Log-probs under the reference, if there is one.
     """
 
     logp_T: Tensor
@@ -53,7 +53,7 @@ class Tokens:
 def micro_batch_loss(
     settings: TrainerSettings, tokens: Tokens
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """The part of the step's loss that these tokens make up.
+    """The part of the step's loss that these tokens contribute.
 
     Returns:
         The loss, a scalar with its graph; its parts, to be added over micro-batches; and sums over
@@ -75,7 +75,7 @@ def micro_batch_loss(
             loss_T = loss_T * kept_T
             rejected_T = ~kept_T
         if settings.importance_cap is not None:
-            # Truncated importance sampling, biased a little and bounded: Ionides (2008); for the
+            # Truncated importance sampling, slightly biased and bounded: Ionides (2008); for the
             # mismatch of engine and trainer Yao et al. (2025).
             loss_T = loss_T * weight_T.clamp(max=settings.importance_cap)
     parts = {"policy_loss": (loss_T.detach() * weights_T).sum()}
@@ -107,9 +107,9 @@ def micro_batch_loss(
 
 
 def _proximal(settings: TrainerSettings, tokens: Tokens) -> Tensor:
-    """Log-probs of the policy that the step began with; `recorded_T` itself where it sampled.
+    """Log-probs of the policy that the step began with; `recorded_T` itself if that policy sampled.
 
-    `loglinear` has them without a forward pass of their own. With s the steps between the behaviour
+    `loglinear` approximates them without a forward pass. With s the steps between the behaviour
     and the proximal policy, and the current policy one step after that, `alpha = s / (s + 1)`:
 
         proximal = behaviour + alpha * (current - behaviour)
@@ -125,27 +125,27 @@ def _proximal(settings: TrainerSettings, tokens: Tokens) -> Tensor:
 
 
 def _importance(proximal_T: Tensor, behaviour_T: Tensor) -> Tensor:
-    """`w = exp(proximal - behaviour)`, not yet bounded."""
+    """`w = exp(proximal - behaviour)`, without bounds."""
     return (proximal_T - behaviour_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 logger = logging.getLogger("tuner")
 
 # Engine and trainer differ by 1e-6 nat in float32 and by up to 1e-2 in bfloat16; a mean beyond this
-# is another distribution than the recorded one.
+# means another distribution than the recorded one.
 MISMATCH_ALARM = 0.05
 
 
 def raises_alarm(metrics: Mapping[str, float], step: int) -> bool:
-    """Whether a step trained by log-probs of another distribution, which is then logged; where it
-    trained stale tokens they say nothing."""
+    """Log a warning if a step trained with log-probs of another distribution, and return whether it
+    did. Not checked for stale tokens."""
     mismatch = metrics["logprob_mismatch_mean"]
     if metrics["stale_fraction"] or mismatch <= MISMATCH_ALARM:
         return False
     logger.warning(
         "step %d: recorded and recomputed log-probs of the same weights differ by %.3g nat in "
-        "the mean (more than %g), so updates are not those of the policy that sampled; is the "
-        "engine's precision, chat template or sampling another? tuner.algorithm.proximal: "
+        "the mean (more than %g), so updates do not follow the policy that sampled; do the "
+        "engine's precision, chat template or sampling settings differ? tuner.algorithm.proximal: "
         "recompute corrects for it",
         step,
         mismatch,

@@ -1,10 +1,10 @@
-"""Policy losses, a critic's and KL for each token, and what each token weighs in a step's loss.
+"""Losses of the policy and the critic, KL estimates, and the weight of each token in a step's loss.
 
 Everywhere `logp_T` are the log-probs of the T sampled tokens under the current policy, `old_logp_T`
-those that the ratio is taken to (no gradient), `r = exp(logp - old_logp)`, and `advantages_T` the
-tokens' advantages A. `sg` stops the gradient. A sequence is one call: its completion tokens.
+those in the denominator of the ratio (no gradient), `r = exp(logp - old_logp)`, and `advantages_T`
+the tokens' advantages A. `sg` stops the gradient. A sequence is one call: its completion tokens.
 
-Estimates of KL(policy || reference) are of each token, from its two log-probs, with names and
+Estimates of KL(policy || reference) are per token, from its two log-probs, with names and
 formulas after Schulman, "Approximating KL Divergence" (2020), as Trinity-RFT uses them.
 """
 
@@ -53,7 +53,7 @@ def policy_loss(
     sequence_T: Tensor,
     sequences: int,
 ) -> PolicyLoss:
-    """The loss that `args` are of, one value for each of T tokens.
+    """The loss given by the type of `args`, one value for each of T tokens.
 
     Raises:
         TrainingError: It is not a loss of tokens.
@@ -97,8 +97,8 @@ def ppo_clip(
         logp_T: Log-probs of the sampled tokens under the current policy.
         old_logp_T: Log-probs under the policy that sampled them; no gradient.
         advantages_T: Advantage of each token's rollout.
-        args: `low` and `high`, how far the ratio may leave 1, and `clip_ratio_c`, its bound where
-            the advantage is negative.
+        args: `low` and `high`, how far the ratio may leave 1, and `clip_ratio_c`, its bound for
+            negative advantages.
 
     Returns:
         Loss, ratio, and whether the clip cut the token's gradient.
@@ -128,12 +128,12 @@ def sequence_clip(
         L = max(-s_t A, -clip(s_t, 1 - low, 1 + high) A)
 
     Source: GSPO (arXiv 2507.18071) eq. 5 to 7, in the token form of eq. 13 and 14, which has the
-    same value and, for one advantage in a sequence, the same gradient.
+    same value and, with one advantage per sequence, the same gradient.
 
     Args:
-        sequence_T: Index of each token's sequence; all tokens of a sequence must be there.
-        sequences: Their number, where the caller knows it; else `sequence_T` is looked at, for
-            which Python waits for the device.
+        sequence_T: Index of each token's sequence; all tokens of a sequence must be present.
+        sequences: Their number, if the caller knows it; otherwise `sequence_T` is read, for which
+            Python waits for the device.
     """
     if sequences is None:
         sequences = int(sequence_T.max()) + 1
@@ -156,7 +156,7 @@ def cispo(
 ) -> PolicyLoss:
     """CISPO: `L = -sg(clip(r, 1 - low, 1 + high)) * A * logp`.
 
-    The weight is clipped, never the gradient: every token teaches.
+    The weight is clipped, never the gradient: every token contributes.
 
     Source: MiniMax-M1 (arXiv 2506.13585) eq. 4 and 5.
     """
@@ -197,7 +197,7 @@ def importance_sampling(logp_T: Tensor, old_logp_T: Tensor, advantages_T: Tensor
 def opmd(
     logp_T: Tensor, old_logp_T: Tensor, advantages_T: Tensor, args: OPMDLoss = OPMDLoss()
 ) -> PolicyLoss:
-    """`L = -A logp / (1 + tau)`, whoever sampled the token; `old_logp` only for the ratio's metric.
+    """`L = -A logp / (1 + tau)`, whichever policy sampled; `old_logp` only for the ratio's metric.
 
     Source: Kimi k1.5 (arXiv 2501.12599) section 2.3.2, as Trinity-RFT simplifies it.
     """
@@ -210,7 +210,7 @@ def topr(
 ) -> PolicyLoss:
     """TOPR: `L = -sg(a) A logp` with `a = min(r, 1)` where A <= advantage_threshold, else 1.
 
-    `old_logp` is of the policy that sampled. The ratio is each token's, as Trinity-RFT has it.
+    `old_logp` belongs to the policy that sampled. The ratio is per token, as in Trinity-RFT.
 
     Source: TOPR (arXiv 2503.14286), where the ratio is the whole answer's.
     """
@@ -221,7 +221,7 @@ def topr(
 
 
 def likelihood(logp_T: Tensor, old_logp_T: Tensor) -> PolicyLoss:
-    """`L = -logp`: the sampled tokens are imitated; `old_logp` only for the ratio's metric."""
+    """`L = -logp`: imitation of the sampled tokens; `old_logp` only for the ratio's metric."""
     return PolicyLoss(-logp_T, _ratio(logp_T, old_logp_T).detach(), _nothing(logp_T))
 
 
@@ -234,8 +234,8 @@ def clipped_value_loss(
 
     Args:
         values_T: Values under the current critic.
-        old_values_T: Those that returns and advantages were made with; no gradient.
-        returns_T: What values are trained towards.
+        old_values_T: The values that returns and advantages were computed with; no gradient.
+        returns_T: Targets of the values.
         clip: How far a value may leave its old one.
 
     Returns:
@@ -269,7 +269,7 @@ def dpo(chosen_P: Tensor, rejected_P: Tensor, args: DPOLoss = DPOLoss()) -> Pref
 
         L = -(1 - e) log sigmoid(m) - e log sigmoid(-m)
 
-    The derivative is all that the update needs: the gradient of a step's loss is that of
+    The update needs only the derivative: the gradient of a step's loss is that of
     `sum_pairs slope * (logp_chosen - logp_rejected)` with constant slopes. So the answers of a pair
     need not be in one micro-batch.
 
@@ -278,8 +278,8 @@ def dpo(chosen_P: Tensor, rejected_P: Tensor, args: DPOLoss = DPOLoss()) -> Pref
 
     Args:
         chosen_P, rejected_P: d of the better and of the worse answer.
-        args: `beta`, how strongly the preference is taken against the distance from the reference,
-            and `label_smoothing`, e, how often it is thought to be the wrong way round.
+        args: `beta`, the strength of the preference against the distance from the reference, and
+            `label_smoothing`, e, the assumed probability that a preference is the wrong way round.
     """
     margin_P = args.beta * (chosen_P - rejected_P)
     right, wrong = 1 - args.label_smoothing, args.label_smoothing
@@ -330,7 +330,7 @@ def row_weights(
 
     A sequence is one call, as in verl and Trinity-RFT, where an experience is one row of training
     data; a rollout with more calls has more sequences. `rollout-mean` counts rollouts instead. A
-    call that a mask cuts into several rows is one sequence, of the tokens that are left.
+    call that a mask cuts into several rows is one sequence, made of the remaining tokens.
 
     With C calls and R rollouts that have any tokens, T of them:
 
@@ -340,14 +340,14 @@ def row_weights(
         seq-mean-token-sum-norm  1 / (C longest)           Dr.GRPO (arXiv 2503.20783)
         rollout-mean             1 / (R T_rollout(n))
 
-    They are those of the whole step, so a loss does not depend on where micro-batches are cut.
+    The weights belong to the whole step, so a loss does not depend on the cut into micro-batches.
 
     Args:
         mode: Trinity-RFT's names, and `rollout-mean`.
         tokens_N: Trained tokens of each row, all above 0.
         rollout_N: Index of each row's rollout.
-        call_N: Index of each row's call; None where each row is one.
-        longest: The most tokens that an answer may have; `seq-mean-token-sum-norm` needs it.
+        call_N: Index of each row's call; None if each row is one.
+        longest: Maximum number of tokens of an answer; required by `seq-mean-token-sum-norm`.
 
     Returns:
         Shape [N], float64.
@@ -368,7 +368,7 @@ def row_weights(
             return ones_N / len(call_N.unique())
         case "seq-mean-token-sum-norm":
             if longest is None:
-                raise ValueError(f"{mode} needs the most tokens that an answer may have")
+                raise ValueError(f"{mode} needs the maximum number of tokens of an answer")
             return ones_N / (len(call_N.unique()) * longest)
         case "rollout-mean":
             return _mean_of_means(tokens_N, rollout_N)

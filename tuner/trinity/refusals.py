@@ -264,7 +264,11 @@ def tuner_section(section: Any, problems: list[Problem]) -> TunerSection | None:
     known = [path for path in schema_paths() if path.startswith("tuner.")]
     for key in split.unknown:
         meant = nearest(key, known)
-        hint = f"did you mean {meant}?" if meant else "see docs/configuration.md for the keys"
+        hint = (
+            f"did you mean {meant}?"
+            if meant
+            else "see docs/reference/configuration.md for the keys"
+        )
         problems.append(Problem(key, f"unknown key {key}; {hint}"))
     try:
         tuner = TunerSection.model_validate(split.own["tuner"])

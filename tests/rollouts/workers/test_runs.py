@@ -13,7 +13,7 @@ from tuner.errors import ConfigError
 from tuner.loop import run_local
 from tuner.rollouts.worker_pool import Placing, count_for
 from tuner.serving.hosting import serve
-from tuner.tools import trials as contenders
+from tuner.tools import candidates
 from tuner.trinity.refusals import tuner_section
 
 
@@ -164,7 +164,7 @@ def refused_by_serve(config):
 @pytest.mark.parametrize(
     ("refuse", "why"),
     [
-        (contenders._check_settings, "run the workflow and the judge in this process"),
+        (candidates._check_settings, "run the workflow and the judge in this process"),
         (shared_run._check_settings, "the loop in the open runs agents in its own process"),
         (refused_by_serve, "runs its functions in its own process"),
     ],

@@ -12,6 +12,7 @@ import pytest
 
 from tests import forked
 from tests.chat_server import Refusal, chat_server
+from tests.pages import blocks
 from tuner import (
     ConfigError,
     FunctionError,
@@ -390,7 +391,7 @@ def test_a_model_whose_skill_hangs_on_its_prompt_gets_the_prompt(tuned, folder, 
 
 
 def test_the_pages_script_searches(tmp_path):
-    (page,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/prompts.md").read_text(), re.DOTALL)
+    (page,) = blocks("prompts.md", "python", "tests/tools/prompts/test_tuning.py")
     for split in ("train", "test"):
         lines = [json.dumps(row) for row in problems(split, 12)]
         (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))

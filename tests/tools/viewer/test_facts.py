@@ -6,7 +6,7 @@ import json
 import pytest
 
 from tests.builders import call, trace
-from tuner.tools.viewer.facts import (
+from tuner.tools.viewer.index import (
     UNREADABLE,
     Tally,
     answered,

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from tests.tools.viewer.stored import small, store_run
 from tuner.errors import TunerError
-from tuner.tools.viewer.follow import LineFollower, MetricsFollower
-from tuner.tools.viewer.index import TraceIndex
+from tuner.tools.viewer.index import LineFollower, MetricsFollower, TraceIndex
 from tuner.traces import Outcome, RolloutId
 from tuner.traces.store import trace_to_json
 

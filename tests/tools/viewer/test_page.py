@@ -13,8 +13,7 @@ from tests.builders import call, trace
 from tests.tools.viewer.stored import read_data, small, store_run
 from tuner.errors import TunerError
 from tuner.tools.viewer import RunReader, write_report
-from tuner.tools.viewer.page import page, selection, template
-from tuner.tools.viewer.reader import BEGINS_CHARACTER, Vocabulary, to_json
+from tuner.tools.viewer.page import BEGINS_CHARACTER, Vocabulary, page, selection, template, to_json
 from tuner.traces import Outcome
 
 TINY = Path(__file__).parents[3] / "models/tiny_math"
