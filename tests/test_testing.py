@@ -11,7 +11,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.chat_server import Refusal, chat_server
+from tests.kit.chat_server import Refusal, chat_server
 from tests.pages import blocks
 from tuner.errors import TunerError
 from tuner.rollouts.chat_models import default_kind

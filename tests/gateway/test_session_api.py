@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.gateway.toy import StubEngine, gateway_of
+from tests.kit.toy import StubEngine, gateway_of
 from tuner.engines.base import EngineError
 from tuner.errors import TunerError
 from tuner.gateway.request_error import RequestError

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from tests.kit.agents import answer
 from tests.loop.test_recorded import TEST, TINY_MATH, problems, solve
 from tuner import AlgorithmConfig, TunerModelConfig, WorkflowOutput, tune
 from tuner.cli import app
@@ -50,6 +51,7 @@ def sampled(result):
     return sum(trace.sampled_tokens for trace in recorded(result))
 
 
+@pytest.mark.learning
 def test_explore_records_rollouts_of_the_model_as_it_is(explored):
     assert explored.steps == 0
     assert explored.checkpoint is None
@@ -79,6 +81,7 @@ LEARN = {
 }
 
 
+@pytest.mark.learning
 @pytest.mark.parametrize("name", LEARN)
 def test_an_algorithm_learns_without_a_new_rollout(explored, name, tmp_path):
     algorithm, settings = LEARN[name]
@@ -124,10 +127,7 @@ def small(random_model_path, tmp_path_factory) -> TuneResult:
 
 
 async def letters(task, model):
-    answer = await model.client.chat.completions.create(
-        model=model.model_name, messages=[{"role": "user", "content": task["question"]}]
-    )
-    text = answer.choices[0].message.content or ""
+    text = await answer(model, task["question"])
     return WorkflowOutput(response=text, reward=sum(map(ord, text)) % 7 / 7)
 
 

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 
-from tests import forked
+from tests.kit import forked
 from tuner.gateway import Session, session_api
 from tuner.gateway.session_api import RemoteSession
 from tuner.rollouts import RolloutRunner, chat_models

@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from tests.loop.runs import EVAL, TRAIN, config, judge, workflow
+from tests.kit.runs import EVAL, TRAIN, config, judge, workflow
 from tests.rollouts.workers.functions import computing, group_judge, scored, synchronous
 from tuner.areal import shared_run
 from tuner.config.load import load_config

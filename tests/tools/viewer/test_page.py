@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
 from tests.tools.viewer.stored import read_data, small, store_run
 from tuner.errors import TunerError
 from tuner.tools.viewer import RunReader, write_report
