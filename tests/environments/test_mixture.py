@@ -146,6 +146,7 @@ async def of_groups(task, responses):
         ({}, None, ConfigError, "must be a mapping of sets"),
         ({"a b": Letters()}, None, ConfigError, "not a name of a set"),
         ({"a": Letters()}, {"a": 0}, ConfigError, "weights has 0 for 'a'"),
+        ({"a": Letters()}, {"a": 1, "b": 1}, ConfigError, "weights has 1 for 'b'"),
         ({"a": Letters(), "b": Letters()}, {"a": 1}, ConfigError, "weights lacks b"),
         ({"a": {"workflw": spell}}, None, ConfigError, "sets.a has workflw; its keys are"),
         ({"a": {}}, None, ConfigError, "give either an environment or a workflow"),
