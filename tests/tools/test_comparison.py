@@ -109,7 +109,7 @@ def test_the_command_prints_tables_or_json(runs, said):
         "held: 3 tasks in every run, after step 4, 2",
         "... 2 more that differ less",
         "b against a: 1 better, 1 worse, 1 the same; reward -0.083",
-        "b: 1 more, which not every run has",
+        "b: 1 more that are not in every run",
     ):
         assert text in output, output
     assert "task 0" not in output
@@ -120,8 +120,8 @@ def test_the_command_prints_tables_or_json(runs, said):
 @pytest.mark.parametrize(
     ("given", "split", "message"),
     [
-        (lambda a, b: [a], None, "name two or more runs, each once"),
-        (lambda a, b: [a, a], None, "name two or more runs, each once"),
+        (lambda a, b: [a], None, "name two or more different runs"),
+        (lambda a, b: [a, a], None, "name two or more different runs"),
         (lambda a, b: [a, Path("no/such")], None, "no/such is not a run"),
         (lambda a, b: [a, b], "other", r"has no traces of split 'other' \(splits: train, held\)"),
     ],

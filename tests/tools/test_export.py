@@ -129,10 +129,10 @@ def test_the_chat_template_of_the_run_goes_with_it(trained, tmp_path):
 @pytest.mark.parametrize(
     ("run", "options", "message"),
     [
-        ("whole", {"merge": True}, "nothing to merge: leave --merge out"),
+        ("whole", {"merge": True}, "nothing to merge: omit --merge"),
         ("whole", {"dtype": "int8"}, "dtype is 'int8': give float32, bfloat16, float16"),
-        ("adapter", {"dtype": "bfloat16"}, "is an adapter, which stays as it was trained"),
-        ("adapter", {"push": "me/it"}, "nobody could use it from the Hub: add --merge"),
+        ("adapter", {"dtype": "bfloat16"}, "is an adapter, whose data type cannot be changed"),
+        ("adapter", {"push": "me/it"}, "could not be used from the Hub: add --merge"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(
