@@ -167,7 +167,7 @@ def test_the_order_of_pairs_has_nothing_to_do_with_rewards(evaluations, tmp_path
 def test_the_command_proves_or_says_why_not(evaluations, runs, said):
     status, output, _ = said("compare", *evaluations, "--proof", "--effect", "0.2")
     assert not status
-    assert output.startswith("new (step 2) against old (step 1) on held\n1 tasks left out")
+    assert output.startswith("new (step 2) against old (step 1) on held\n1 tasks skipped")
     assert "promote: the candidate is better by more than 0." in output
     _, output, _ = said("compare", *evaluations, "--proof", "--effect", "0.2", "--json")
     assert json.loads(output)["decision"]["verdict"] == "promote"
@@ -183,8 +183,8 @@ def test_the_command_proves_or_says_why_not(evaluations, runs, said):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--proof",), "--effect is not given"),
-        (("--effect", "0.1"), "--effect is for --proof"),
+        (("--proof",), "--proof needs --effect"),
+        (("--effect", "0.1"), "--effect needs --proof"),
         (("--proof", "--effect", "2"), "effect 2.0 and margin 0.0"),
     ],
 )

@@ -242,13 +242,13 @@ def test_agreement_with_labels(checked, tmp_path):
     )
     verdict = checked(scoring(lambda text: min(len(text), 3) / 4), labelled=file, tasks=1)
     assert "LABELS of 7 responses, 3 tasks" in verdict.text
-    assert "of 5 pairs of one task 100% are in the order of their labels" in verdict.text
+    assert "of 5 pairs within a task 100% are in the order of their labels" in verdict.text
     assert "rank correlation with the labels +0.87" in verdict.text
     # 0, 0, 0, 0.5, 0.25, 0.25, 0.25
     assert "mean difference from the label 0.179" in verdict.text
 
     verdict = checked(scoring(lambda text: -float(len(text) > 1)), labelled=file, tasks=1)
-    assert "of 5 pairs of one task 30% are in the order" in verdict.text
+    assert "of 5 pairs within a task 30% are in the order" in verdict.text
 
 
 def test_labels_decide_where_no_rollout_is_rewarded(checked, tmp_path):
@@ -304,4 +304,4 @@ tuner: {{workflow: {tmp_path}/agent.py:workflow, judge: {tmp_path}/agent.py:shor
     assert "REWARDS of 4 rollouts" in output
     assert "THE JUDGE REWARDS AN EMPTY ANSWER" in output
     status, _, errors = said("check", config, "--labelled", "labels.jsonl")
-    assert (status, errors) == (2, "ConfigError: --labelled is for the judge: add --judge\n")
+    assert (status, errors) == (2, "ConfigError: --labelled needs --judge: add it\n")
