@@ -218,8 +218,8 @@ def rebase(
     RUN is not changed. Recorded rollouts are used while they are informative for the new weights;
     later steps sample new rollouts. After an interruption, the same command resumes it.
 
-    For each step, prints how many rewards changed and whether its recorded samples were used. The new
-    run's rebase.json has the same.
+    For each step, prints how many rewards changed and whether its recorded samples were used; the
+    new run's rebase.json has the same.
     """
     from tuner.tools.rebase import rebase
 
