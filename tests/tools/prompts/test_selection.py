@@ -457,7 +457,7 @@ async def test_a_price_of_nobody_and_no_thread_at_all_are_refused(tmp_path):
     models = [MODELS / "tiny_math", MODELS / "tiny_retry"]
     with pytest.raises(ConfigError, match="prices has qwen, but the candidates are tiny_math"):
         await select(tmp_path, models, prices={"qwen": (1.0, 2.0)})
-    with pytest.raises(ConfigError, match=r"prices\['tiny_math'\] is 1.0: give money"):
+    with pytest.raises(ConfigError, match=r"prices\['tiny_math'\] is 1.0: give the prices"):
         await select(tmp_path, models, prices={"tiny_math": 1.0})
     with pytest.raises(ConfigError, match="max_threads is 0"):
         await select(tmp_path, models, max_threads=0)
