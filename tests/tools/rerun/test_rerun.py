@@ -66,7 +66,7 @@ def test_an_agent_of_agentscope_with_tools(made, said):
 def test_it_ends_where_a_call_is_asked_for(call, done, made, said):
     status, output, _ = said("rerun", made(), "train-3-0-2", "--until", call)
     assert status == 0
-    assert f"train-3-0-2: call {call}of 3 was requested, as recorded; stopped" in output
+    assert f"train-3-0-2: call {call} of 3 was requested, as recorded; stopped" in output
     assert "answer  " not in output
     assert done == agents.DID if call < 3 else [*done, "price pen"]
 
