@@ -173,7 +173,7 @@ def test_the_command_proves_or_says_why_not(evaluations, runs, said):
     assert json.loads(output)["decision"]["verdict"] == "promote"
     status, _, error = said("compare", evaluations[0], "--proof", "--effect", "0.2")
     assert status == 2
-    assert "1 runs are given: a proof is of two" in error
+    assert "1 runs given: a proof needs two" in error
     status, _, error = said(
         "compare", *evaluations, "--proof", "--effect", "0.2", "--rewards", "0.5", "1"
     )

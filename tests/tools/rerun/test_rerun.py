@@ -334,7 +334,7 @@ def test_behind_the_point_the_runs_newest_model_goes_on(trained, said):
     status, output, _ = said("rerun", trained, "train-1-0-1", "--until", 2, "--sample")
     assert status == 0
     lines = output.splitlines()
-    assert lines[0].startswith("call 1  replayed:  ")
+    assert lines[0].startswith("call 1  replayed: ")
     assert re.match(r"call 2  sampled, \d tokens: ", lines[1])
     assert "reward  " in output
     same = said("rerun", trained, "train-1-0-1", "--until", 2, "--sample")[1]
