@@ -201,7 +201,7 @@ class Simulated:
 
 def simulated(arguments: argparse.Namespace, offset: int, *, waits: bool) -> Simulated:
     sys.path.insert(0, str(ROOT))
-    simulate = import_module("tests.rollouts.clock").simulate
+    simulate = import_module("tests.kit.clock").simulate
     from tuner.rollouts.groups import Schedule
 
     tasks, group, steps, skipped = 4, 8, 210, 10

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from docs import tables
-from tests import forked
-from tests.loop import runs
+from tests.kit import forked, runs
 from tests.pages import MARKDOWN, PAGES, ROOT, Block, blocks, marked_blocks, parsed
 from tuner.config import load_config
 from tuner.loop import run_local
@@ -112,6 +111,7 @@ FUNCTIONS = joined("functions")
 BESIDE_A_RUN = joined("beside a run")
 
 
+@pytest.mark.learning
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_run_as_they_stand(name, tmp_path):
     script = text(SCRIPTS[name])

@@ -7,8 +7,8 @@ import torch
 
 from tests.areal.loop import step
 from tests.areal.queue_agents import GCONFIG, trajectory
+from tests.kit.clock import jump
 from tests.rewards import functions
-from tests.rollouts.clock import jump
 from tuner.areal import Agent, EnvironmentService, QueueWorkflow, StatefulDataLoader
 from tuner.rewards import in_process
 
@@ -20,7 +20,7 @@ FAULTS = {
     0: ("judge_error", "the process of die died with exit code -9"),
     1: ("judge_timeout", "judge timed out: hang took more than 0.2 s"),
     2: ("workflow_error", "ConnectionError: the simulator is gone"),
-    3: ("workflow_error", "Env.step returned (None, 1.0); it returns"),
+    3: ("workflow_error", "Env.step returned (None, 1.0); it must return"),
     4: ("timeout", f"no result within {SECONDS:g} s"),
 }
 

@@ -7,12 +7,12 @@ import torch
 
 from tests.areal.queue_agents import GCONFIG, Counting, trajectory
 from tests.areal.test_updates import rewarded_by_call
+from tests.training.configured import training
 from tuner.areal import Agent, AgentWorkflow, GRPOConfig, QueueWorkflow
 from tuner.errors import ConfigError, TrainingError
 from tuner.traces import Outcome
 from tuner.training.batch import Selection, build_batch
 from tuner.training.scoring import critic_advantages, row_advantages
-from tuner.training.trainer_settings import TrainerSettings
 from tuner.tune import prepare
 
 LONE = Selection(lone_rewards=True)
@@ -60,7 +60,7 @@ def with_last_reward_alone(traces):
 
 
 def advantages(batch, **settings):
-    found = row_advantages(batch, TrainerSettings(total_steps=1, **settings))
+    found = row_advantages(batch, training(total_steps=1, **settings))
     return torch.cat(found)
 
 
@@ -101,7 +101,7 @@ async def test_the_trainers_discount_takes_a_turns_reward_once(collect):
     torch.testing.assert_close(
         advantages(batch, turn_discount=0.5), advantages(plain, turn_discount=0.5)
     )
-    settings = TrainerSettings(total_steps=1, advantage="ppo")
+    settings = training(total_steps=1, advantage="ppo")
     values = [torch.full((len(row.completion_ids),), 0.25) for row in batch.rows]
     for mine, theirs in zip(
         critic_advantages(batch, settings, values),
@@ -131,7 +131,7 @@ def test_a_discount_that_cannot_apply_is_refused(algorithm, mend):
 def test_two_discounts_are_refused(make_loop, tmp_path):
     agent = AgentWorkflow(rewarded_by_call(), turn_discount=0.9)
     _, rollout = make_loop(turn_discount=0.5)
-    with pytest.raises(ConfigError, match=r"turn_discount 0\.9, and the run too .* 0\.5"):
+    with pytest.raises(ConfigError, match=r"turn_discount 0\.9, but the run also .* 0\.5"):
         rollout.rollout_batch([{}], agent, group_size=2)
-    with pytest.raises(ConfigError, match=r"turn_discount 0\.9, and the run too .* 0\.5"):
+    with pytest.raises(ConfigError, match=r"turn_discount 0\.9, but the run also .* 0\.5"):
         prepare(agent, None, [{"a": 1}] * 8, overrides=["tuner.algorithm.turn_discount=0.5"])

@@ -270,6 +270,7 @@ def run_elsewhere(url, folder, *overrides):
     )
 
 
+@pytest.mark.learning
 def test_a_run_goes_on_through_cut_streams_and_a_cut_update(tmp_path, monkeypatch):
     monkeypatch.setenv("TUNER_ENGINE_KEY", KEY)
     tokenizer = AutoTokenizer.from_pretrained(TINY)

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from tests.environments.test_seam import HELD_OUT, HERE, ROWS, SETTINGS, Letters
+from tests.kit.agents import answer
 from tuner import JudgeOutput, TunerModelConfig, WorkflowOutput, tune
 from tuner.environments import Mixture
 from tuner.errors import ConfigError, DatasetError, FunctionError
@@ -18,11 +19,7 @@ WORDS = [{"word": f"word {i}"} for i in range(20)]
 
 
 async def spell(task, model):
-    messages = [{"role": "user", "content": task["word"]}]
-    completion = await model.client.chat.completions.create(
-        model=model.model_name, messages=messages
-    )
-    text = completion.choices[0].message.content or ""
+    text = await answer(model, task["word"])
     assert "set" not in task
     return WorkflowOutput(response=text, reward=len(text) % 5)
 
@@ -146,14 +143,15 @@ async def of_groups(task, responses):
 @pytest.mark.parametrize(
     ("sets", "weights", "error", "said"),
     [
-        ({}, None, ConfigError, "give a mapping of sets"),
-        ({"a b": Letters()}, None, ConfigError, "no name of a set"),
+        ({}, None, ConfigError, "must be a mapping of sets"),
+        ({"a b": Letters()}, None, ConfigError, "not a name of a set"),
         ({"a": Letters()}, {"a": 0}, ConfigError, "weights has 0 for 'a'"),
-        ({"a": Letters(), "b": Letters()}, {"a": 1}, ConfigError, "leaves out b"),
+        ({"a": Letters()}, {"a": 1, "b": 1}, ConfigError, "weights has 1 for 'b'"),
+        ({"a": Letters(), "b": Letters()}, {"a": 1}, ConfigError, "weights lacks b"),
         ({"a": {"workflw": spell}}, None, ConfigError, "sets.a has workflw; its keys are"),
         ({"a": {}}, None, ConfigError, "give either an environment or a workflow"),
         ({"a": {"workflow": spell}}, None, DatasetError, "'a' has nothing to train on"),
-        ({"a": {"environment": Letters(), "judge": strict}}, None, ConfigError, "brings its own"),
+        ({"a": {"environment": Letters(), "judge": strict}}, None, ConfigError, "has its own"),
         (
             {"a": {"workflow": spell, "train_dataset": [{"set": 1}]}},
             None,

@@ -29,9 +29,9 @@ from typing import Any
 from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.builders import logged
 from tests.gateway.drift import Scripted, ask, merging, path
-from tests.gateway.toy import ADD_TOOL
+from tests.kit.builders import logged
+from tests.kit.toy import ADD_TOOL
 from tuner.errors import ConfigError
 from tuner.gateway import ChatRenderer, Gateway
 from tuner.gateway.conversations import LONGEST_OPENER, opener

@@ -24,7 +24,7 @@ from tests.gateway.drift import (
     letters,
     path,
 )
-from tests.gateway.toy import ADD_TOOL
+from tests.kit.toy import ADD_TOOL
 from tuner.gateway import Session
 from tuner.traces import TokenTree, branches
 

@@ -10,7 +10,7 @@ from tests.gateway.drift import merging
 from tests.gateway.families import TEMPLATES
 from tests.gateway.qwen import qwen
 from tests.gateway.template_matrix import DOCUMENT, USER, Speech, cells, digest
-from tests.gateway.toy import tokenizer
+from tests.kit.toy import tokenizer
 from tuner.gateway import ChatRenderer
 
 REAL = sorted((TEMPLATES / "real").glob("*.jinja"))

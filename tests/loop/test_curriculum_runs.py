@@ -7,8 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import forked
-from tests.loop import async_runs, runs
+from tests.kit import async_runs, forked, runs
 from tests.loop.test_resume import without_times
 from tests.pages import blocks
 from tuner.errors import ConfigError

@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import forked
-from tests.loop import async_runs, runs
+from tests.kit import async_runs, forked, runs
 from tests.loop.test_resume import without_times
 from tuner import rebase
 from tuner.errors import ConfigError, FunctionError, TrainingError, TunerError
@@ -157,7 +156,7 @@ def test_where_no_sample_is_used_again_it_is_the_clean_run_bit_for_bit(mistaken,
         assert new == old
     text = str(found)
     assert f"the first step in which a reward changed: {first}" in text
-    assert f"no more, since before step {first + 1} the tokens" in text
+    assert f"the rest is not reused because before step {first + 1} the tokens" in text
 
 
 def test_samples_are_used_again_and_every_token_is_accounted_for(mistaken, clean, reused):
@@ -199,7 +198,7 @@ def test_of_the_steps_after_the_change_as_many_are_sampled_anew_as_is_said(mista
     assert used > 1
     uses = [step.use for step in found.record.steps[first - 1 :]]
     assert uses == ["again"] * used + ["anew"] * (7 - first - used)
-    assert "no more, since these are 60% of the steps (--max-reused); before step" in str(found)
+    assert "the rest is not reused because these are 60% of the steps (--max-reused)" in str(found)
 
 
 def test_a_rebased_run_that_is_killed_goes_on_to_the_same_weights(
@@ -264,7 +263,10 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode",
+    ["lora", *(pytest.param(m, marks=pytest.mark.learning) for m in ("best", "ppo", "tree"))],
+)
 def test_other_kinds_of_runs_go_on_from_their_samples(mode, random_model_path, tmp_path):
     """With the same judge to the same bits, with another from what was recorded alone."""
     talk = runs.talk if mode in ("tree", "best") else runs.workflow
@@ -331,7 +333,7 @@ def test_a_judge_of_groups_sees_the_groups_again(random_model_path, tmp_path):
 
 
 async def asking(task, response, auxiliary_models):
-    said = await runs.ask(auxiliary_models["helper"], response + "?")
+    said = await runs.answer(auxiliary_models["helper"], response + "?")
     return await runs.judge(task, said)
 
 
@@ -436,7 +438,7 @@ def test_rollouts_that_went_on_by_what_the_judge_said_are_refused(mistaken, tmp_
 
 def test_a_run_without_a_judge_is_refused(random_model_path, tmp_path):
     async def scored(task, model):
-        return WorkflowOutput(reward=len(await runs.ask(model, task["question"])) % 3)
+        return WorkflowOutput(reward=len(await runs.answer(model, task["question"])) % 3)
 
     run = tune(
         runs.config(random_model_path, tmp_path, "buffer.total_steps=1"),

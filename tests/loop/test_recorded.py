@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from tests import forked
-from tests.loop import recorded_runs
+from tests.kit import forked, recorded_runs
+from tests.kit.agents import answer
 from tuner import AlgorithmConfig, TunerModelConfig, WorkflowOutput, tune
 from tuner.cli import app
 from tuner.errors import ConfigError, DatasetError, FunctionError
@@ -48,10 +48,7 @@ def worked(work, answer):
 
 
 async def solve(task, model):
-    answer = await model.client.chat.completions.create(
-        model=model.model_name, messages=prompt(task["question"])
-    )
-    text = answer.choices[0].message.content or ""
+    text = await answer(model, prompt(task["question"]))
     return WorkflowOutput(response=text, reward=float(f"is {task['answer']}." in text))
 
 
@@ -99,6 +96,7 @@ def series(result, name):
     return [row[f"train/{name}"] for row in result.history if f"train/{name}" in row]
 
 
+@pytest.mark.learning
 def test_sft_makes_the_data_likely_and_raises_the_held_out_reward(imitated):
     loss = series(imitated, "loss")
     assert loss[-1] < loss[0] / 2
@@ -110,6 +108,7 @@ def test_sft_makes_the_data_likely_and_raises_the_held_out_reward(imitated):
     assert imitated.rewards == []
 
 
+@pytest.mark.learning
 def test_a_run_on_recorded_data_leaves_what_every_run_leaves(imitated):
     stored = json.loads((imitated.run_dir / "result.json").read_text())
     assert TuneResult.model_validate(stored) == imitated.model_copy(update={"history": []})
@@ -123,6 +122,7 @@ def test_a_run_on_recorded_data_leaves_what_every_run_leaves(imitated):
     assert "rollouts" not in text
 
 
+@pytest.mark.learning
 def test_dpo_raises_margin_and_accuracy(tmp_path):
     rows = [
         {
@@ -146,6 +146,7 @@ def test_dpo_raises_margin_and_accuracy(tmp_path):
     assert series(result, "loss")[-1] < 0.65
 
 
+@pytest.mark.learning
 def test_distillation_brings_the_student_to_the_teacher_without_a_reward(imitated, tmp_path):
     """Groups of one rollout, no judge, no reward; the teacher is what SFT made."""
     result = tune(
@@ -173,7 +174,7 @@ def test_distillation_brings_the_student_to_the_teacher_without_a_reward(imitate
 
 def test_a_teacher_of_another_vocabulary_is_refused(random_model_path, tmp_path):
     with pytest.raises(
-        ConfigError, match=r"the teacher 'expert' has another vocabulary.*token 256 "
+        ConfigError, match=r"the teacher 'expert' has a different vocabulary.*token 256  "
     ):
         tune(
             only_solve,
@@ -248,7 +249,7 @@ def test_rows_left_out_are_said_and_counted(random_model_path, tmp_path, capsys)
     result = tune(algorithm=AlgorithmConfig(algorithm_type="sft", batch_size=2), **given)
     assert result.rows == {"used": 2, "too_long": 1}
     assert result.steps == 1  # an epoch is of the rows that are used
-    assert "2 of 3 rows are trained; left out: 1 too_long" in capsys.readouterr().out
+    assert "2 of 3 rows are trained; dropped: 1 too_long" in capsys.readouterr().out
     with pytest.raises(DatasetError, match="2 of 3 rows can be trained but batch_size is 3"):
         tune(algorithm=AlgorithmConfig(algorithm_type="sft", batch_size=3), **given)
 

@@ -29,16 +29,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.builders import logged
 from tests.engines.models import error, generate_all, make_engine, prompt
+from tests.kit.builders import logged
 from tests.models.shapes import FAR, NEAR, tiny_config, tiny_model
 from tests.training.exact import computed, gradient, row, small_parts, weighed, weights_of
+from tuner.config.schema import Layout
 from tuner.engines import SamplingParams
 from tuner.engines.transformers.model_shape import length_limit
 from tuner.errors import ConfigError
 from tuner.training.batch import Row
 from tuner.training.forward.layouts import exact_forward
-from tuner.training.trainer_settings import Layout
 
 TABLE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 HEAD = """\
@@ -250,7 +250,7 @@ def _said(failure: BaseException) -> str:
     text = " ".join(str(failure).split())
     text = re.split(r"(?<=[a-z)])[.;:] (?=[A-Z]|set )| If ", text)[0].rstrip(".")
     if isinstance(failure, ConfigError):
-        return _shorter(re.sub(r"^\w+ (?=is not|cannot)", "it ", text))
+        return _shorter(re.sub(r"^\w+ (?=is not|cannot|does not)", "it ", text))
     return _shorter(f"{type(failure).__name__}: {text}")
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.builders import logged
-from tests.chat_server import Refusal, chat_server
+from tests.kit.builders import logged
+from tests.kit.chat_server import Refusal, chat_server
 from tests.pages import blocks
 from tuner.config import RemoteModel
 from tuner.engines.transformers.engine import TransformersEngine
@@ -357,25 +357,11 @@ async def test_a_verdict_that_leaves_one_out_is_asked_again():
 def parts(tmp_path_factory):
     """Model and tokenizer with room for a judge's prompt, a token for each byte."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from tests.gateway.toy import TEMPLATE, tokenizer
+    from tests.kit.models import save_chat_model
 
-    path, spoken = tmp_path_factory.mktemp("judge"), tokenizer()
-    spoken.chat_template = TEMPLATE
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
-    config = Qwen3Config(
-        vocab_size=len(spoken),
-        max_position_embeddings=8192,
-        eos_token_id=spoken.eos_token_id,
-        pad_token_id=spoken.pad_token_id,
-        **shape,
-        **heads,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(path)
-    spoken.save_pretrained(path)
+    shape = {"num_hidden_layers": 1, "max_position_embeddings": 8192, "initializer_range": 0.02}
+    path = save_chat_model(tmp_path_factory.mktemp("judge"), **shape)
     model = load_model(str(path), device=torch.device("cpu"), dtype=torch.float32)
     return model, load_tokenizer(str(path))
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.loop import runs
+from tests.kit import runs
 from tuner.config import load_config
 from tuner.errors import ConfigError
 from tuner.runs import placement as arrangement
@@ -59,7 +59,7 @@ def test_a_gpu_and_a_vllm_for_it_are_used():
 def test_without_a_gpu_transformers_generates_and_what_is_needed_is_not_asked():
     config = load_config()
     chosen = choose_engine(config, Machine((), GIB), lambda: pytest.fail("asked"))
-    assert str(chosen) == ("engine: transformers, with the trainer's own weights: there is no GPU")
+    assert str(chosen) == ("engine: transformers, with the trainer's weights: there is no GPU")
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_the_choice_replaces_auto_and_nothing_else():
 
 
 def test_settings_of_servers_are_refused_where_there_may_be_none():
-    with pytest.raises(ConfigError, match=r"auto may choose, is part of this process.*to vllm"):
+    with pytest.raises(ConfigError, match=r"engine_type: auto\) is part of this process.*to vllm"):
         load_config(overrides=["explorer.rollout_model.engine_num=2"])
 
 

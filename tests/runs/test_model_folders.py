@@ -11,8 +11,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
-from tests import forked, gguf_files
-from tests.loop import runs
+from tests.kit import forked, gguf_files, runs
 from tuner.errors import ConfigError, ModelLoadError
 from tuner.loop import run_local
 from tuner.runs import models as model_folders

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from tests import forked
+from tests.kit import forked
 from tests.pages import ROOT, blocks
 from tests.serving.server import ADMIN_KEY, served
 from tuner import Client

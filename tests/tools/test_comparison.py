@@ -120,8 +120,9 @@ def test_the_command_prints_tables_or_json(runs, said):
 @pytest.mark.parametrize(
     ("given", "split", "message"),
     [
-        (lambda a, b: [a], None, "name two or more different runs"),
-        (lambda a, b: [a, a], None, "name two or more different runs"),
+        (lambda a, b: [a], None, "name two or more runs, each once"),
+        (lambda a, b: [a, a], None, "name two or more runs, each once"),
+        (lambda a, b: [a, b, a], None, "name two or more runs, each once"),
         (lambda a, b: [a, Path("no/such")], None, "no/such is not a run"),
         (lambda a, b: [a, b], "other", r"has no traces of split 'other' \(splits: train, held\)"),
     ],

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.builders import call, trace
-from tests.rollouts.clock import jump
+from tests.kit.builders import call, trace
+from tests.kit.clock import jump
 from tuner.errors import FunctionError
 from tuner.tasks.functions import JudgeOutput
 from tuner.tools.judging import JudgeCalls, was_judged

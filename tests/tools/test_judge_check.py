@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.chat_server import chat_server
-from tests.rollouts.clock import jump
+from tests.kit.chat_server import chat_server
+from tests.kit.clock import jump
 from tuner import JudgeOutput, WorkflowOutput
 from tuner.errors import ConfigError, DatasetError
 from tuner.rewards import llm_judge

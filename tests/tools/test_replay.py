@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
 from tests.tools.viewer.stored import store_run
 from tuner.errors import FunctionError, TunerError
 from tuner.tasks.functions import JudgeOutput, StoredResponse

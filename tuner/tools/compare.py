@@ -139,7 +139,7 @@ def compare(paths: Sequence[Path], *, split: str | None = None) -> RunComparison
     read = [read_run(path.expanduser()) for path in paths]
     runs = [RunDirectory(path.expanduser().resolve()) for path in paths]
     if len({run.path for run in runs}) < max(2, len(runs)):
-        raise TunerError("name two or more different runs")
+        raise TunerError("name two or more runs, each once")
     names = Counter(run.path.name for run in runs)
     found = [_files(run) for run in runs]
     splits = [one for one in found[0] if all(one in other for other in found)]

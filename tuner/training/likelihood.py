@@ -63,7 +63,7 @@ class RecordedBatch:
 
 
 def recorded_update(trainer: PolicyTrainer, batch: RecordedBatch) -> dict[str, float]:
-    """One optimizer step on recorded data, with the loss of the trainer's settings.
+    """One optimizer step on recorded data, with the loss of the trainer's configuration.
 
     Returns:
         Metrics: for SFT the loss, for DPO those of `dpo_update`; entropy, gradient norm and
@@ -74,15 +74,15 @@ def recorded_update(trainer: PolicyTrainer, batch: RecordedBatch) -> dict[str, f
     """
     if not batch.rows:
         raise TrainingError("a batch without a turn to train cannot be trained")
-    if trainer.settings.policy_loss == "dpo":
+    if trainer.config.algorithm.policy_loss_fn == "dpo":
         return dpo_update(trainer, batch)
     # `L = -sum_t m_t logp_t`, with the weights m of `loss_agg_mode`.
-    settings = trainer.settings
+    config = trainer.config
     weights_N = row_weights(
-        settings.aggregation,
+        config.algorithm.loss_agg_mode,
         torch.tensor([len(row.completion_ids) for row in batch.rows]),
         torch.tensor([row.rollout for row in batch.rows]),
-        longest=settings.max_completion,
+        longest=config.longest_answer,
     )
     return trainer.likelihood_update(batch.rows, weights_N)
 
@@ -95,11 +95,11 @@ def dpo_update(trainer: PolicyTrainer, batch: RecordedBatch) -> dict[str, float]
         larger reward `beta * (logp - ref)`; `reward_margin` between the two, and `chosen_reward`,
         `rejected_reward`, `chosen_logp`, `rejected_logp`.
     """
-    settings = trainer.settings
+    config = trainer.config
     logp_C, distance_C = pair_logps(trainer, batch)
     pairs, rollout_N = len(logp_C) // 2, torch.tensor([row.rollout for row in batch.rows])
-    assert isinstance(settings.policy_loss_spec, DPOLoss)
-    found = dpo(distance_C[0::2], distance_C[1::2], settings.policy_loss_spec)
+    assert isinstance(config.algorithm.policy_loss, DPOLoss)
+    found = dpo(distance_C[0::2], distance_C[1::2], config.algorithm.policy_loss)
     slope_P = found.slope_P / pairs
     weights_C = torch.stack([-slope_P, slope_P], dim=1).flatten()
     metrics = trainer.likelihood_update(batch.rows, weights_C[rollout_N])
@@ -120,7 +120,7 @@ def pair_logps(trainer: PolicyTrainer, batch: RecordedBatch) -> tuple[Tensor, Te
     rollout_N = torch.tensor([row.rollout for row in batch.rows])
     conversations = 2 * (int(rollout_N.max()) // 2 + 1)
     if trainer.reference is None:
-        raise TrainingError("dpo needs a reference (TrainerSettings.policy_loss)")
+        raise TrainingError("dpo needs a reference (PolicyTrainer(reference=...))")
 
     def summed(logp: tuple[Tensor, ...]) -> Tensor:
         of_rows_N = torch.stack([logp_T.double().sum().cpu() for logp_T in logp])
@@ -141,7 +141,7 @@ def pair_logps(trainer: PolicyTrainer, batch: RecordedBatch) -> tuple[Tensor, Te
 # samples of the current policy: n if all weights are equal, 1 if one outweighs the others.
 #
 # Tokens, calls and rollouts answer different questions. A loss with weights per token, as that of
-# `tuner.training.loss`, has the variance given by `tokens`. A rollout's product is what an unbiased
+# `micro_batch_loss`, has the variance given by `tokens`. A rollout's product is what an unbiased
 # estimate of its return needs, and says little once rollouts are long: if the logarithm of a
 # token's weight has variance s^2, that of T tokens has about T s^2, and of n rollouts `n exp(-T
 # s^2)` are left: with s = 0.1 and 1,000 tokens less than one of a thousand. `calls` is between the
@@ -204,12 +204,12 @@ def effective_samples(trainer: PolicyTrainer, batch: Batch) -> Effective:
     Raises:
         TrainingError: A row has no log-probs, because it was not sampled.
     """
-    settings = trainer.settings
+    config = trainer.config
     return effective_of(
         batch,
         trainer.compute_logp(batch),
-        cap=settings.importance_cap,
-        rejection=settings.rejection,
+        cap=config.tuner.algorithm.cap,
+        rejection=config.tuner.algorithm.rejection,
     )
 
 
@@ -273,7 +273,7 @@ def effective_size(log_weights: Tensor) -> EffectiveSize:
 def _as_in_the_loss(
     log_T: Tensor, cap: float | None, rejection: tuple[float, float] | None
 ) -> Tensor:
-    """Logarithms of the weights that the loss gives tokens (`tuner.training.loss`)."""
+    """Logarithms of the weights that the loss gives tokens (`tuner.training.losses`)."""
     if rejection is not None:
         low, high = rejection
         log_T = log_T.masked_fill((log_T.exp() < low) | (log_T.exp() > high), -math.inf)
@@ -338,7 +338,8 @@ def off_policy_update(trainer: PolicyTrainer, batch: OffPolicyBatch) -> dict[str
     """
     effective = effective_of(batch, trainer.compute_logp(batch))
     found = effective.tokens
-    if trainer.settings.ratio_to != "nothing" and found.share < batch.least_effective:
+    weighs = trainer.config.algorithm.policy_loss.ratio_to != "nothing"
+    if weighs and found.share < batch.least_effective:
         raise TooFewEffective(
             f"step {trainer.step + 1}: the {found.count} recorded tokens are worth only "
             f"{found.size:.0f} tokens of the current weights ({found.share:.1%}, less than "
@@ -349,7 +350,7 @@ def off_policy_update(trainer: PolicyTrainer, batch: OffPolicyBatch) -> dict[str
         )
     now = replace(batch, rows=_as_now(batch, effective.logp))
     scored = trainer.compute_ref_logp(trainer.compute_advantages(now))
-    computed = trainer.settings.proximal in ("auto", "recompute")
+    computed = trainer.config.tuner.algorithm.proximal in ("auto", "recompute")
     scored = replace(scored, batch=batch, proximal=effective.logp if computed else None)
     return {**trainer.ppo_update(scored), **shares(effective)}
 
@@ -409,12 +410,12 @@ def held_out_loss(trainer: PolicyTrainer, batch: RecordedBatch) -> dict[str, flo
     """
     if not batch.rows:
         return {}
-    if trainer.settings.policy_loss != "dpo":
+    if trainer.config.algorithm.policy_loss_fn != "dpo":
         logp_T = torch.cat([each.double().cpu() for each in trainer.compute_logp(batch)])
         return {"loss": -float(logp_T.mean())}
     _, distance_C = pair_logps(trainer, batch)
-    assert isinstance(trainer.settings.policy_loss_spec, DPOLoss)
-    found = dpo(distance_C[0::2], distance_C[1::2], trainer.settings.policy_loss_spec)
+    assert isinstance(trainer.config.algorithm.policy_loss, DPOLoss)
+    found = dpo(distance_C[0::2], distance_C[1::2], trainer.config.algorithm.policy_loss)
     margin_P = found.chosen_reward_P - found.rejected_reward_P
     return {
         "loss": float(found.loss_P.mean()),

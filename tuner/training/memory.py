@@ -50,11 +50,11 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tuner.config.schema import Layout
 from tuner.engines.transformers.model_shape import head_width, layer_configs
 from tuner.traces import TokenTree
 from tuner.training.batch import Row
 from tuner.training.forward.head import LOGITS
-from tuner.training.trainer_settings import Layout
 
 _FLOAT32 = 4
 _NORMS_OF_QUERIES = ("q_norm", "q_layernorm", "query_layernorm")

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from tuner.config import RunConfig
 from tuner.engines.grammar import Grammars
 from tuner.training.forward.layouts import Forward, HasRows, exact_forward
-from tuner.training.trainer_settings import TrainerSettings
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -128,20 +128,21 @@ class Teacher:
     max_tokens: int
 
     @staticmethod
-    def of(model: nn.Module, grammars: Grammars | None, settings: TrainerSettings) -> Teacher:
+    def of(model: nn.Module, grammars: Grammars | None, config: RunConfig) -> Teacher:
         """A teacher with the student's vocabulary; its weights never change."""
         frozen = model.eval().requires_grad_(False)
-        forward = exact_forward(frozen, grammars, layout=settings.layout, compiled=settings.compile)
-        return Teacher(frozen, forward, settings.max_tokens_per_micro_batch)
+        how = config.tuner
+        forward = exact_forward(frozen, grammars, layout=how.layout, compiled=how.compile)
+        return Teacher(frozen, forward, config.trainer.micro_batch_tokens)
 
     @staticmethod
     def prompted(
-        policy: nn.Module, start: Reference | None, forward: Forward, settings: TrainerSettings
+        policy: nn.Module, start: Reference | None, forward: Forward, config: RunConfig
     ) -> Teacher:
         """The policy or its start, with a system prompt; computed like the policy."""
-        reads = start if settings.prompt_teacher == "start" else policy
-        assert reads is not None, "settings.uses_reference has it"
-        return Teacher(reads, forward, settings.max_tokens_per_micro_batch)
+        reads = start if config.tuner.algorithm.prompt_teacher == "start" else policy
+        assert reads is not None, "config.uses_reference has it"
+        return Teacher(reads, forward, config.trainer.micro_batch_tokens)
 
     def logp(self, batch: HasRows) -> tuple[Tensor, ...]:
         """The teacher's log-probs of each row's completion tokens, one tensor [T_row] for each.

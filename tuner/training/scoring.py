@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tuner.config import RunConfig
 from tuner.config.algorithms import (
     AdvantageArgs,
     DistillAdvantage,
@@ -24,6 +25,7 @@ from tuner.config.algorithms import (
     ReinforcePlusPlusAdvantage,
     TreeAdvantage,
 )
+from tuner.config.schema import AlgorithmSection
 from tuner.engines.grammar import to_device
 from tuner.errors import TrainingError
 from tuner.traces import successors
@@ -40,9 +42,7 @@ from tuner.training.advantages import (
 from tuner.training.batch import Batch, Row
 from tuner.training.forks import Piece, tree_advantages
 from tuner.training.forward.head import TokenLogprobs
-from tuner.training.loss import Tokens
-from tuner.training.losses import KL_ESTIMATORS
-from tuner.training.trainer_settings import TrainerSettings
+from tuner.training.losses import KL_ESTIMATORS, Tokens
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def call_returns(
 
 def critic_advantages(
     batch: Batch,
-    settings: TrainerSettings,
+    config: RunConfig,
     values: Sequence[Tensor],
     penalties: Sequence[Tensor] | None = None,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -168,8 +168,8 @@ def critic_advantages(
         rewards_T = torch.zeros(length, dtype=torch.float64)
         rewards_T[-1] = gained
         rewards.append(rewards_T if penalties is None else rewards_T - penalties[row])
-    assert isinstance(settings.advantage_spec, PPOAdvantage), "only ppo has a critic"
-    advantages, returns = gae(rewards, values, after, settings.advantage_spec)
+    assert isinstance(config.algorithm.advantage, PPOAdvantage), "only ppo has a critic"
+    advantages, returns = gae(rewards, values, after, config.algorithm.advantage)
     return whitened(advantages), returns
 
 
@@ -199,7 +199,7 @@ def _continued(batch: Batch, after: Sequence[Sequence[int]]) -> list[bool]:
 
 def row_advantages(
     batch: Batch,
-    settings: TrainerSettings,
+    config: RunConfig,
     ref_logp: tuple[Tensor, ...] | None = None,
     teacher_logp: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, ...]:
@@ -222,12 +222,12 @@ def row_advantages(
     """
     if not batch.rows:
         return ()
-    args = settings.advantage_spec
+    args = config.algorithm.advantage
     if isinstance(args, DistillAdvantage):
         if teacher_logp is None:
             raise TrainingError("on_policy_distill needs a teacher (PolicyTrainer(teacher=...))")
         told = all(row.teacher_prompt_ids for row in batch.rows)
-        if settings.advantage == "prompt_distill" and not told:
+        if config.algorithm.advantage_fn == "prompt_distill" and not told:
             raise TrainingError(
                 "prompt_distill needs the teacher's prompt of each call "
                 "(build_batch(teacher_prompt=...))"
@@ -240,10 +240,10 @@ def row_advantages(
         )
     if isinstance(args, TreeAdvantage):
         return _of_tree(batch, args)
-    penalties = kl_penalties(batch, settings, ref_logp)
+    penalties = kl_penalties(batch, config.algorithm, ref_logp)
     if isinstance(args, ReinforcePlusPlusAdvantage):
         return whitened_returns(row_rewards(batch), _lengths(batch), args, penalties=penalties)
-    advantages_N = _compared(batch, settings, penalties)
+    advantages_N = _compared(batch, config, penalties)
     return tuple(
         advantage.expand(length)
         for advantage, length in zip(advantages_N, _lengths(batch), strict=True)
@@ -289,12 +289,12 @@ def row_rewards(batch: Batch) -> Tensor:
 
 
 def kl_penalties(
-    batch: Batch, settings: TrainerSettings, ref_logp: tuple[Tensor, ...] | None
+    batch: Batch, algorithm: AlgorithmSection, ref_logp: tuple[Tensor, ...] | None
 ) -> tuple[Tensor, ...] | None:
     """Penalty of each token for its distance to the reference, [T_row] for each row."""
-    if not settings.penalizes_kl or ref_logp is None:
+    if not algorithm.penalizes_kl or ref_logp is None:
         return None
-    estimate, coef = KL_ESTIMATORS[settings.kl_penalty], settings.kl_penalty_args.kl_coef
+    estimate, coef = KL_ESTIMATORS[algorithm.kl_penalty_fn], algorithm.kl_penalty.kl_coef
     # One transfer for all rows.
     on_cpu = torch.cat(ref_logp).cpu().double().split(_lengths(batch))
     return tuple(
@@ -303,13 +303,11 @@ def kl_penalties(
     )
 
 
-def _compared(
-    batch: Batch, settings: TrainerSettings, penalties: tuple[Tensor, ...] | None
-) -> Tensor:
+def _compared(batch: Batch, config: RunConfig, penalties: tuple[Tensor, ...] | None) -> Tensor:
     """One advantage for each row, from rewards that are compared with others; shape [N]."""
-    args = settings.advantage_spec
-    if settings.turn_discount is not None:
-        return _of_turns(batch, args, settings.turn_discount, penalties)
+    args = config.algorithm.advantage
+    if config.tuner.algorithm.turn_discount is not None:
+        return _of_turns(batch, args, config.tuner.algorithm.turn_discount, penalties)
     rewards_R = batch.rewards_R.clone()
     rollout_N = torch.tensor([row.rollout for row in batch.rows], dtype=torch.long)
     own_N = torch.tensor([row.peers is not None for row in batch.rows])

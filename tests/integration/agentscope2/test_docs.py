@@ -1,7 +1,7 @@
 """AgentScope 2's agent in docs/agents.md runs as printed, and has nothing that spoils training."""
 
-from tests.gateway.toy import StubEngine, gateway_of
 from tests.integration.agentscope2.test_unsafe_settings import run, runner_of
+from tests.kit.toy import StubEngine, gateway_of
 from tests.pages import blocks
 from tuner.traces import Outcome
 

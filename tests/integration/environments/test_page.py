@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import tuner
-from tests import forked
+from tests.kit import forked
 from tests.pages import blocks
 from tuner.environments import Program
 

@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from tests.loop.runs import EVAL, TRAIN, config, judge, workflow
+from tests.kit.runs import EVAL, TRAIN, config, judge, workflow
 from tests.rollouts.workers.functions import computing, group_judge, scored, synchronous
 from tuner.areal import shared_run
 from tuner.config.load import load_config
@@ -165,7 +165,7 @@ def refused_by_serve(config):
     ("refuse", "why"),
     [
         (candidates._check_settings, "run the workflow and the judge in this process"),
-        (shared_run._check_settings, "the loop in the open runs agents in its own process"),
+        (shared_run._check_settings, "an explicit training loop runs agents in its own process"),
         (refused_by_serve, "runs its functions in its own process"),
     ],
 )

@@ -9,8 +9,8 @@ from runpy import run_path
 import pytest
 
 import tuner
-from tests import forked
-from tests.chat_server import chat_server
+from tests.kit import forked
+from tests.kit.chat_server import chat_server
 from tests.pages import ROOT, blocks
 
 PAGE = (ROOT / "docs/migrating.md").read_text()

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
-from tests.chat_server import Refusal, chat_server
-from tests.loop import runs
+from tests.kit import forked, runs
+from tests.kit.chat_server import Refusal, chat_server
 from tests.pages import blocks
 from tuner import (
     ConfigError,
@@ -164,7 +163,7 @@ async def test_the_fastest_candidate_wins_by_its_seconds(tmp_path, chat_model):
 
     def slow(body):
         asked.append(body)
-        return "no" if len(asked) % 20 else right(body)
+        return "no" if len(asked) % 8 else right(body)
 
     with by_name(slow=slow, fast=right) as server:
         models = [chat_model(server, name, stream=False) for name in ("slow", "fast")]

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
 from tuner.tools.viewer.index import (
     UNREADABLE,
     Tally,

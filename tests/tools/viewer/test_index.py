@@ -7,7 +7,7 @@ import sqlite3
 
 import pytest
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
 from tests.tools.viewer.stored import small, store_run
 from tuner.errors import TunerError
 from tuner.tools.viewer import index as index_module

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
 from tests.tools.viewer.stored import read_data, store_run
 from tuner.errors import TunerError
 from tuner.tasks.functions import JudgeOutput

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tuner.config.schema import Checkpointing, Layout
 from tuner.engines.base import SamplingParams
 from tuner.engines.grammar import Grammars
 from tuner.engines.transformers.model_shape import layer_windows, length_limit, probe_length
@@ -39,7 +40,6 @@ from tuner.training.forward.rows import (
 )
 from tuner.training.forward.tree_pass import PassCost, tree_cuts, tree_logprobs, tree_states
 from tuner.training.memory import Activations, tokens_of_pass
-from tuner.training.trainer_settings import Checkpointing, Layout
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

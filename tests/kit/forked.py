@@ -17,15 +17,15 @@ from typing import Any
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
-        "tests.before_fork",
+        "tests.kit.before_fork",
         "agentscope.agent",
         "agentscope.model",
         "openai",
         "torch.utils.tensorboard",
         "transformers.models.qwen3.modeling_qwen3",
         "tuner.areal",
-        "tests.loop.async_runs",
-        "tests.loop.recorded_runs",
+        "tests.kit.async_runs",
+        "tests.kit.recorded_runs",
         "tests.engines.sglang_server",
     ]
 )

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from tests.loop import runs
+from tests.kit import runs
 from tuner.loop import run_local
 from tuner.runs import directory as run_directory
 from tuner.tasks.functions import WorkflowOutput
@@ -25,10 +25,10 @@ def config(model, root, *overrides, staleness=2):
 
 async def workflow(task, model):
     """Two answers, with a tool between them that takes some rollouts much longer than others."""
-    first = await runs.ask(model, task["question"])
+    first = await runs.answer(model, task["question"])
     for _ in range(sum(map(ord, first)) % 5 * 20):
         await asyncio.sleep(0)
-    return WorkflowOutput(response=first + await runs.ask(model, first))
+    return WorkflowOutput(response=first + await runs.answer(model, first))
 
 
 def main(model, root, moment):

@@ -6,14 +6,15 @@ kills itself with SIGKILL when it gets there for the COUNTth time.
 
 import functools
 import os
-import random
 import signal
 
+from tests.kit.agents import answer as answer
+from tests.kit.agents import judge, workflow
+from tests.kit.agents import talk as talk
 from tuner.config.load import load_config
 from tuner.loop import run_local
 from tuner.runs import console as base
 from tuner.runs import directory as run_directory
-from tuner.tasks.functions import JudgeOutput, WorkflowOutput
 from tuner.training.trainer import PolicyTrainer
 
 TRAIN = [{"question": f"train {i}"} for i in range(7)]
@@ -45,25 +46,6 @@ def config(model, root, *overrides, name="run"):
     )
 
 
-async def ask(model, text):
-    messages = [{"role": "user", "content": text}]
-    completion = await model.client.chat.completions.create(
-        model=model.model_name, messages=messages
-    )
-    return completion.choices[0].message.content or ""
-
-
-async def workflow(task, model):
-    text = await ask(model, task["question"])
-    if random.random() < 0.3:  # some rollouts make a second call
-        text += await ask(model, text)
-    return WorkflowOutput(response=text)
-
-
-async def judge(task, response):
-    return JudgeOutput(reward=sum(map(ord, response)) % 17 / 17)
-
-
 def killing_itself(function, count):
     left, process = [count], os.getpid()  # its own, wherever the function runs
 
@@ -75,19 +57,6 @@ def killing_itself(function, count):
         return function(*args, **kwargs)
 
     return wrapped
-
-
-async def talk(task, model):
-    """Two to four turns, as chance has it."""
-    messages = [{"role": "user", "content": task["question"]}]
-    text = ""
-    for _ in range(random.randint(2, 4)):
-        completion = await model.client.chat.completions.create(
-            model=model.model_name, messages=messages
-        )
-        text = completion.choices[0].message.content or ""
-        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "More."}]
-    return WorkflowOutput(response=text)
 
 
 def main(model, root, moment, *overrides, workflow=workflow):

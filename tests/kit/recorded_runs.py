@@ -1,6 +1,6 @@
 """A small run on recorded data, which may kill itself in the fourth step."""
 
-from tests.loop.runs import killing_itself
+from tests.kit.runs import killing_itself
 from tuner import AlgorithmConfig, JudgeOutput, TunerModelConfig, tune
 from tuner.training.trainer import PolicyTrainer
 
