@@ -445,7 +445,7 @@ def test_a_run_without_a_judge_is_refused(random_model_path, tmp_path):
         judge=None,
         workflow=scored,
     )
-    with pytest.raises(ConfigError, match="has no judge: the workflow gave its rewards"):
+    with pytest.raises(ConfigError, match="has no judge: its workflow gave the rewards"):
         again(run.run_dir)
 
 
