@@ -327,7 +327,7 @@ def test_python_wins_over_the_file(settings, tmp_path):
     file.write_text(f"tuner: {{environment: '{HERE}:made'}}\n")
     run = prepare(environment=Letters(), config_path=file, **settings)
     assert run.config.tuner.environment is None
-    with pytest.raises(FunctionError, match=r"the file's tuner\.environment brings another"):
+    with pytest.raises(FunctionError, match=r"the file's tuner\.environment has another workflow"):
         prepare(Letters().workflow, None, ROWS, config_path=file, **settings)
 
 

@@ -353,7 +353,10 @@ def test_the_run_that_is_learned_from_is_not_gone_on_with(small, file):
 @pytest.mark.parametrize(
     ("algorithm", "texts"),
     [
-        ("multi_step_grpo", ["used, of 6 tasks", "WHAT THEY ARE WORTH", "of 16 rollouts", "READY"]),
+        (
+            "multi_step_grpo",
+            ["used, of 6 tasks", "EFFECTIVE SAMPLE SIZE", "of 16 rollouts", "READY"],
+        ),
         (
             "sft",
             [
@@ -380,7 +383,7 @@ def test_check_says_that_too_little_is_left(small, file):
     settings = of(small), "tuner.history.min_effective_samples=1"
     result = invoked("check", file, "name=checked", *settings)
     assert result.exit_code == 1
-    assert "NOT READY: too few of the tokens are left" in result.output
+    assert "NOT READY: the effective sample size of the tokens is below" in result.output
 
 
 def test_exploring_stops_where_no_rollout_comes_to_its_end(random_model_path, tmp_path):

@@ -415,9 +415,9 @@ def test_a_reward_of_a_step_without_a_checkpoint_before_it_is_no_reason_to_sampl
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"min_effective_samples": 1.5}, r"min_effective_samples is 1\.5: it is a share"),
+        ({"min_effective_samples": 1.5}, r"min_effective_samples is 1\.5: give a share"),
         ({"judge": "nowhere.py:judge"}, r"--judge is 'nowhere\.py:judge': there is no file"),
-        ({"workflow": None}, r"does not say which workflow it was run with: give --workflow"),
+        ({"workflow": None}, r"names no workflow: add --workflow"),
         ({"overrides": ["algorithm.optimizer.lr=1"]}, r"algorithm\.optimizer\.lr was 0\.01"),
     ],
 )
@@ -432,7 +432,7 @@ def test_rollouts_that_went_on_by_what_the_judge_said_are_refused(mistaken, tmp_
     text = (run / "config.yaml").read_text()
     assert "feedback_attempts: 0" in text
     (run / "config.yaml").write_text(text.replace("attempts: 0", "attempts: 2"))
-    with pytest.raises(ConfigError, match=r"tuner\.feedback_attempts is 2, so the rollouts"):
+    with pytest.raises(ConfigError, match=r"tuner\.feedback_attempts is 2, so its rollouts"):
         again(run)
 
 
@@ -445,7 +445,7 @@ def test_a_run_without_a_judge_is_refused(random_model_path, tmp_path):
         judge=None,
         workflow=scored,
     )
-    with pytest.raises(ConfigError, match="has no judge: the workflow gave its rewards"):
+    with pytest.raises(ConfigError, match="has no judge: its workflow gave the rewards"):
         again(run.run_dir)
 
 
@@ -458,7 +458,7 @@ def test_another_rebase_of_the_name_is_refused(reused):
     run = reused.result.run_dir.with_name("run")
     with pytest.raises(ConfigError, match=r"whose --min-effective-samples was 0\.0, and is now 0"):
         again(run, min_effective_samples=0.25)
-    with pytest.raises(ConfigError, match="run is another run: give this one another name"):
+    with pytest.raises(ConfigError, match="run is a different run: choose another name"):
         again(run, name="run")
 
 

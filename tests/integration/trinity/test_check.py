@@ -58,7 +58,7 @@ def test_missing_gpus_are_named_after_trinitys_check_has_passed(check):
 @pytest.mark.parametrize(
     ("overrides", "error", "text"),
     [
-        (["mode=bench"], ConfigError, "there is nothing to evaluate on"),
+        (["mode=bench"], ConfigError, "nothing to evaluate on"),
         (["mode=benches"], ConfigError, "mode is benches: Trinity-RFT has both, colocate"),
         (["mode=train"], FunctionError, "mode train runs no rollouts"),
         (["buffer.batch_size=9"], DatasetError, "8 rows but batch_size is 9"),

@@ -92,7 +92,7 @@ def test_a_trace_that_this_version_does_not_know_is_named_and_the_others_are_cou
     index.refresh()
     assert index.count_branches()
     assert counted(index) == {"traces": 2, "looked_at": 2, "counts": {"resampled": 1}}
-    assert "step_000001.jsonl:0 is no trace that this version knows" in index.problems[0]
+    assert "step_000001.jsonl:0 is not a trace of a supported version" in index.problems[0]
     assert "mood" in index.problems[0]
 
 
