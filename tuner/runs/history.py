@@ -33,7 +33,8 @@ from tuner.gateway import ChatRenderer
 from tuner.runs.recorded import Example, Examples, Turn, Unusable, conversation, pair, trained_turns
 from tuner.tasks.datasets import described, row_text
 from tuner.traces import Call, Outcome, RolloutId, Trace, read_traces
-from tuner.traces.store import SERVED, complete_lines
+from tuner.traces.reading import InvalidRecord, JsonReader, complete_lines
+from tuner.traces.store import SERVED
 
 # Logs of chats without tokens as conversations: OpenAI's JSON lines, and spans of OpenTelemetry.
 #
@@ -431,13 +432,16 @@ def _of_file(path: Path) -> Iterator[Stored | LogRow | str]:
         return
     if is_trace(first[1]):
         folder = str(path.parent.resolve())
-        yield from (Stored(trace, folder) for trace in read_traces(path))
+        yield from (Stored(trace, folder) for trace in read_traces(path, skip=True))
         return
     for number, found in read_log(path, _objects(path)):
         if found.row is None:
             yield found.reason or "nothing"
         else:
             yield LogRow(f"{path}, line {number}", found.row, found.started)
+
+
+_VALUES = JsonReader[Any](Any, "JSON")
 
 
 def _objects(path: Path) -> Iterator[tuple[int, Any]]:
@@ -447,8 +451,8 @@ def _objects(path: Path) -> Iterator[tuple[int, Any]]:
             if not line.strip():
                 continue
             try:
-                yield number, json.loads(line)
-            except ValueError as error:
+                yield number, _VALUES.parse(line)
+            except InvalidRecord as error:
                 raise DatasetError(f"{path}, line {number} is not JSON: {error}") from None
 
 

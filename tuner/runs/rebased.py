@@ -13,6 +13,7 @@ What its samples are worth is the effective sample size of their tokens
 from __future__ import annotations
 
 import io
+import os
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -21,10 +22,10 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from tuner.errors import TunerError
 from tuner.rollouts.groups import BatchLog, taken_until
 from tuner.runs.directory import RunDirectory, write_atomically
 from tuner.traces import Trace, read_traces
+from tuner.traces.reading import JsonReader
 from tuner.traces.store import trace_line, trace_to_json
 from tuner.training.likelihood import Effective
 
@@ -109,21 +110,18 @@ class RebaseRecord(BaseModel):
         return table(self)
 
 
+_RECORDS = JsonReader[RebaseRecord](RebaseRecord, "the record of a rebase")
+
+
 def read_rebase(directory: RunDirectory) -> RebaseRecord | None:
     """What a run directory says of it; None where the run goes on from no other.
 
     Raises:
         TunerError: The file is damaged.
     """
-    if not directory.rebase.exists():
+    if not os.path.lexists(directory.rebase):
         return None
-    try:
-        return RebaseRecord.model_validate_json(directory.rebase.read_bytes())
-    except ValueError as error:
-        first = next(iter(str(error).splitlines()), "")
-        raise TunerError(
-            f"{directory.rebase} is damaged: {first}; delete {directory.path} and rebase again"
-        ) from error
+    return _RECORDS.document(directory.rebase, f"delete {directory.path} and rebase again")
 
 
 class Rebased:

@@ -30,11 +30,11 @@ from tuner.errors import ConfigError, TrainingError, TunerError
 from tuner.runs.directory import (
     ADAPTER_CONFIG,
     MANIFEST,
+    OBJECTS,
     RunDirectory,
     damage,
     make_private,
     outside_event_loop,
-    read_json,
     write_atomically,
 )
 from tuner.runs.estimates import Estimate, estimate, is_run, passes, rewards_by_task
@@ -77,7 +77,7 @@ class Candidate:
         """What an adapter itself calls the model that it belongs to; None where it is elsewhere."""
         if not (Path(self.path) / ADAPTER_CONFIG).is_file():
             return None
-        config = read_json(Path(self.path) / ADAPTER_CONFIG, "export or train it again")
+        config = OBJECTS.document(Path(self.path) / ADAPTER_CONFIG, "export or train it again")
         return config.get("base_model_name_or_path") or None
 
 
@@ -121,7 +121,7 @@ def _newest(run: RunDirectory) -> Candidate:
     steps = run.checkpoint_steps()
     if steps:
         return _of_folder(run.checkpoint(steps[-1]), run)
-    written = read_json(run.result, _DAMAGED) if run.result.is_file() else {}
+    written = OBJECTS.document(run.result, _DAMAGED) if run.result.is_file() else {}
     folder = written.get("checkpoint") if isinstance(written, dict) else None
     if folder is None or not Path(folder).is_dir():  # Trinity-RFT's are elsewhere in the run
         raise TunerError(f"{run.path} has no checkpoint yet: wait for trainer.save_interval")

@@ -19,11 +19,11 @@ from typing import Any
 import openai
 
 from tuner.config import RemoteModel
-from tuner.errors import ConfigError, TrainingError, TunerError
+from tuner.errors import ConfigError, TrainingError
 from tuner.gateway import SamplingDefaults
 from tuner.rollouts.chat_models import remote_client
 from tuner.runs.console import ConsoleMonitor
-from tuner.runs.directory import RunDirectory, read_json, reported, run_async, write_atomically
+from tuner.runs.directory import OBJECTS, RunDirectory, reported, run_async, write_atomically
 from tuner.runs.estimates import estimate
 from tuner.runs.record import open_directory
 from tuner.tasks.settings import PromptTuneConfig
@@ -41,10 +41,20 @@ from tuner.tools.trials import (
     served_here,
 )
 from tuner.traces import Trace, TraceStore, Usage
-from tuner.traces.store import complete_lines, cut_torn_line
+from tuner.traces.reading import Count, JsonReader, Text
+from tuner.traces.store import closed, cut_torn_line
 from tuner.tune import Run
 
 # The model that proposes prompts: each of its answers is on disk before it is used.
+
+
+_ANSWERS = JsonReader[dict[str, Any]](
+    closed(
+        "Reflected",
+        {"asked": Text, "prompt": Text, "answer": Text, "usage": tuple[Count, Count]},
+    ),
+    "a reflection",
+)
 
 
 class Reflection:
@@ -77,15 +87,8 @@ class Reflection:
         self._client, self._model_name = client, model_name
         self._path, self._prices, self._spent = path, prices, spent
         self._known: defaultdict[str, deque[tuple[str, Usage]]] = defaultdict(deque)
-        for number, line in complete_lines(path):
-            try:
-                row = json.loads(line)
-                self._known[row["asked"]].append((str(row["answer"]), Usage(*row["usage"])))
-            except (ValueError, LookupError, TypeError) as error:
-                raise TunerError(
-                    f"{path}, line {number} is no reflection: {error!r}; delete the line, and it "
-                    "is asked for again"
-                ) from error
+        for _, _, row in _ANSWERS.lines(path, "delete the line, and it is asked for again"):
+            self._known[row["asked"]].append((row["answer"], Usage(*row["usage"])))
 
     async def ask(self, prompt: str) -> str:
         """The answer to a prompt, as one message of the user.
@@ -187,7 +190,9 @@ class Search:
                 directory.result.unlink(missing_ok=True)
             if directory.result.exists():
                 logger.warning("%s is complete; returning its result", directory.path)
-                found = read_json(directory.result, "delete it: it is written anew from traces")
+                found = OBJECTS.document(
+                    directory.result, "delete it: it is written anew from traces"
+                )
                 prompts, metrics = found["prompts"], found["metrics"]
             else:
                 with reported(directory, leave_page):
@@ -213,7 +218,7 @@ class Search:
             )
         before = now
         if file.exists():
-            before = read_json(file, "give this search another experiment_name")
+            before = OBJECTS.document(file, "give this search another experiment_name")
         changed = [name for name in now if before.get(name) != now[name]]
         if decisive := [name for name in changed if name not in (*_RESULT, *_MAY_CHANGE)]:
             raise ConfigError(

@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from tuner.config import RemoteModel, RunConfig
-from tuner.errors import ConfigError, TrainingError, TunerError
+from tuner.errors import ConfigError, TrainingError
 from tuner.gateway import SamplingDefaults, Session
 from tuner.rollouts import RolloutRunner, Rollouts
 from tuner.rollouts.chat_models import chat_model, default_kind, remote_client
 from tuner.tasks.datasets import Task
 from tuner.tasks.functions import Signature, WorkflowOutput, as_workflow_output, call_function
 from tuner.traces import RolloutId, Trace, TraceStore, Usage
-from tuner.traces.store import complete_lines, cut_torn_line
+from tuner.traces.reading import Count, JsonReader, Text
+from tuner.traces.store import closed, cut_torn_line
 from tuner.tune import Run
 
 # A workflow that is given prompts, as a run calls workflows. Nothing here needs torch.
@@ -263,15 +264,10 @@ class CandidateLog:
     def __init__(self, path: Path, what: str = "prompts") -> None:
         self._path, self._what = path, what
         self._numbers: dict[tuple[tuple[str, str], ...], int] = {}
-        for number, line in complete_lines(path):
-            try:
-                row = json.loads(line)
-                self._numbers[_key(row[what])] = int(row["number"])
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
-                raise TunerError(
-                    f"{path}, line {number} is no candidate: {error!r}; give this search another "
-                    "experiment_name to begin it anew"
-                ) from error
+        form = closed("TriedCandidate", {"number": Count, what: dict[Text, Text]})
+        lines = JsonReader[dict[str, Any]](form, "a candidate").lines
+        for _, _, row in lines(path, "give this search another experiment_name to begin it anew"):
+            self._numbers[_key(row[what])] = row["number"]
 
     def number(self, prompts: Prompts) -> int:
         """The number of a candidate, which it keeps."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tuner.errors import TunerError
+from tuner.runs.directory import METRICS
 from tuner.traces import branches
-from tuner.traces.store import NOT_A_TRACE, trace_from_json
+from tuner.traces.reading import InvalidRecord, open_file
+from tuner.traces.store import trace_from_json
 
+# What messages raise that have other parts than their forms say; these are the agents' own.
+NO_MESSAGES = (ValueError, LookupError, TypeError, AttributeError)
 # How much of the last line that was read a file must still have to be the same file.
 TAIL = 256
 
@@ -34,7 +37,7 @@ class LineFollower:
     def replaced(self) -> bool:
         """Whether the file is no longer the one that was read so far; starts over if so."""
         try:
-            with self.path.open("rb") as file:
+            with open_file(self.path) as file:
                 file.seek(self.offset - len(self.tail))
                 changed = file.read(len(self.tail)) != self.tail
         except FileNotFoundError:
@@ -46,7 +49,7 @@ class LineFollower:
     def new_lines(self) -> Iterator[tuple[int, bytes]]:
         """(byte offset, line) of each line that was completed since it was last asked."""
         try:
-            file = self.path.open("rb")
+            file = open_file(self.path)
         except FileNotFoundError:
             return
         with file:
@@ -66,29 +69,26 @@ class MetricsFollower:
     Attributes:
         rows: What was read so far.
         generation: Goes up when a resumed run rewrote the file and `rows` began anew.
+        problems: Lines that are no row, by file and byte.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = LineFollower(path)
         self.rows: list[dict[str, Any]] = []
         self.generation = 0
+        self.problems: list[str] = []
 
     def refresh(self) -> None:
-        """Read what is new.
-
-        Raises:
-            TunerError: A complete line is not JSON.
-        """
+        """Read what is new."""
         if self._file.replaced():
-            self.rows = []
+            self.rows, self.problems = [], []
             self.generation += 1
         for start, line in self._file.new_lines():
             try:
-                self.rows.append(json.loads(line))
-            except ValueError as error:
-                raise TunerError(
-                    f"{self._file.path}, byte {start}: not a row of metrics: {error}"
-                ) from error
+                self.rows.append(METRICS.parse(line))
+            except InvalidRecord as error:
+                name = self._file.path.name
+                self.problems.append(f"{name}, byte {start}: not {METRICS.what}: {error}")
 
 
 def branch_rows(trace: dict[str, Any], name: str) -> list[dict[str, Any]]:
@@ -107,7 +107,7 @@ def branch_rows(trace: dict[str, Any], name: str) -> list[dict[str, Any]]:
     """
     try:
         found = branches(trace_from_json(trace).calls)
-    except NOT_A_TRACE as error:
+    except NO_MESSAGES as error:
         raise TunerError(f"{name} is no trace that this version knows: {error!r}") from error
     return [
         {"call": branch.call, "cause": branch.cause.value, "earlier": branch.earlier}

@@ -6,7 +6,6 @@ what it adds to the tables. Where the database does not fit the files it is made
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections import Counter
@@ -31,8 +30,9 @@ from tuner.tools.viewer.facts import (
     row,
     tallies,
 )
-from tuner.tools.viewer.follow import LineFollower, branch_rows
-from tuner.traces.store import NOT_A_TRACE
+from tuner.tools.viewer.follow import NO_MESSAGES, LineFollower, branch_rows
+from tuner.traces.reading import InvalidRecord
+from tuner.traces.store import STORED
 
 FILES = "*step_*.jsonl"
 _ADD = f"""
@@ -88,11 +88,9 @@ class TraceIndex(Database):
             stream.seek(min(offset, path.stat().st_size))
             line = stream.readline()
         try:
-            trace: dict[str, Any] = json.loads(line)
-            row(file, offset, len(line), trace)
-        except NOT_A_TRACE as error:
-            raise TunerError(f"{file}, byte {offset}: no trace begins there") from error
-        return trace
+            return STORED.parse(line)
+        except InvalidRecord as error:
+            raise TunerError(f"{file}, byte {offset}: no trace begins there: {error}") from error
 
     def refresh(self, seconds: float = math.inf) -> bool:
         """Read what is new, for at most about `seconds`; returns whether that was everything."""
@@ -130,13 +128,14 @@ class TraceIndex(Database):
 
     def _add(self, name: str, start: int, line: bytes) -> None:
         try:
-            trace = json.loads(line)
+            trace = STORED.parse(line)
             listed = row(name, start, len(line), trace)
             added = tallies(trace) if listed.final else {}
             task = self._text(asked(trace["task"]), row_text(trace["task"]))
             answer = answered(trace)
-        except NOT_A_TRACE as error:
-            self._problem(f"{name}, byte {start}: not a trace: {error!r}")
+        except NO_MESSAGES as error:
+            said = error if isinstance(error, InvalidRecord) else repr(error)
+            self._problem(f"{name}, byte {start}: not a trace: {said}")
             return
         values = *astuple(listed)[: len(COLUMNS)], task, self._text(answer, answer)
         self.insert("traces", None, *values, listed.one_path)

@@ -79,7 +79,7 @@ def report_data(
     rows, bodies, size = [], {}, 0
     trees: dict[str, dict[str, Any]] = {}
     counts: dict[str, Mapping[str, int]] = {}
-    problems = list(reader.traces.problems)
+    problems = reader.problems
     listed = reader.traces.rows()
     deadline = time.monotonic() + CAUSE_SECONDS
     for row in selection(listed):

@@ -174,7 +174,7 @@ def replay(
         with unfinished.open("w", encoding="utf-8") as file:
             for step, stored in _files(run, split, steps):
                 tally = tallies[step] = Tally()
-                final = [trace for trace in read_traces(stored) if trace.final]
+                final = [trace for trace in read_traces(stored, skip=True) if trace.final]
                 judged = [trace for trace in final if trace.outcome in JUDGED]
                 tally.unscored.update(t.outcome.value for t in final if t.outcome not in JUDGED)
                 for score in asyncio.run(_score_all(judged, judge)):
