@@ -30,7 +30,6 @@ from filelock import FileLock, Timeout
 from pydantic import AfterValidator
 
 from tuner.config import RunConfig
-from tuner.config.source import read_yaml
 from tuner.errors import ConfigError, TunerError
 from tuner.traces.reading import AnyNumber, Integer, InvalidRecord, JsonReader, Text
 
@@ -70,7 +69,15 @@ class RunDirectory:
         Raises:
             ConfigError: The file is damaged.
         """
-        return read_yaml(self.config).tree if os.path.lexists(self.config) else {}
+        import yaml
+
+        if not os.path.lexists(self.config):
+            return {}
+        try:  # libyaml, which is faster, ends the process where nesting is deep
+            return OBJECTS.check(yaml.safe_load(self.config.read_bytes()))
+        except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
+            said = " ".join(str(error).split())
+            raise ConfigError(f"{self.config} is not a configuration: {said:.300}") from error
 
     def create(self) -> None:
         self.checkpoints.mkdir(parents=True, exist_ok=True)

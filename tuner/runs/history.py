@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import sqlite3
 from array import array
 from collections import Counter, defaultdict
@@ -346,6 +347,8 @@ def read_log(path: Path, lines: Iterator[tuple[int, Any]]) -> Iterator[tuple[int
             raise DatasetError(f"{path}, line {number}: {said}") from None
 
 
+logger = logging.getLogger("tuner")
+
 # Where rollouts were recorded: runs, files of traces, a server's store, logs of chats.
 
 
@@ -456,7 +459,7 @@ def _objects(path: Path) -> Iterator[tuple[int, Any]]:
                 raise DatasetError(f"{path}, line {number} is not JSON: {error}") from None
 
 
-def _served(path: Path) -> Iterator[Stored]:
+def _served(path: Path) -> Iterator[Stored | str]:
     """The sessions of a server's store, which may be serving meanwhile.
 
     Raises:
@@ -470,8 +473,14 @@ def _served(path: Path) -> Iterator[Stored]:
     try:
         for session in store.every():
             group = session.group and f"{session.application}: {session.group}"
+            try:
+                trace = store.trace(session.id)
+            except TunerError as error:
+                logger.warning("left out: %s", error)
+                yield "damaged_session"
+                continue
             yield Stored(
-                store.trace(session.id),
+                trace,
                 str(path.resolve()),
                 group=group,
                 tags=frozenset(session.tags),

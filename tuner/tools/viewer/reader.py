@@ -15,6 +15,7 @@ from tuner.errors import TunerError
 from tuner.runs.directory import OBJECTS, RunDirectory
 from tuner.runs.estimates import check_is_run
 from tuner.tasks.datasets import row_text
+from tuner.tools.viewer.facts import clean
 from tuner.tools.viewer.follow import MetricsFollower, branch_rows
 from tuner.tools.viewer.index import TraceIndex, identity
 from tuner.tools.viewer.queries import tree
@@ -185,10 +186,11 @@ class RunReader:
         for call in calls:
             ids.update(call["prompt_ids"], call["completion_ids"])
         vocabulary = self.vocabulary()
+        id_ = RolloutId(**stored["id"] | {"split": clean(stored["id"]["split"])})
         return {
             "trace": stored,
             "branches": found,
-            "tree": tree(self.traces, RolloutId(**stored["id"])) if stored["final"] else None,
+            "tree": tree(self.traces, id_) if stored["final"] else None,
             "vocabulary": vocabulary.texts(ids),
             "characters": [
                 {
