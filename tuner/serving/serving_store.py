@@ -597,7 +597,7 @@ class ServingStore(Replies):
     def _session(self, row: Sequence[Any]) -> StoredSession:
         data = dict(zip((one.name for one in fields(StoredSession)), row, strict=True))
         with self._damaged(data["id"]):
-            data |= {name: _VALUES.parse(data[name]) for name in _JSON}
+            data |= {name: _VALUES.parse(str(data[name]).encode()) for name in _JSON}
             data["judged"] = bool(data["judged"])
             return from_plain(StoredSession, _SESSIONS.check(data))
 
@@ -759,7 +759,7 @@ class ServingStore(Replies):
         calls = []
         rows = self.ask("SELECT data FROM calls WHERE session = ? ORDER BY number", number)
         for (data,) in rows:
-            found = STORED_CALLS.parse(data)
+            found = STORED_CALLS.parse(data if isinstance(data, bytes) else str(data).encode())
             calls.append(found["call"])
             for name, items in distinct.items():
                 items += found[name]
@@ -1042,7 +1042,7 @@ class StoredResponses(MutableMapping[str, KeptResponse]):
         if found is None:
             raise KeyError(response)
         try:
-            return KeptResponse(**_RESPONSES.parse(found))
+            return KeptResponse(**_RESPONSES.parse(str(found).encode()))
         except InvalidRecord as error:
             raise DamagedSession(f"response {response} is damaged in the store: {error}") from error
 

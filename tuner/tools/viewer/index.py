@@ -61,7 +61,9 @@ class TraceIndex(Database):
     @property
     def problems(self) -> list[str]:
         """Lines that are no trace, and traces whose branches are not known, by file and byte."""
-        return [text for (text,) in self.ask("SELECT text FROM problems")]
+        kept = [text for (text,) in self.ask("SELECT text FROM problems")]
+        no_files = sorted(path.name for path in self.folder.glob(FILES) if not path.is_file())
+        return kept + [f"{name} is left out: it is no file" for name in no_files]
 
     def rows(self, numbers: Sequence[int] | None = None) -> list[TraceRow]:
         """The traces of these numbers, in their order; all by default."""
@@ -211,7 +213,7 @@ class TraceIndex(Database):
         return time.monotonic() <= deadline
 
     def _names(self) -> list[str]:
-        return [path.name for path in self.folder.glob(FILES)]
+        return [path.name for path in self.folder.glob(FILES) if path.is_file()]
 
 
 def identity(text: str) -> bytes:
